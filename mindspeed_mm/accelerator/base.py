@@ -1,0 +1,86 @@
+"""What every device offers to the rest of the framework."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from mindspeed_mm.utils.log import notice
+
+
+class Accelerator(ABC):
+    """A kind of device (`name`), its collective backend and its memory figures."""
+
+    name: str
+    collective_backend: str
+    has_streams: bool = True
+
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this process (chosen by LOCAL_RANK)."""
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """Bytes in use by tensors of this process now (CPU: resident set size)."""
+
+    @abstractmethod
+    def max_memory_allocated(self) -> int:
+        """Largest number of bytes in use so far (CPU: peak resident set size)."""
+
+    def set_device(self) -> None:
+        """Bind this process to its device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work handed to it."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the host's and the device's default generators."""
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """Default generators' states, one uint8 tensor a device."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `rng_state` returned; a state of another device kind is left alone."""
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+
+    def supports_fused_adamw(self) -> bool:
+        """Whether torch.optim.AdamW(fused=True) runs on this device."""
+        return True
+
+    def activities(self) -> list[torch.profiler.ProfilerActivity]:
+        """Profiler activities of this device."""
+        return [torch.profiler.ProfilerActivity.CPU]
+
+    def record_memory_history(self, stacks: str, max_entries: int | None) -> None:
+        """Start recording the device allocator's events (tools.json: memory_profile)."""
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        """Write what was recorded to `path` and stop recording."""
+
+    def resolve_backend(self, requested: str | None, needs_cpu_tensors: bool = False) -> str:
+        """See `mindspeed_mm.accelerator.resolve_backend`."""
+        own = self.collective_backend
+        wanted = (requested or own).strip()
+        entries = dict(e.split(":", 1) if ":" in e else (self.name, e) for e in wanted.split(","))
+        usable = {"gloo", own}
+        backend = entries.get(self.name, own)
+        if backend not in usable or (self.name not in entries and requested):
+            notice(f"--distributed-backend {requested}: this machine computes on {self.name}, {own} is used instead")
+            backend = own
+        if self.name == "cpu":
+            return backend
+        host = entries.get("cpu")
+        if host or needs_cpu_tensors:
+            return f"{self.name}:{backend},cpu:{host or 'gloo'}"
+        return backend
+
+
+def local_rank() -> int:
+    """LOCAL_RANK of this process (0 without a launcher)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

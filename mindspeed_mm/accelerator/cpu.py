@@ -1,0 +1,33 @@
+"""Host processors: gloo, no streams, memory is the process's resident set."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+from mindspeed_mm.accelerator.base import Accelerator
+
+
+class CPUAccelerator(Accelerator):
+    """The machine's own processors."""
+
+    name = "cpu"
+    collective_backend = "gloo"
+    has_streams = False
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def memory_allocated(self) -> int:
+        try:
+            with open("/proc/self/statm", encoding="ascii") as f:
+                return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return self.max_memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

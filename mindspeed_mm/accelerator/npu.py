@@ -1,0 +1,60 @@
+"""Ascend NPUs: hccl, torch_npu, and MindSpeed's adaptor where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from mindspeed_mm.accelerator.base import Accelerator, local_rank
+from mindspeed_mm.utils.log import notice
+
+
+class NPUAccelerator(Accelerator):
+    """An Ascend device; torch_npu is imported here and nowhere else."""
+
+    name = "npu"
+    collective_backend = "hccl"
+
+    def __init__(self) -> None:
+        import torch_npu
+
+        self._npu = torch_npu.npu
+        if importlib.util.find_spec("mindspeed") is None:
+            notice("mindspeed is not installed: its fused NPU operators are not used (see pyproject.toml, extra npu)")
+
+    def device(self) -> torch.device:
+        return torch.device("npu", local_rank() % self._npu.device_count())
+
+    def set_device(self) -> None:
+        self._npu.set_device(self.device())
+
+    def synchronize(self) -> None:
+        self._npu.synchronize()
+
+    def memory_allocated(self) -> int:
+        return self._npu.memory_allocated()
+
+    def max_memory_allocated(self) -> int:
+        return self._npu.max_memory_allocated()
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {**super().rng_state(), "npu": self._npu.get_rng_state()}
+
+    def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
+        super().set_rng_state(states)
+        if "npu" in states:
+            self._npu.set_rng_state(states["npu"])
+
+    def supports_fused_adamw(self) -> bool:
+        # torch_npu 2.7.1 has no _fused_adamw_ kernel behind torch.optim.AdamW(fused=True)
+        return False
+
+    def record_memory_history(self, stacks: str, max_entries: int | None) -> None:
+        self._npu.memory._record_memory_history(stacks=stacks, max_entries=max_entries or sys.maxsize)
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        self._npu.memory._dump_snapshot(path)
+        self._npu.memory._record_memory_history(enabled=None)

@@ -1,0 +1,1 @@
+"""How a model is spread over ranks, stepped and stored: the protocol and its implementations."""

@@ -1,0 +1,313 @@
+"""FSDP2Backend: fully_shard behind the loop's protocol."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
+from mindspeed_mm.backends.sums import reduce_step_sums
+from mindspeed_mm.checkpoint import dcp, hf_export
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.common.build_context import BuildContext, build_context, loss_type_from_flags
+from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.optimizer.build import build_optimizer
+from mindspeed_mm.optimizer.clip import (
+    all_parameters,
+    clip_factor,
+    local_squared_norm,
+    scale_gradients,
+    sum_plain_gradients,
+)
+from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
+from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
+from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
+
+
+class FSDP2Backend:
+    """Data parallelism with sharded parameters, gradients and optimizer state."""
+
+    state: ParallelState
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+
+    def setup(self, args: Any) -> None:
+        """Start the process group, seed, and read fsdp2.yaml."""
+        self.args = args
+        self.config = load_fsdp2_config(args.fsdp2_config_path) if args.fsdp2_config_path else Fsdp2Config()
+        self._overrides = _precision_overrides(self.config, args)
+        self.state = initialize_parallel(
+            args.distributed_backend, args.distributed_timeout_minutes, needs_cpu_tensors=self.config.offload_to_cpu
+        )
+        self.data_parallel_rank = self.state.data_parallel_rank
+        self.data_parallel_size = self.state.data_parallel_size
+        self.is_logging_rank = self.state.is_logging_rank
+        self._sum_dtype = torch.float64 if self.state.device.type in ("cpu", "cuda") else torch.float32
+        self._pending: PendingFSDP2Step | None = None
+        self._start_sums()
+
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
+        """Build, freeze, shard and fill the model.
+
+        Args:
+            model_provider: a user's callback; may take any arguments (pre_process, post_process are given by name if
+                it takes them).
+            load_weights: False where a checkpoint will bring them.
+
+        Raises:
+            ConfigError: the model has no `fully_shard`.
+        """
+        args = self.args
+        context = BuildContext(
+            load_weights=load_weights,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            loss_type=loss_type_from_flags(args),
+        )
+        on_meta = args.init_model_with_meta_device
+        accelerator.current().manual_seed(args.seed)
+        with ExitStack() as stack:
+            stack.enter_context(build_context(context))
+            if on_meta:
+                with torch.device("meta"):
+                    model = _call_provider(model_provider)
+            else:
+                model = _call_provider(model_provider)
+            if isinstance(model, list):
+                (model,) = model
+            if not hasattr(model, "fully_shard"):
+                raise ConfigError(
+                    f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; derive "
+                    "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
+                )
+            fills_itself = on_meta and hasattr(model, "load_initial_weights")
+            model.weights_come_later = on_meta and (fills_itself or not load_weights)
+            model.fsdp2_overrides = self._overrides
+            model.fully_shard(process_group=self.state.data_parallel_group, fsdp2_config_path=args.fsdp2_config_path)
+            if fills_itself and load_weights:
+                model.load_initial_weights()
+        accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
+        self.model = model
+        self._root = _sharded_root(model)
+        self._towers = _tower_parameters(model)
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Build optimizer and schedule from the flags."""
+        self.optimizer = build_optimizer(self._root, self.args)
+        self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
+        self._parameters = all_parameters(self.optimizer.param_groups)
+        self._fused = bool(self.optimizer.defaults.get("fused"))
+        return self.optimizer
+
+    def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
+        """Run forward and backward of a step's micro-batches."""
+        for i in range(num_microbatches):
+            if num_microbatches > 1:
+                set_gradient_sync(self._root, i == num_microbatches - 1, self.config.defer_gradient_sync)
+            output, loss_func = forward_step(data_iterator, self.model)
+            loss, denominator, metrics = normalise_loss_output(loss_func(output))
+            self._add(loss.detach(), denominator, metrics)
+            (loss * self._loss_scale if self._loss_scale != 1.0 else loss).backward()
+
+    def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
+        """See the protocol."""
+        if self._pending is not None:
+            self._pending.result()  # by now long done on the device: tells whether the schedule may go on
+        sum_plain_gradients(self._parameters, self.state.data_parallel_group)
+        squared = local_squared_norm(self._parameters, self.state.world_size, self._sum_dtype)
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
+        squared = zero if squared is None else squared.to(self.state.device)
+        names = sorted(self._metrics)
+        values = torch.stack([squared, self._loss_sum, self._denominator, *(self._metrics[n] for n in names)])
+        reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
+        squared, loss_sum, denominator, *metrics = reduced.device.unbind()
+        divisor = denominator if self._is_sum else zero + self._micro_batches * self.data_parallel_size
+        divisor = divisor.clamp(min=1e-30)
+        loss = loss_sum / divisor
+        norm = squared.sqrt() / divisor / self._loss_scale
+        mean = self._micro_batches * self.data_parallel_size
+        self._release_idle_towers(reduced.counts)
+        pending = PendingFSDP2Step(
+            self, loss, norm, {n: m / mean for n, m in zip(names, metrics, strict=True)}, reduced.counts, reduced.stop > 0
+        )
+        self._step_optimizer(norm, loss, divisor * self._loss_scale)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._start_sums()
+        self._pending = pending
+        if self.state.device.type == "cpu":
+            pending.result()
+        return pending
+
+    @torch.no_grad()
+    def evaluate(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> tuple[float, float]:
+        """Forward only; returns (loss sum, denominator) over all ranks."""
+        self.model.eval()
+        self._start_sums()
+        for _ in range(num_microbatches):
+            output, loss_func = forward_step(data_iterator, self.model)
+            self._add(*normalise_loss_output(loss_func(output)))
+        values = torch.stack([self._loss_sum, self._denominator])
+        summed = reduce_step_sums(values, BatchCounts(), [], False, self.state).device.tolist()
+        is_sum, batches = self._is_sum, self._micro_batches
+        self._start_sums()
+        self.model.train()
+        for module in self._root.modules():
+            # forward without backward leaves the root whole; a later step must not find it stale
+            if hasattr(module, "reshard") and hasattr(module, "unshard"):
+                module.reshard()
+        return (summed[0], summed[1]) if is_sum else (summed[0], float(batches * self.data_parallel_size))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        torch.distributed.barrier()
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """See the protocol."""
+        args = self.args
+        dcp.save(
+            directory,
+            model=self._root,
+            optimizer=None if args.no_save_optim else self.optimizer,
+            extra={**extra, "schedule": self.schedule.state_dict()},
+            save_rng=not args.no_save_rng,
+            state=self.state,
+        )
+
+    def load(self, directory: Path, *, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """See the protocol."""
+        extra = dcp.load(
+            directory, model=self._root, optimizer=self.optimizer if optimizer else None, load_rng=rng, state=self.state
+        )
+        if optimizer:
+            self.schedule.load_state_dict(extra["schedule"])
+        return extra
+
+    def export_hf(self, directory: Path) -> None:
+        """See the protocol."""
+        source = getattr(self.model, "source", None)
+        dtype = getattr(self.model, "source_dtype", None)
+        hf_export.export(self._root, directory, source, self.state, dtype)
+
+    def _start_sums(self) -> None:
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
+        self._loss_sum, self._denominator = zero, zero.clone()
+        self._metrics: dict[str, torch.Tensor] = {}
+        self._micro_batches = 0
+        self._is_sum = True
+        self._loss_scale = float(self.args.loss_scale or 1.0)
+
+    def _add(self, loss: torch.Tensor, denominator: torch.Tensor | None, metrics: dict[str, Any]) -> None:
+        self._micro_batches += 1
+        self._is_sum = denominator is not None
+        self._loss_sum = self._loss_sum + loss.detach().to(self._loss_sum)
+        if denominator is not None:
+            self._denominator = self._denominator + denominator.detach().to(self._denominator)
+        for name, value in metrics.items():
+            if name == "loss":
+                continue  # the loop's own figure, computed from the sums
+            number = torch.as_tensor(value, dtype=self._sum_dtype).detach().to(self.state.device)
+            if number.numel() == 1:
+                self._metrics[name] = self._metrics.get(name, 0) + number.reshape(())
+
+    def _modalities(self, counts: BatchCounts) -> list[str]:
+        return sorted(counts.media)
+
+    def _release_idle_towers(self, counts: BatchCounts) -> None:
+        """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
+        for modalities, parameters in self._towers:
+            if all(m in counts.media for m in modalities) and not any(counts.media[m] for m in modalities):
+                for param in parameters:
+                    param.grad = None
+
+    def _step_optimizer(self, norm: torch.Tensor, loss: torch.Tensor, divisor: torch.Tensor) -> None:
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        scale = clip_factor(norm, self.args.clip_grad) / divisor
+        if self._fused:
+            # the fused kernel divides by grad_scale while it reads the gradients, and leaves everything untouched if
+            # found_inf is set: no extra pass, no host sync
+            self.optimizer.grad_scale = (1.0 / scale).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif bool(finite):
+            scale_gradients(self._parameters, scale.float())
+            self.optimizer.step()
+
+
+class PendingFSDP2Step:
+    """A launched step; see PendingStep in the protocol."""
+
+    def __init__(
+        self,
+        backend: FSDP2Backend,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        metrics: dict[str, torch.Tensor],
+        counts: BatchCounts,
+        stop: bool,
+    ) -> None:
+        self.counts = counts
+        self.stop = stop
+        self._backend = backend
+        self._names = sorted(metrics)
+        self._values = torch.stack([loss, norm, *(metrics[n] for n in self._names)])
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Read the figures; the first call also lets the schedule go on if the step counted."""
+        if self._result is None:
+            loss, norm, *metrics = self._values.tolist()
+            skipped = not (abs(loss) < float("inf") and abs(norm) < float("inf"))
+            rate = self._backend.schedule.current_lr
+            self._result = StepResult(loss, norm, skipped, rate, dict(zip(self._names, metrics, strict=True)))
+            if not skipped:
+                self._backend.schedule.step()
+        return self._result
+
+
+def _call_provider(provider: ModelProvider) -> Any:
+    parameters = inspect.signature(provider).parameters
+    named = {k: True for k in ("pre_process", "post_process") if k in parameters}
+    return provider(**named)
+
+
+def _sharded_root(model: nn.Module) -> nn.Module:
+    """The module that holds the parameters under their own names: the model, or the one it delegated sharding to."""
+    if isinstance(model, FSDPModule):
+        return model
+    inner = [child for child in model.children() if isinstance(child, FSDPModule)]
+    return inner[0] if len(inner) == 1 else model
+
+
+def _precision_overrides(config: Fsdp2Config, args: Any) -> dict[str, Any]:
+    """--bf16 and --fp16 choose the compute dtype where fsdp2.yaml does not; parameters are kept in float32."""
+    flag = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    if flag and config.param_dtype is None:
+        notice(f"--{flag}: computed in {flag}, as fsdp2.yaml names no param_dtype; master weights stay float32")
+        return {"param_dtype": flag}
+    if flag and to_torch_dtype(config.param_dtype) != to_torch_dtype(flag):
+        notice(f"--{flag} has no effect: fsdp2.yaml's param_dtype is {config.param_dtype}")
+    return {}
+
+
+def _tower_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
+    traits = getattr(model, "traits", None)
+    if not isinstance(traits, FamilyTraits):
+        return []
+    inner = _sharded_root(model)
+    return [
+        (t.modalities, [p for p in inner.get_submodule(t.path).parameters() if p.requires_grad]) for t in traits.towers
+    ]

@@ -1,0 +1,113 @@
+"""What the loop knows of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_mm.data.counting import BatchCounts
+
+ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
+ModelProvider = Callable[..., Any]
+
+
+@dataclass
+class StepResult:
+    """What a training step did.
+
+    Attributes:
+        loss: of the step, as the loss type defines it; global.
+        grad_norm: L2 norm of the gradient of exactly that loss, before clipping.
+        skipped: the step changed nothing, because loss or gradient was not finite.
+        learning_rate: that the step used.
+        metrics: further figures that the loss function returned, global means.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    learning_rate: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A step that has been launched; its figures may still be on the device.
+
+    Attributes:
+        counts: global, known on the host at once.
+        stop: whether any rank was asked to stop.
+    """
+
+    counts: BatchCounts
+    stop: bool
+
+    def result(self) -> StepResult:
+        """Wait for the step's figures (a host sync: on logging steps only)."""
+
+
+class Backend(Protocol):
+    """PTD and FSDP2 implement this; the loop knows nothing else of them."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_logging_rank: bool
+
+    def setup(self, args: Any) -> None:
+        """Start process groups and device meshes."""
+
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> Any:
+        """Return the wrapped model, weights loaded (unless a checkpoint will bring them), frozen parts frozen."""
+
+    def build_optimizer(self, model: Any) -> Any:
+        """Return the optimizer; its schedule is `backend.schedule`."""
+
+    def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
+        """Run a step's micro-batches; sums of losses and counts are kept, gradients are left in place."""
+
+    def step(self, counts: BatchCounts, stop_requested: bool) -> PendingStep:
+        """Reduce the sums once, normalise, clip, guard against non-finite values, step optimizer and schedule.
+
+        Args:
+            counts: what this rank's micro-batches held.
+            stop_requested: whether this rank was asked to stop; told to all in the same reduction.
+        """
+
+    def evaluate(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> tuple[float, float]:
+        """Forward only; returns (loss sum, denominator), global."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks (at start and end, never in a step)."""
+
+    def save(self, directory: Any, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule and random states into `directory`, durably, all ranks together."""
+
+    def load(self, directory: Any, *, optimizer: bool, rng: bool) -> dict[str, Any]:
+        """Read what `save` wrote; returns `extra`."""
+
+    def export_hf(self, directory: Any) -> None:
+        """Write the weights in the hub's layout."""
+
+
+def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+    """Bring what a `loss_func` returned into one form.
+
+    Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics).
+
+    Returns:
+        (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and ranks.
+    """
+    if isinstance(output, torch.Tensor):
+        return output, None, {}
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict):
+        return output[0], None, output[1]
+    if isinstance(output, tuple) and len(output) == 3 and isinstance(output[2], dict):
+        denominator = output[1]
+        if not isinstance(denominator, torch.Tensor):
+            denominator = torch.tensor(float(denominator))
+        return output[0], denominator, output[2]
+    raise TypeError(
+        f"loss_func returned {type(output).__name__}; expected a tensor, (loss, dict) or (loss_sum, num_tokens, dict)"
+    )

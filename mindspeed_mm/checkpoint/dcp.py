@@ -1,0 +1,152 @@
+"""A training state in torch's distributed checkpoint format, with everything that is no tensor beside it as JSON.
+
+Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by parameter name), `state.json`
+(iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one file a rank).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.optimizer.build import ensure_state
+from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.utils.errors import CheckpointError
+from mindspeed_mm.utils.files import write_json
+from mindspeed_mm.utils.log import notice
+
+_FORMAT = 1
+
+
+def save(
+    directory: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    save_rng: bool,
+    state: ParallelState,
+) -> None:
+    """Write this rank's part into `directory`; all ranks together.
+
+    Args:
+        model: names of its parameters are the keys.
+        optimizer: None: not saved.
+        extra: JSON values, returned by `load`.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    tensors = model_tensors(model)
+    if optimizer is not None:
+        tensors |= optimizer_tensors(model, optimizer)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory, sync_files=True))
+    if save_rng:
+        save_file(_random_state(), directory / f"rng_{state.rank:05d}.safetensors")
+    if state.rank == 0:
+        content = {"format": _FORMAT, "world_size": state.world_size, "has_optimizer": optimizer is not None, **extra}
+        write_json(directory / "state.json", content)
+
+
+def load(
+    directory: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    load_rng: bool,
+    state: ParallelState,
+) -> dict[str, Any]:
+    """Read into the tensors of `model` and `optimizer`, whatever layout wrote them; returns `extra`.
+
+    Raises:
+        CheckpointError: a file or a tensor is missing, or shapes differ.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    extra = read_state(directory)
+    tensors = model_tensors(model)
+    if optimizer is not None:
+        if not extra.get("has_optimizer", True):
+            raise CheckpointError(
+                f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its weights"
+            )
+        tensors |= optimizer_tensors(model, optimizer)
+    try:
+        with torch.no_grad():
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory))
+    except (CheckpointException, RuntimeError, ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"checkpoint '{directory}' does not fit this model: {_first_line(error)}") from error
+    if load_rng:
+        _restore_random_state(directory, state, int(extra.get("world_size", state.world_size)))
+    return extra
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Read state.json of a checkpoint folder."""
+    path = directory / "state.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' can't be read ({error}); the checkpoint is not whole") from error
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (a tied one once) and persistent buffers, by name, as they are: sharded ones stay sharded."""
+    tensors: dict[str, torch.Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"model.{module_name}.{name}" if module_name else f"model.{name}"] = buffer
+    return tensors
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every tensor of the optimizer's state, by parameter name; state that no step has made yet is made."""
+    ensure_state(optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    del version, gauss, kind
+    return {
+        **{f"torch.{name}": value for name, value in accelerator.current().rng_state().items()},
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+
+
+def _restore_random_state(directory: Path, state: ParallelState, saved_ranks: int) -> None:
+    path = directory / f"rng_{state.rank:05d}.safetensors"
+    if saved_ranks != state.world_size or not path.is_file():
+        notice(f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has {state.world_size}")
+        return
+    saved = load_file(path)
+    accelerator.current().set_rng_state({k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")})
+    random.setstate((3, tuple(saved["python"].tolist()), None))
+    position, has_gauss, cached = saved["numpy.rest"].tolist()
+    keys = saved["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+
+
+def _first_line(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)
+    if failures:
+        inner = next(iter(failures.values()))
+        error = inner[0] if isinstance(inner, tuple) else inner
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,189 @@
+"""How flags fit together: each rule looks at the whole Namespace and returns sentences about what doesn't fit."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import NamedTuple
+
+from mindspeed_mm.utils.log import notice
+
+_PARALLEL_SIZES = {
+    "tensor_model_parallel_size": "tensor parallelism",
+    "pipeline_model_parallel_size": "pipeline parallelism",
+    "virtual_pipeline_model_parallel_size": "pipeline parallelism",
+    "context_parallel_size": "context parallelism",
+    "expert_model_parallel_size": "expert parallelism",
+    "expert_tensor_parallel_size": "expert parallelism",
+}
+
+
+def check_arguments(args: Namespace) -> list[str]:
+    """Return what doesn't fit; say the notices that need more than one flag to be seen."""
+    problems = [
+        *_check_road(args),
+        *_check_batch(args),
+        *_check_precision(args),
+        *_check_optimizer(args),
+        *_check_loss(args),
+        *_check_saving(args),
+    ]
+    if not problems:
+        _say_notices(args)
+    return problems
+
+
+def _check_road(args: Namespace) -> list[str]:
+    problems = []
+    if not args.use_torch_fsdp2:
+        problems.append("--use-torch-fsdp2 is missing; the Megatron road (without it) is not there yet")
+    for name, what in _PARALLEL_SIZES.items():
+        size = getattr(args, name)
+        if size is not None and size > 1:
+            flag = "--" + name.replace("_", "-")
+            problems.append(
+                f"{flag} {size}: the FSDP2 road has no {what} yet; set it to 1 (fsdp2.yaml's sharding_size spreads the "
+                "model over ranks)"
+            )
+    return problems
+
+
+def _check_batch(args: Namespace) -> list[str]:
+    if args.micro_batch_size is None:
+        return ["missing flags: --micro-batch-size"]
+    rows = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % rows == 0:
+        return []
+    below = args.global_batch_size // rows * rows
+    nearest = " or ".join(str(size) for size in (below, below + rows) if size)
+    return [
+        f"--global-batch-size {args.global_batch_size} is not divisible by {rows} (--micro-batch-size "
+        f"{args.micro_batch_size} × {args.data_parallel_size} data-parallel ranks); nearest valid: {nearest}"
+    ]
+
+
+def _check_precision(args: Namespace) -> list[str]:
+    if args.bf16 and args.fp16:
+        return ["--bf16 and --fp16 are both given; keep one of them"]
+    if args.fp16 and args.loss_scale is None:
+        return ["--fp16 needs a fixed --loss-scale such as 1024: dynamic loss scaling is not there yet; or use --bf16"]
+    return []
+
+
+def _check_optimizer(args: Namespace) -> list[str]:
+    problems = []
+    if args.optimizer == "muon":
+        problems.append("--optimizer muon: the Muon optimizer is not there yet; expected adam or sgd")
+    if args.lr is not None and args.min_lr > args.lr:
+        problems.append(f"--min-lr {args.min_lr:g} is greater than --lr {args.lr:g}")
+    if args.lr is not None and args.lr_warmup_init > args.lr:
+        problems.append(f"--lr-warmup-init {args.lr_warmup_init:g} is greater than --lr {args.lr:g}")
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if args.weight_decay_incr_style == "constant":
+        if any(value not in (None, args.weight_decay) for value in (start, end)):
+            problems.append(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
+                "with constant, --weight-decay says it all"
+            )
+    elif start is None or end is None:
+        problems.append(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    elif start > end:
+        problems.append(f"--start-weight-decay {start:g} is greater than --end-weight-decay {end:g}")
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        other = "--lr-warmup-iters" if args.lr_warmup_iters else "--lr-warmup-samples"
+        problems.append(f"--lr-warmup-fraction and {other} are both given; keep one of them")
+    by_rows = [n for n in ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples") if getattr(args, n)]
+    by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(args, n)]
+    wrong = by_steps if args.train_samples is not None else by_rows
+    if wrong:
+        unit = "rows: use the -samples flag" if args.train_samples is not None else "steps: use the -iters flag"
+        flags = ", ".join("--" + name.replace("_", "-") for name in wrong)
+        problems.append(f"{flags}: the length of this run is given in {unit}")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of the final decay")
+    return problems
+
+
+def _check_loss(args: Namespace) -> list[str]:
+    names = ("calculate_per_token_loss", "calculate_per_sample_loss", "calculate_square_loss", "calculate_token_loss")
+    asked = ["--" + name.replace("_", "-") for name in names if getattr(args, name)]
+    return [f"{' and '.join(asked)} are given; keep one of them"] if len(asked) > 1 else []
+
+
+def _check_saving(args: Namespace) -> list[str]:
+    problems = []
+    if args.save_hf is not None and args.save is None:
+        problems.append("--save-hf needs --save, the folder to export into")
+    if args.ckpt_step is not None and args.load is None:
+        problems.append("--ckpt-step needs --load, the folder to load from")
+    if args.train_samples is not None and args.global_batch_size and args.train_samples < args.global_batch_size:
+        problems.append(
+            f"--train-samples {args.train_samples} is less than one global batch of {args.global_batch_size} rows"
+        )
+    return problems
+
+
+def _say_notices(args: Namespace) -> None:
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        notice(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; "
+            "export CUDA_DEVICE_MAX_CONNECTIONS=2 or leave it unset"
+        )
+    if args.ckpt_format != "torch_dcp":
+        notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
+    if args.save_interval is not None and args.save is None:
+        notice("--save-interval has no effect here: there is no --save to write to")
+    if args.lr_mult != 1.0 and not args.lr_scale_modules:
+        notice("--lr-mult has no effect here: --lr-scale-modules names no modules")
+    if args.lr_scale_modules and args.lr_mult == 1.0:
+        notice("--lr-scale-modules has no effect here: --lr-mult is 1")
+    if args.loss_scale is not None and not args.fp16:
+        notice("--loss-scale has no effect here: only --fp16 scales the loss")
+    if args.manual_gc_interval and not args.manual_gc:
+        notice("--manual-gc-interval has no effect here: --manual-gc is missing")
+    if not args.exit_signal_handler:
+        notice("--exit-signal-handler false has no effect here: SIGTERM and SIGUSR1 always save before the exit")
+
+
+class ScheduleLengths(NamedTuple):
+    """The parts of the learning-rate schedule, in optimizer steps (fractions allowed)."""
+
+    decay: float
+    warmup: float
+    wsd_decay: float
+
+
+def schedule_lengths(args: Namespace) -> ScheduleLengths:
+    """Return the lengths of decay, warmup and final decay, whether they were given in steps, rows or as a fraction.
+
+    Source: Megatron's `get_optimizer_param_scheduler`: a fraction is one of the decay's length, not rounded.
+    """
+    if args.train_samples is not None:
+        decay = args.lr_decay_samples / args.global_batch_size
+        warmup = args.lr_warmup_samples / args.global_batch_size
+        wsd_decay = (args.lr_wsd_decay_samples or 0) / args.global_batch_size
+    else:
+        decay, warmup = float(args.lr_decay_iters), float(args.lr_warmup_iters)
+        wsd_decay = float(args.lr_wsd_decay_iters or 0)
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return ScheduleLengths(decay, warmup, wsd_decay)
+
+
+def check_schedule(args: Namespace) -> list[str]:
+    """Return what doesn't fit in the schedule's lengths, once the length of the run is known."""
+    lengths = schedule_lengths(args)
+    if lengths.warmup >= lengths.decay:
+        return [
+            f"warmup takes {lengths.warmup:g} steps and the decay ends after {lengths.decay:g}; warmup must be "
+            "shorter: lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters"
+        ]
+    if args.lr_decay_style == "WSD" and lengths.warmup + lengths.wsd_decay > lengths.decay:
+        return [
+            f"WSD: warmup {lengths.warmup:g} + final decay {lengths.wsd_decay:g} steps are more than the schedule's "
+            f"{lengths.decay:g}; lower --lr-wsd-decay-iters or --lr-warmup-iters"
+        ]
+    return []

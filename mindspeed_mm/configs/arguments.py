@@ -1,0 +1,230 @@
+"""From the words of a launch command to the flat Namespace that the rest of the package reads.
+
+`parse_args` types the flags and tells what has no effect; `validate_args` checks how they fit together, once the number
+of processes is known; `resolve_train_iters` adds the length of the run, once the data set is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule
+from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.flags import GROUPS
+from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
+from mindspeed_mm.configs.flags.spec import Flag, all_flags, flags_of
+from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.utils.errors import ConfigError, nearest_names
+from mindspeed_mm.utils.log import notice
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+GroupT = TypeVar("GroupT")
+
+#: flags without which a run of our own entry scripts can't start
+REQUIRED = ("mm_model", "mm_data", "micro_batch_size", "lr")
+_LENGTHS = ("train_iters", "train_epochs", "train_samples")
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    required: Sequence[str] = REQUIRED,
+) -> Namespace:
+    """Read a launch command.
+
+    Args:
+        argv: the words after the script's name; None = those of this process.
+        extra_args_provider: adds a script's own flags: gets the parser, returns it.
+        args_defaults: attribute → value that replaces the flag's default.
+        required: attributes that must be given (a script with its own model and data needs fewer).
+
+    Returns:
+        A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, and `rank`,
+        `world_size`, `local_rank` as torchrun's environment has them.
+
+    Raises:
+        ConfigError: unknown flags, wrong values, missing flags or files, things that are not there yet.
+    """
+    parser = build_parser(GROUPS)
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser) or parser
+    words = spell_as_declared(parser, sys.argv[1:] if argv is None else argv)
+    raise_all(unknown_flags(parser, words))
+    parsed, extras = parser.parse_known_args(words)
+    raise_all(stray_words(parser, words, extras))
+
+    # Ours leave no default behind; a flag that the script has redefined is the script's own.
+    ours = {action.dest for action in parser._actions if action.default is argparse.SUPPRESS}
+    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)})
+    flags = [item for item in all_flags(GROUPS) if item.name in ours]
+    _apply_defaults(args, args_defaults or {}, parser)
+    given = {item.name: getattr(parsed, item.name) for item in flags if hasattr(parsed, item.name)}
+    vars(args).update(vars(parsed))
+    _read_environment(args)
+    args.params_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode
+
+    raise_all(_missing_flags(args, required) + _refused_flags(flags, given) + _missing_paths(flags, args))
+    _say_no_effect(flags, given)
+    return args
+
+
+def validate_args(args: Namespace, world_size: int) -> None:
+    """Check how the flags fit together, and add what follows from them.
+
+    Sets `world_size`, `data_parallel_size`, `global_batch_size`, `num_microbatches`, the consumed samples (0), and,
+    where the length of the run is known already, `train_iters` and `lr_decay_iters`.
+
+    Args:
+        args: what `parse_args` returned.
+        world_size: number of processes.
+
+    Raises:
+        ConfigError: everything that doesn't fit, in one message.
+    """
+    args.world_size = world_size
+    args.data_parallel_size = world_size
+    for name in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration"):
+        if getattr(args, name, None) is None:
+            setattr(args, name, 0)
+    if args.global_batch_size is None and args.micro_batch_size is not None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    raise_all(check_arguments(args))
+    args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.train_samples is not None:
+        args.train_iters = args.train_samples // args.global_batch_size
+    if args.train_iters is not None:
+        _settle_schedule(args)
+
+
+def resolve_train_iters(args: Namespace, rows: int | None, global_batches_per_epoch: float | None) -> int:
+    """Return the number of optimizer steps in all, and set `args.train_iters` and `args.lr_decay_iters`.
+
+    Args:
+        args: validated arguments.
+        rows: rows in the training data; None for data without a length (streaming).
+        global_batches_per_epoch: global batches in one pass over them.
+
+    Returns:
+        `train_iters` as given (or `train_samples` over the global batch), else `train_epochs` times the batches of an
+        epoch, rounded up; at least 1.
+
+    Raises:
+        ConfigError: `--train-epochs` with data that have no length or no rows.
+    """
+    if args.train_iters is None:
+        if rows is None or global_batches_per_epoch is None:
+            raise ConfigError(
+                f"--train-epochs {args.train_epochs:g} needs a data set with a length, and this one is streamed; "
+                "give --train-iters (optimizer steps) or --train-samples (rows) instead"
+            )
+        if rows < 1:
+            raise ConfigError(f"--train-epochs {args.train_epochs:g}: the training data hold no rows")
+        # 0.1 × 30 is a little more than 3 in floating point: not a fourth step.
+        steps = math.ceil(args.train_epochs * global_batches_per_epoch - 1e-9)
+        args.train_iters = max(1, steps)
+        _settle_schedule(args)
+    return args.train_iters
+
+
+def typed_group(args: Namespace, group: type[GroupT]) -> GroupT:
+    """Return one group of the flags as its dataclass, e.g. `typed_group(args, OptimizerArguments)`."""
+    return group(**{item.name: getattr(args, item.name) for item in flags_of(group)})
+
+
+def _settle_schedule(args: Namespace) -> None:
+    if args.lr_decay_iters is None and args.train_samples is None:
+        args.lr_decay_iters = args.train_iters
+    if args.lr_decay_samples is None and args.train_samples is not None:
+        args.lr_decay_samples = args.train_samples
+    raise_all(check_schedule(args))
+
+
+def _copy(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
+    known = {action.dest for action in parser._actions}
+    for name, value in defaults.items():
+        if name not in known:
+            near = nearest_names(name, known, limit=1)
+            if near:
+                notice(f"args_defaults: '{name}' is no flag and is only stored; did you mean '{near[0]}'?")
+        setattr(args, name, value)
+
+
+def _read_environment(args: Namespace) -> None:
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.local_rank is None:
+        args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _missing_flags(args: Namespace, required: Sequence[str]) -> list[str]:
+    missing = [_spelled(name) for name in required if getattr(args, name, None) is None]
+    lengths = [name for name in _LENGTHS if getattr(args, name) is not None]
+    problems = []
+    if not lengths:
+        missing.append("one of " + ", ".join(map(_spelled, _LENGTHS)))
+    elif len(lengths) > 1:
+        said = " and ".join(f"{_spelled(name)} {getattr(args, name)}" for name in lengths)
+        problems.append(f"{said} are given; keep one of them")
+    if missing:
+        problems.append(f"missing flags: {', '.join(missing)}")
+    return problems
+
+
+def _asks_for_nothing(item: Flag, value: Any) -> bool:
+    return value in item.harmless or (item.kind is bool and value == item.default)
+
+
+def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{item.spelling}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused}"
+        for item in flags
+        if item.refused and item.name in given and not _asks_for_nothing(item, given[item.name])
+    ]
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _missing_paths(flags: Sequence[Flag], args: Namespace) -> list[str]:
+    problems = []
+    for item in flags:
+        path = getattr(args, item.name)
+        if not item.path or not path:
+            continue
+        if item.path == "output":
+            if Path(path).is_file():
+                problems.append(f"{item.spelling} {path} is a file; expected a folder")
+        elif not Path(path).exists():
+            problems.append(f"{item.spelling}: {describe_missing(path)}")
+        elif item.path == "file" and not Path(path).is_file():
+            problems.append(f"{item.spelling} {path} is a folder; expected a file")
+        elif item.path == "directory" and not Path(path).is_dir():
+            problems.append(f"{item.spelling} {path} is a file; expected a folder")
+    return problems
+
+
+def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any]) -> None:
+    for item in flags:
+        if item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
+            notice(f"{item.spelling} has no effect here: {item.no_effect}", key=f"flag {item.name}")

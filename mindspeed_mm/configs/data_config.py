@@ -1,0 +1,260 @@
+"""`data.json`: which rows are trained on, how they are read, and how they are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mindspeed_mm.configs.data_rules import (
+    COLLATORS,
+    DATASET_TYPES,
+    NO_EFFECT,
+    REFUSED,
+    SAMPLERS,
+    SAMPLERS_NOT_YET,
+)
+from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.scalars import read_int, show
+from mindspeed_mm.configs.sections import (
+    Bool,
+    Count,
+    Float,
+    Section,
+    Size,
+    build_section,
+    key_paths,
+    one_of,
+    plain,
+    raise_all,
+    sort_keys,
+    unknown_key_message,
+)
+from mindspeed_mm.utils.errors import ConfigError
+
+
+def _read_names(value: Any) -> Any:
+    """Comma separated text, or a list, of names."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list) or not value or not all(isinstance(part, str) and part for part in value):
+        raise ValueError("expected a path, several separated by commas, or a list of paths")
+    return value
+
+
+def _read_row_limit(value: Any) -> int | None:
+    """An upper bound on rows; null and -1 mean all of them."""
+    if value is None:
+        return None
+    number = read_int(value)
+    if number == -1:
+        return None
+    if number < 1:
+        raise ValueError("expected at least 1 row; null or -1 means all rows")
+    return number
+
+
+def _read_val_limit(value: Any) -> int | None:
+    """Like a row limit, but 0 is allowed: no validation rows."""
+    return 0 if value is not None and read_int(value) == 0 else _read_row_limit(value)
+
+
+class DatasetAttr(Section):
+    """How the columns of a row are called. A null tag means that the rows have no such role."""
+
+    formatting: Annotated[str, one_of(("sharegpt", "alpaca"), ("multimodal_tool", "openai"))] = Field(
+        "sharegpt", description="shape of a row: sharegpt (a list of turns) or alpaca (columns)"
+    )
+    messages: str = Field("conversations", description="sharegpt: column with the list of turns")
+    role_tag: str = Field("from", description="sharegpt: key of a turn's role")
+    content_tag: str = Field("value", description="sharegpt: key of a turn's content")
+    user_tag: str = Field("human", description="sharegpt: role of the user")
+    assistant_tag: str = Field("gpt", description="sharegpt: role of the assistant")
+    observation_tag: str | None = Field("observation", description="sharegpt: role of a tool's result")
+    function_tag: str | None = Field("function_call", description="sharegpt: role of a tool call")
+    system_tag: str | None = Field("system", description="sharegpt: role of the system")
+    prompt: str | None = Field(None, description="alpaca: column with the instruction")
+    query: str | None = Field(None, description="alpaca: column with the rest of the user's turn")
+    response: str | None = Field(None, description="alpaca: column with the answer")
+    history: str | None = Field(None, description="alpaca: column with earlier turns")
+    system: str | None = Field(None, description="column with the system text")
+    tools: str | None = Field(None, description="column with the tools")
+    images: str | None = Field(None, description="column with image paths")
+    videos: str | None = Field(None, description="column with video paths")
+    audios: str | None = Field(None, description="column with audio paths")
+    chosen: str | None = Field(None, description="must be null: preference training is not there yet")
+    rejected: str | None = Field(None, description="must be null: preference training is not there yet")
+    ranking: Bool = Field(False, description="must be false: preference training is not there yet")
+    pretrain: Bool = Field(False, description="must be false: plain-text pretraining is not there yet")
+    packing: Bool = Field(False, description="must be false: packing is not there yet")
+
+
+class BasicParameters(Section):
+    """Which rows, and how a row becomes tokens and targets."""
+
+    dataset: Annotated[list[str], BeforeValidator(_read_names)] = Field(
+        description="data file(s): one path, several separated by commas, or a list"
+    )
+    dataset_dir: str = Field("data", description="folder that relative media paths are joined to")
+    template: str | None = Field(None, description="name of a chat template; null = the processor's own")
+    cutoff_len: Count | None = Field(None, description="longest row in tokens, when --seq-length is absent")
+    max_samples: Annotated[int | None, BeforeValidator(_read_row_limit)] = Field(
+        None, description="upper bound on rows; null or -1 = all; 0 is refused"
+    )
+    train_on_prompt: Bool = Field(False, description="prompts are targets too")
+    mask_history: Bool = Field(False, description="only the last answer of a row is a target")
+    enable_thinking: Bool = Field(True, description="passed to the chat template")
+    tool_format: str | None = Field(None, description="how tool calls are written; null = as the chat template does")
+    val_dataset: Annotated[list[str] | None, BeforeValidator(lambda v: None if v is None else _read_names(v))] = Field(
+        None, description="validation file(s), written like `dataset`"
+    )
+    val_rate: Annotated[Float, Field(ge=0, lt=1)] | None = Field(
+        None, description="share of the rows of `dataset` that is kept for validation instead"
+    )
+    val_max_samples: Annotated[int | None, BeforeValidator(_read_val_limit)] = Field(
+        None, description="upper bound on validation rows; null or -1 = all; 0 = no validation"
+    )
+    streaming: Bool = Field(False, description="must be false: streaming is not there yet")
+    packing: Bool = Field(False, description="must be false: packing is not there yet")
+    neat_packing: Bool = Field(False, description="must be false: packing is not there yet")
+
+    @model_validator(mode="after")
+    def _one_validation_source(self) -> BasicParameters:
+        if self.val_dataset and self.val_rate:
+            raise ValueError(
+                f"'val_dataset' and 'val_rate' {self.val_rate} are both given; keep the one that says where "
+                "the validation rows come from"
+            )
+        return self
+
+
+class PreprocessParameters(Section):
+    """The processor, and limits on media. An absent limit is the processor's own."""
+
+    model_name_or_path: str = Field(description="directory with the processor, or the tokenizer of a text model")
+    use_fast_tokenizer: Bool = Field(True, description="the tokenizer's fast version")
+    split_special_tokens: Bool = Field(False, description="special tokens typed into a text are split like any text")
+    trust_remote_code: Bool = Field(False, description="run code that comes with the processor")
+    fix_mistral_regex: Bool = Field(False, description="repair of Mistral tokenizers' splitting pattern")
+    image_max_pixels: Count | None = Field(None, description="larger images are scaled down to this area")
+    image_min_pixels: Size | None = Field(None, description="smaller images are scaled up to this area")
+    image_do_pan_and_scan: Bool = Field(False, description="the processor's pan-and-scan crops")
+    crop_to_patches: Bool = Field(False, description="the processor's tiling of large images")
+    video_max_pixels: Count | None = Field(None, description="larger frames are scaled down to this area")
+    video_min_pixels: Size | None = Field(None, description="smaller frames are scaled up to this area")
+    video_fps: Annotated[Float, Field(gt=0)] | None = Field(None, description="frames a second taken from a video")
+    video_maxlen: Count | None = Field(None, description="most frames taken from one video")
+    use_audio_in_video: Bool = Field(False, description="read a video's sound too")
+    audio_sampling_rate: Count | None = Field(None, description="samples a second that audio is converted to, in Hz")
+
+
+class DatasetParam(Section):
+    """`dataset_param`."""
+
+    dataset_type: Annotated[str, one_of(("huggingface",), DATASET_TYPES)] = Field(description="huggingface")
+    basic_parameters: BasicParameters = Field(description="rows and targets")
+    preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
+    attr: DatasetAttr = Field(DatasetAttr(), description="names of columns and roles")
+
+
+class CollateParam(Section):
+    """`dataloader_param.collate_param`. One collator serves all families; the published names are accepted."""
+
+    model_name: Annotated[str | None, one_of(COLLATORS)] = Field(None, description="published collator name")
+    collator_id: Annotated[str | None, one_of(COLLATORS)] = Field(None, description="the same, by its other name")
+    ignore_pad_token_for_loss: Bool = Field(True, description="padding is never a target, whatever this says")
+    pad_id: Size | None = Field(None, description="token used as padding; null = the tokenizer's own")
+    pad_to_multiple_of: Count | None = Field(None, description="row length of a batch is rounded up to a multiple")
+
+    @model_validator(mode="after")
+    def _one_name(self) -> CollateParam:
+        if self.model_name and self.collator_id and self.model_name != self.collator_id:
+            raise ValueError(f"'model_name' is '{self.model_name}' and 'collator_id' '{self.collator_id}'; keep one")
+        return self
+
+
+class DataloaderParam(Section):
+    """`dataloader_param`. Batch sizes, workers and the seed come from flags."""
+
+    dataloader_mode: Annotated[str, one_of(("sampler", "base"), ("variable", "custom"))] = Field(
+        "sampler", description="rows are always sharded over the data-parallel ranks"
+    )
+    sampler_type: Annotated[str, one_of(SAMPLERS, SAMPLERS_NOT_YET)] = Field(
+        "BaseRandomBatchSampler", description="stateful_distributed_sampler is the same; SequentialSampler: file order"
+    )
+    shuffle: Bool | None = Field(
+        None, description="new order every epoch; null = true, with SequentialSampler false (its only value)"
+    )
+    drop_last: Bool = Field(True, description="leave out the rows that don't fill a global batch at an epoch's end")
+    pin_memory: Bool = Field(False, description="batches in pinned host memory")
+    prefetch_factor: Count | None = Field(None, description="micro-batches each worker prepares ahead")
+    persistent_workers: Bool = Field(True, description="workers live on from epoch to epoch")
+    collate_param: CollateParam = Field(CollateParam(), description="padding of a batch")
+
+    @model_validator(mode="after")
+    def _sequential_does_not_shuffle(self) -> DataloaderParam:
+        if self.sampler_type == "SequentialSampler" and self.shuffle:
+            raise ValueError("'sampler_type' is 'SequentialSampler' and 'shuffle' is true; change one of the two")
+        return self
+
+    @property
+    def shuffles(self) -> bool:
+        """`shuffle`, with null resolved."""
+        return self.sampler_type != "SequentialSampler" if self.shuffle is None else self.shuffle
+
+
+class DataConfig(Section):
+    """data.json, typed."""
+
+    dataset_param: DatasetParam = Field(description="which rows are read, and how")
+    dataloader_param: DataloaderParam = Field(DataloaderParam(), description="how it is batched")
+
+    @classmethod
+    def from_dict(cls, mapping: Any, file: str | None = None) -> DataConfig:
+        """Type the content of data.json; say which published keys have no effect here.
+
+        Args:
+            mapping: ConfigReader or dict.
+            file: name to use in messages.
+
+        Raises:
+            ConfigError: unknown or missing keys, wrong values, things that are not there yet.
+        """
+        file = file or getattr(mapping, "config_file", None) or "data.json"
+        published = published_paths("data")
+        _refuse_other_dataset_types(cls, plain(mapping), file)
+        config, keys = build_section(cls, mapping, file, "data.json", published)
+        values = keys.published | _flatten(config)
+        raise_all(refusals(values, REFUSED, file))
+        say_no_effect(keys.published, NO_EFFECT, file)
+        return config
+
+
+def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in section.model_fields_set:
+        value, path = getattr(section, name), f"{prefix}{name}"
+        values.update(_flatten(value, path + ".") if isinstance(value, Section) else {path: value})
+    return values
+
+
+def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> None:
+    """A file for another dataset type is checked for unknown keys first, so that the user hears of those as well."""
+    dataset_param = data.get("dataset_param") if isinstance(data, Mapping) else None
+    dataset_type = dataset_param.get("dataset_type") if isinstance(dataset_param, Mapping) else None
+    if dataset_type not in DATASET_TYPES:
+        return
+    published = published_paths("data")
+    unknown = sort_keys(cls, data, published).unknown
+    fields = key_paths(cls)
+    raise_all([unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()])
+    raise ConfigError(
+        f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type is not there yet, "
+        "expected huggingface"
+    )
+
+
+def warn_of_near_data_keys(mapping: Any, file: str | None = None) -> None:
+    """Look at the data.json of a script with its own data sets: say which keys look like misspelt known ones."""
+    warn_of_near_keys(DataConfig, plain(mapping), file or "data.json", published_paths("data"))

@@ -1,0 +1,104 @@
+"""Names that published data.json files hold, and why some of their keys have no effect here or are refused."""
+
+from __future__ import annotations
+
+from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on
+
+#: published dataset types that are not there yet
+DATASET_TYPES = (
+    "multimodal",
+    "t2v",
+    "i2v",
+    "t2i",
+    "dt2v",
+    "feature",
+    "vace",
+    "bagel",
+    "audio",
+    "rewardvideo",
+    "lumina",
+    "deepseekvl2",
+    "qwen3_asr",
+    "wan2_2",
+    "ltx2_precomputed",
+    "ltx2_3_precomputed",
+    "cosyvoice",
+    "funasr",
+    "FunASR",
+    "qwen3tts",
+    "mosstts_delay",
+)
+
+SAMPLERS = ("BaseRandomBatchSampler", "SequentialSampler", "stateful_distributed_sampler")
+SAMPLERS_NOT_YET = (
+    "LengthGroupedSampler",
+    "BucketBatchSampler",
+    "AESampler",
+    "LuminaMetaLenDistSampler",
+    "variable_video_batch_sampler",
+    "custom",
+)
+
+COLLATORS = (
+    "qwen2vl",
+    "qwen3vl",
+    "qwen3omni",
+    "internvl",
+    "glm4v_moe",
+    "llm_pretrain",
+    "qwen3asr",
+    "step3_vl",
+    "whisper",
+    "deepseekvl2",
+    "videoalign",
+    "open_sora_plan",
+    "bagel",
+    "ltx2",
+    "funasr",
+    "custom",
+)
+
+_BASIC = "dataset_param.basic_parameters"
+_PACKING = "packing is not there yet; write false (rows are then padded to the longest of their micro-batch)"
+_RANKING = "preference training is not there yet; train on the preferred answers as ordinary rows"
+
+REFUSED = (
+    Refused(f"{_BASIC}.streaming", is_on, "streaming is not there yet; write false"),
+    Refused(f"{_BASIC}.packing", is_on, _PACKING),
+    Refused(f"{_BASIC}.neat_packing", is_on, _PACKING),
+    Refused("dataset_param.attr.packing", is_on, _PACKING),
+    Refused("dataset_param.attr.ranking", is_on, _RANKING),
+    Refused("dataset_param.attr.chosen", is_given, _RANKING),
+    Refused("dataset_param.attr.rejected", is_given, _RANKING),
+    Refused("dataset_param.attr.pretrain", is_on, "plain-text pretraining is not there yet; write false"),
+    Refused(f"{_BASIC}.stage", lambda v: v not in (None, "sft"), "this stage is not there yet; write 'sft'"),
+    Refused(f"{_BASIC}.use_pmcc_data", is_on, "this record format is not there; write false"),
+    Refused(f"{_BASIC}.chat_template", is_given, "a template of one's own is not there yet; write 'template'"),
+    Refused(
+        "val_dataset_param.basic_parameters.dataset", is_given, f"write the validation file as '{_BASIC}.val_dataset'"
+    ),
+)
+
+NO_EFFECT = (
+    NoEffect(
+        rf"{_BASIC}\.(cache_dir|overwrite_cache|preprocess_on_fly|preprocessing_.*|async_preprocess.*)",
+        "rows are prepared on the fly in the loader's workers, so there is no cache and no map step",
+    ),
+    NoEffect(
+        r"dataset_param\.preprocess_parameters\.(image|video)_resolution",
+        "image_max_pixels and video_max_pixels are the limits",
+    ),
+    NoEffect(r"dataloader_param\.num_workers", "the number of workers comes from --num-workers"),
+    NoEffect(r"dataloader_param\.batch_size", "batch sizes come from --micro-batch-size and --global-batch-size"),
+    NoEffect(r"dataloader_param\.seed|dataset_param\.basic_parameters\.data_seed", "the seed comes from --seed"),
+    NoEffect(r"dataloader_param\.initial_global_step_for_sampler", "a checkpoint's consumed samples are the position"),
+    NoEffect(r"dataloader_param\.data_sharding", "the order of rows is global, however many ranks share them"),
+    NoEffect(r"dataloader_param\.(group_.*|priority_mode)", "the sampler of this run doesn't group rows"),
+    NoEffect(r"dataloader_param\.enable_preload", "the loader's workers read ahead by themselves"),
+    NoEffect(
+        r"dataset_param\.tokenizer_config(\..*)?",
+        "the tokenizer comes from dataset_param.preprocess_parameters.model_name_or_path",
+    ),
+    NoEffect(r"val_dataset_param(\..*)?", "validation rows come from dataset_param.basic_parameters.val_dataset"),
+    NoEffect(r".*", "it belongs to a dataset type other than huggingface"),
+)

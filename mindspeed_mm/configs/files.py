@@ -1,0 +1,148 @@
+"""Reading JSON and YAML configuration files so that every fault in them is a sentence with its place.
+
+Files are UTF-8 whatever the locale says, with or without a byte-order mark, with any line ends. A key written twice in
+one object is an error, because the parsers would silently keep one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_mm.utils.errors import ConfigError, nearest_names
+
+JSON_SUFFIXES = (".json",)
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def describe_missing(path: str | Path) -> str:
+    """Return a sentence about a path that doesn't exist, with the nearest name that does stand beside it."""
+    path = Path(path)
+    parent = path.absolute().parent
+    if parent.is_dir():
+        names = nearest_names(path.name, (entry.name for entry in parent.iterdir()), limit=1)
+        near = f"; did you mean '{path.with_name(names[0])}'?" if names else ""
+        return f"{path} does not exist{near}"
+    missing = path.absolute()
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    names = nearest_names(missing.name, (entry.name for entry in missing.parent.iterdir()), limit=1)
+    near = f"; '{missing.parent}' holds '{names[0]}'" if names else ""
+    return f"{path} does not exist: there is no '{missing}'{near}"
+
+
+def read_text(path: str | Path) -> str:
+    """Read a UTF-8 text file; a byte-order mark and carriage returns are dropped.
+
+    Raises:
+        ConfigError: the path is missing or no file, or its bytes aren't UTF-8 (with the line of the first bad byte).
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(describe_missing(path))
+    if not path.is_file():
+        raise ConfigError(f"{path} is a directory; expected a file")
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ConfigError: unreadable, not JSON (with line and column), a key written twice, or NaN/Infinity.
+    """
+    text = read_text(path)
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise ConfigError(f"{path}: key '{key}' is written twice in one object{_lines_with_key(text, key)}")
+            result[key] = value
+        return result
+
+    def refuse_constant(name: str) -> None:
+        raise ConfigError(f"{path}: {name} is not a JSON value; write a number or null")
+
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; expected a JSON object (at least {{}})")
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+
+
+def _lines_with_key(text: str, key: str) -> str:
+    pattern = re.compile(re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:")
+    lines = [str(number) for number, line in enumerate(text.split("\n"), 1) if pattern.search(line)]
+    return f" (it stands in lines {', '.join(lines[:6])})" if len(lines) > 1 else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the number forms people write, and without the surprising ones of YAML 1.1.
+
+    `1e-5` and `1E5` are numbers; `1:30` isn't 90, `010` isn't 8 and `2024-01-01` isn't a date: those stay text.
+    """
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[-1] not in ("int", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def _construct_unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Any:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+        if key in seen:
+            problem = f"key '{key}' is written twice in one mapping (first in line {seen[key]})"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key] = line
+    data: dict[Any, Any] = {}
+    yield data  # two steps, as SafeLoader does it, so that anchors may refer to the mapping they stand in
+    loader.flatten_mapping(node)
+    data.update({key_node.value: loader.construct_object(value_node) for key_node, value_node in node.value})
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_unique_mapping)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Read a YAML file (plain data only); an empty file gives None.
+
+    Raises:
+        ConfigError: unreadable, not YAML (with line, column and reason), or a key written twice.
+    """
+    # PyYAML refuses a tab after a value, which YAML allows and published examples hold.
+    text = re.sub(r"[ \t]+$", "", read_text(path), flags=re.MULTILINE)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{path}{place}: not YAML: {reason}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,46 @@
+"""The schema of the command line: dataclasses whose fields are the flags.
+
+Flags, the Namespace, `docs/configuration.md` and the checks are all made from the groups named here.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
+from mindspeed_mm.configs.flags.data_and_logging import DataArguments, LoggingArguments
+from mindspeed_mm.configs.flags.distributed import DistributedArguments
+from mindspeed_mm.configs.flags.megatron import (
+    MegatronBatchingArguments,
+    MegatronKernelArguments,
+    MegatronMemoryArguments,
+    MegatronOtherArguments,
+    MegatronParallelArguments,
+    MegatronStructureArguments,
+)
+from mindspeed_mm.configs.flags.model import LossArguments, ModelArguments, PrecisionArguments
+from mindspeed_mm.configs.flags.not_yet import LoraArguments, PreferenceArguments, SearchArguments
+from mindspeed_mm.configs.flags.optimizer import OptimizerArguments, ScheduleArguments
+from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArguments
+
+#: the groups in the order of the documentation; the honoured ones first
+GROUPS: tuple[type, ...] = (
+    ModelArguments,
+    DataArguments,
+    BatchArguments,
+    TrainingArguments,
+    OptimizerArguments,
+    ScheduleArguments,
+    LossArguments,
+    PrecisionArguments,
+    DistributedArguments,
+    CheckpointArguments,
+    LoggingArguments,
+    MegatronStructureArguments,
+    MegatronKernelArguments,
+    MegatronParallelArguments,
+    MegatronMemoryArguments,
+    MegatronBatchingArguments,
+    MegatronOtherArguments,
+    LoraArguments,
+    PreferenceArguments,
+    SearchArguments,
+)

@@ -1,0 +1,65 @@
+"""Flags about the data, and about what a run says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mindspeed_mm.configs.flags.spec import flag, no_effect
+
+
+@dataclass
+class DataArguments:
+    """Data."""
+
+    mm_data: Annotated[str | None, flag("data.json", path="file")] = None
+    mm_tool: Annotated[str | None, flag("tools.json; absent = all tools off", path="file")] = None
+    seq_length: Annotated[
+        int | None, flag("longest row, in tokens; absent = data.json's cutoff_len, else no limit", minimum=1)
+    ] = None
+    num_workers: Annotated[int, flag("processes that prepare batches; 0 = in the training process", minimum=0)] = 2
+
+
+@dataclass
+class LoggingArguments:
+    """Evaluation and logging."""
+
+    log_interval: Annotated[int, flag("steps between two log lines", minimum=1)] = 100
+    eval_interval: Annotated[
+        int | None, flag("steps between two evaluations; 0 or None = no evaluation", minimum=0)
+    ] = 1000
+    eval_iters: Annotated[int, flag("global batches in one evaluation; 0 = no evaluation", minimum=0)] = 100
+    tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
+    log_tps: Annotated[bool, flag("log tokens per sample")] = False
+    log_throughput: Annotated[bool, flag("log TFLOP/s per device")] = False
+    tensorboard_log_interval: Annotated[
+        int, no_effect("tensorboard gets what each log line says")("steps between two events")
+    ] = 1
+    tensorboard_queue_size: Annotated[int, no_effect("tensorboard's own default is used")("events held in memory")] = (
+        1000
+    )
+    log_timers_to_tensorboard: Annotated[bool, no_effect("step and data-wait times are always logged")("timers")] = (
+        False
+    )
+    log_validation_ppl_to_tensorboard: Annotated[
+        bool, no_effect("perplexity is e to the logged loss")("perplexity")
+    ] = False
+    log_memory_to_tensorboard: Annotated[bool, no_effect("memory is in metrics.jsonl")("memory")] = False
+    log_learning_rate_to_tensorboard: Annotated[
+        bool, no_effect("the learning rate is always logged")("learning rate")
+    ] = True
+    log_params_norm: Annotated[
+        bool, no_effect("it would cost a pass over all weights at each step")("norm of the weights")
+    ] = False
+    log_num_zeros_in_grad: Annotated[
+        bool, no_effect("it would cost a pass over all gradients at each step")("zeros in gradients")
+    ] = False
+    wandb_project: Annotated[
+        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B project")
+    ] = None
+    wandb_exp_name: Annotated[
+        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B run")
+    ] = None
+    wandb_save_dir: Annotated[
+        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B folder")
+    ] = None

@@ -1,0 +1,221 @@
+"""Megatron's and MindSpeed's flags that published launch scripts hold and that have no effect here.
+
+They are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from mindspeed_mm.configs.flags.spec import no_effect, refused
+
+_STRUCTURE = no_effect("the HF config is authoritative for the model's structure")
+_TOKENIZER = no_effect("the tokenizer comes from data.json's model_name_or_path")
+_CLASSES = no_effect("the model is the HF class itself")
+_ATTENTION = no_effect("attention is chosen by model.json's attn_implementation")
+_KERNELS = no_effect("the kernels are transformers' and PyTorch's own")
+_OPTIMIZER = no_effect("FSDP2 shards the optimizer already")
+_OVERLAP = no_effect("FSDP2 overlaps by prefetch, see fsdp2.yaml's num_to_forward_prefetch")
+_ONE_CP = no_effect("context parallelism is not there yet, so there is one context-parallel rank")
+_NO_TP = no_effect("there is one tensor-parallel rank")
+_NO_PP = no_effect("there is one pipeline stage")
+_LAYOUT = no_effect("every part of the model has the same FSDP2 layout")
+_EXPERTS = no_effect("expert parallelism is not there yet: the HF model's own experts run on every rank")
+_RECOMPUTE = no_effect("recompute comes from fsdp2.yaml's recompute_modules")
+_MEMORY = no_effect("memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu")
+_BALANCE = no_effect("balancing rows between ranks is not there yet; it would not change what is learnt")
+_DYNAMIC = no_effect("dynamic batching is not there yet")
+_ROWS = no_effect("rows come from data.json")
+_DEVICE = no_effect("the device's own settings are kept")
+_SINGLE_SHARDING = no_effect("--use-torch-fsdp2 shards the model")
+
+
+@dataclass
+class MegatronStructureArguments:
+    """Model structure and tokenizer."""
+
+    num_layers: Annotated[int | None, _STRUCTURE("layers")] = None
+    hidden_size: Annotated[int | None, _STRUCTURE("hidden size")] = None
+    ffn_hidden_size: Annotated[int | None, _STRUCTURE("hidden size of the MLP")] = None
+    num_attention_heads: Annotated[int | None, _STRUCTURE("attention heads")] = None
+    group_query_attention: Annotated[bool, _STRUCTURE("grouped-query attention")] = False
+    num_query_groups: Annotated[int, _STRUCTURE("key-value heads")] = 1
+    kv_channels: Annotated[int | None, _STRUCTURE("size of a head")] = None
+    max_position_embeddings: Annotated[int | None, _STRUCTURE("longest sequence of the model")] = None
+    position_embedding_type: Annotated[str, _STRUCTURE("kind of positions")] = "learned_absolute"
+    rotary_base: Annotated[float, _STRUCTURE("base of rotary positions")] = 10000
+    rotary_percent: Annotated[float, _STRUCTURE("share of rotary dimensions")] = 1.0
+    use_rotary_position_embeddings: Annotated[bool, _STRUCTURE("rotary positions")] = False
+    normalization: Annotated[Literal["LayerNorm", "RMSNorm"], _STRUCTURE("kind of normalisation")] = "LayerNorm"
+    norm_epsilon: Annotated[float, _STRUCTURE("epsilon of normalisation")] = 1e-05
+    swiglu: Annotated[bool, _STRUCTURE("gated MLP")] = False
+    disable_bias_linear: Annotated[
+        bool, _STRUCTURE("linear layers without bias", spellings=(), off_spellings=("--disable-bias-linear",))
+    ] = True
+    add_qkv_bias: Annotated[bool, _STRUCTURE("bias in q, k, v")] = False
+    qk_layernorm: Annotated[bool, _STRUCTURE("normalised q and k")] = False
+    attention_dropout: Annotated[float, _STRUCTURE("dropout of attention")] = 0.1
+    hidden_dropout: Annotated[float, _STRUCTURE("dropout of hidden states")] = 0.1
+    init_method_std: Annotated[float, _STRUCTURE("deviation of random weights")] = 0.02
+    vocab_size: Annotated[int | None, _STRUCTURE("tokens in the vocabulary")] = None
+    padded_vocab_size: Annotated[int | None, _STRUCTURE("tokens in the vocabulary, with padding")] = None
+    make_vocab_size_divisible_by: Annotated[int, _STRUCTURE("padding of the vocabulary")] = 128
+    tokenizer_type: Annotated[str | None, _TOKENIZER("kind of tokenizer")] = None
+    tokenizer_name_or_path: Annotated[str | None, _TOKENIZER("directory of the tokenizer")] = None
+    tokenizer_model: Annotated[str | None, _TOKENIZER("file of the tokenizer")] = None
+    num_experts: Annotated[int | None, _STRUCTURE("experts of a layer")] = None
+    moe_router_topk: Annotated[int, _STRUCTURE("experts of a token")] = 2
+    moe_router_load_balancing_type: Annotated[str, _STRUCTURE("load balancing")] = "aux_loss"
+    moe_aux_loss_coeff: Annotated[
+        float,
+        no_effect("the load-balancing loss is weighted by loss_cfg.router_aux_loss_coef")(
+            "weight of the load-balancing loss"
+        ),
+    ] = 0.0
+    use_mcore_models: Annotated[bool, _CLASSES("megatron-core's model classes")] = False
+    use_legacy_models: Annotated[bool, _CLASSES("Megatron's older model classes")] = False
+    transformer_impl: Annotated[str, _CLASSES("which layers")] = "transformer_engine"
+    spec: Annotated[list[str] | None, _CLASSES("module and name of a ModuleSpec")] = None
+
+
+@dataclass
+class MegatronKernelArguments:
+    """Kernels."""
+
+    use_flash_attn: Annotated[bool, _ATTENTION("flash attention")] = False
+    attention_mask_type: Annotated[Literal["general", "causal"], _ATTENTION("kind of mask")] = "causal"
+    attention_softmax_in_fp32: Annotated[bool, _ATTENTION("softmax of attention in fp32")] = False
+    use_fused_rmsnorm: Annotated[bool, _KERNELS("fused RMSNorm")] = False
+    use_fused_swiglu: Annotated[bool, _KERNELS("fused SwiGLU")] = False
+    use_fused_rotary_pos_emb: Annotated[bool, _KERNELS("fused rotary positions")] = False
+    use_fused_ring_attention_update: Annotated[bool, _KERNELS("fused ring update")] = False
+    use_fused_moe_token_permute_and_unpermute: Annotated[bool, _KERNELS("fused permutation of tokens")] = False
+    gradient_accumulation_fusion: Annotated[
+        bool,
+        _KERNELS(
+            "gradients added inside the product", spellings=(), off_spellings=("--no-gradient-accumulation-fusion",)
+        ),
+    ] = True
+    masked_softmax_fusion: Annotated[
+        bool, _KERNELS("fused masked softmax", spellings=(), off_spellings=("--no-masked-softmax-fusion",))
+    ] = True
+    bias_gelu_fusion: Annotated[
+        bool, _KERNELS("fused GELU", spellings=(), off_spellings=("--no-bias-gelu-fusion",))
+    ] = True
+    bias_swiglu_fusion: Annotated[
+        bool, _KERNELS("fused SwiGLU", spellings=(), off_spellings=("--no-bias-swiglu-fusion",))
+    ] = True
+    bias_dropout_fusion: Annotated[
+        bool, _KERNELS("fused dropout", spellings=(), off_spellings=("--no-bias-dropout-fusion",))
+    ] = True
+    apply_rope_fusion: Annotated[
+        bool, _KERNELS("fused rotary positions", spellings=(), off_spellings=("--no-rope-fusion",))
+    ] = True
+    cross_entropy_loss_fusion: Annotated[bool, _KERNELS("fused cross entropy")] = False
+    jit_compile: Annotated[bool, _DEVICE("NPU: compile kernels at run time")] = False
+    allow_internal_format: Annotated[bool, _DEVICE("NPU: private tensor formats")] = False
+    optimization_level: Annotated[int | None, _KERNELS("MindSpeed's level of patches")] = None
+
+
+@dataclass
+class MegatronParallelArguments:
+    """Layout over ranks."""
+
+    use_distributed_optimizer: Annotated[bool, _OPTIMIZER("optimizer state over data-parallel ranks")] = False
+    overlap_grad_reduce: Annotated[bool, _OVERLAP("reduce gradients during backward")] = False
+    overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters ahead")] = False
+    sequence_parallel: Annotated[bool, _NO_TP("activations over tensor-parallel ranks")] = False
+    unaligned_linear: Annotated[bool, _NO_TP("tensor parallelism over odd sizes")] = False
+    context_parallel_algo: Annotated[str, _ONE_CP("kind of context parallelism")] = "ulysses_cp_algo"
+    ulysses_degree_in_cp: Annotated[int | None, _ONE_CP("Ulysses' part of hybrid context parallelism")] = None
+    use_cp_send_recv_overlap: Annotated[bool, _ONE_CP("ring: overlap")] = False
+    cp_window_size: Annotated[int, _ONE_CP("ring: window of double rings")] = 1
+    megatron_cp_in_bnsd: Annotated[bool, _ONE_CP("ring: layout of tensors")] = False
+    cp_attention_mask_type: Annotated[str | None, _ONE_CP("ring: kind of mask")] = None
+    variable_seq_lengths: Annotated[bool, _NO_PP("stages exchange tensors of any length")] = False
+    use_multiparameter_pipeline_model_parallel: Annotated[bool, _NO_PP("stages exchange several tensors")] = False
+    num_layers_per_virtual_pipeline_stage: Annotated[int | None, _NO_PP("layers of a virtual stage")] = None
+    enable_dummy_optimizer: Annotated[bool, _NO_PP("stages without trained parameters")] = False
+    layerzero: Annotated[bool, _SINGLE_SHARDING("MindSpeed's older sharding")] = False
+    layerzero_config: Annotated[str | None, _SINGLE_SHARDING("its file")] = None
+    hetero_parallel: Annotated[bool, _LAYOUT("another layout for each encoder")] = False
+    hetero_encoder_mbs_scale: Annotated[int, _LAYOUT("micro-batches of encoders")] = 1
+    dist_train: Annotated[bool, _LAYOUT("encoders on ranks of their own")] = False
+    moe_token_dispatcher_type: Annotated[str, _EXPERTS("how tokens reach experts")] = "allgather"
+    moe_grouped_gemm: Annotated[bool, _EXPERTS("experts in one product")] = False
+    moe_permute_fusion: Annotated[bool, _EXPERTS("fused permutation of tokens")] = False
+    moe_tp_extend_ep: Annotated[bool, _EXPERTS("experts over tensor-parallel ranks too")] = False
+    moe_alltoall_overlap_comm: Annotated[bool, _EXPERTS("overlapped exchange of tokens")] = False
+    use_cpu_initialization: Annotated[
+        bool, no_effect("weights don't depend on where they are drawn")("draw weights on CPU")
+    ] = False
+    perform_initialization: Annotated[
+        bool,
+        no_effect("weights are loaded, or drawn once")(
+            "random weights at first", spellings=(), off_spellings=("--no-initialization",)
+        ),
+    ] = True
+    create_attention_mask_in_dataloader: Annotated[
+        bool,
+        no_effect("the collator always gives the mask")(
+            "mask from the loader", spellings=(), off_spellings=("--no-create-attention-mask-in-dataloader",)
+        ),
+    ] = True
+
+
+@dataclass
+class MegatronMemoryArguments:
+    """Memory."""
+
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, _RECOMPUTE("what is recomputed")] = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, _RECOMPUTE("which layers are recomputed")] = None
+    recompute_num_layers: Annotated[int | None, _RECOMPUTE("how many layers are recomputed")] = None
+    recompute_activations: Annotated[bool, _RECOMPUTE("selective recompute")] = False
+    recompute_skip_core_attention: Annotated[bool, _RECOMPUTE("keep attention's output")] = False
+    recompute_num_layers_skip_core_attention: Annotated[int, _RECOMPUTE("in how many layers")] = 0
+    swap_attention: Annotated[bool, _MEMORY("activations of attention to the host")] = False
+    empty_unused_memory_level: Annotated[Literal[0, 1, 2], _MEMORY("empty the allocator's cache in each step")] = 0
+
+
+@dataclass
+class MegatronBatchingArguments:
+    """Balancing and batching."""
+
+    encoder_dp_balance: Annotated[bool, _BALANCE("images over ranks")] = False
+    use_data_balance: Annotated[bool, _BALANCE("images over ranks")] = False
+    data_balance_sorting_algo: Annotated[str | None, _BALANCE("how they are sorted")] = None
+    use_image_mbs_data_balance: Annotated[bool, _BALANCE("images over micro-batches")] = False
+    mbs_data_balance_sorting_algo: Annotated[str | None, _BALANCE("how they are sorted")] = None
+    use_txt_dynamic_batching: Annotated[
+        bool,
+        refused("dynamic batching is not there yet; it changes what a step trains on")("rows put together by length"),
+    ] = False
+    max_seq_len: Annotated[int, _DYNAMIC("dynamic batching: longest row")] = 2048
+    dynamic_batch_buffer_size: Annotated[int, _DYNAMIC("dynamic batching: rows read ahead")] = 200
+
+
+@dataclass
+class MegatronOtherArguments:
+    """Data and other."""
+
+    data_path: Annotated[list[str] | None, _ROWS("Megatron's indexed data")] = None
+    data_dir: Annotated[str | None, _ROWS("folder of data")] = None
+    split: Annotated[
+        str | None, no_effect("validation rows come from data.json's val_dataset or val_rate")("shares")
+    ] = None
+    dataloader_type: Annotated[
+        str | None, no_effect("the loader is described by data.json's dataloader_param")("kind")
+    ] = None
+    no_shuffle: Annotated[
+        bool, refused('write "shuffle": false in data.json\'s dataloader_param')("keep the order")
+    ] = False
+    vision_pretraining: Annotated[bool, _CLASSES("Megatron's vision models")] = False
+    ai_framework: Annotated[str, refused("only PyTorch is there")("framework", harmless=("pytorch",))] = "pytorch"
+    timing_log_level: Annotated[int, no_effect("step and data-wait times are always logged")("detail of timers")] = 0
+    profile: Annotated[bool, no_effect("the profiler is described by tools.json")("Megatron's profiler")] = False
+    profile_step_start: Annotated[int, no_effect("the profiler is described by tools.json")("first profiled step")] = 10
+    profile_step_end: Annotated[int, no_effect("the profiler is described by tools.json")("end of profiled steps")] = 12
+    profile_ranks: Annotated[list[int], no_effect("the profiler is described by tools.json")("profiled ranks")] = field(
+        default_factory=lambda: [0]
+    )

@@ -1,0 +1,81 @@
+"""Flags about the model, the loss and the precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mindspeed_mm.configs.flags.spec import flag, no_effect
+
+
+@dataclass
+class ModelArguments:
+    """Model and run."""
+
+    mm_model: Annotated[str | None, flag("model.json", path="file")] = None
+    use_torch_fsdp2: Annotated[bool, flag("train with FSDP2, the road that is there")] = False
+    fsdp2_config_path: Annotated[str | None, flag("fsdp2.yaml; absent = its defaults", path="file")] = None
+    init_model_with_meta_device: Annotated[bool, flag("build without memory, then load or draw each shard")] = False
+    trust_remote_code: Annotated[bool, flag("run code that comes with a model or processor directory")] = False
+    untie_embeddings_and_output_weights: Annotated[
+        bool,
+        no_effect("the HF config says whether the embedding and the head are one")(
+            "Megatron's switch for separate embedding and head"
+        ),
+    ] = False
+    seed: Annotated[int, flag("seed of weights, data order and dropout", minimum=0)] = 1234
+    use_deter_comp: Annotated[
+        bool, flag("deterministic kernels", spellings=("--use-deter-comp", "--npu-deterministic"))
+    ] = False
+    deterministic_mode: Annotated[bool, flag("the same, by Megatron's name")] = False
+    manual_gc: Annotated[bool, flag("collect garbage at chosen steps, on all ranks at once")] = False
+    manual_gc_interval: Annotated[int, flag("steps between two collections; 0 = only at the start", minimum=0)] = 0
+    manual_gc_eval: Annotated[
+        bool,
+        flag(
+            "with manual-gc: collect around evaluation too",
+            spellings=("--manual-gc-eval",),
+            off_spellings=("--no-manual-gc-eval",),
+        ),
+    ] = True
+
+
+@dataclass
+class LossArguments:
+    """Loss (model.json's loss_cfg may say the same)."""
+
+    calculate_per_token_loss: Annotated[bool, flag("loss_type per_token_loss, which is the default")] = False
+    calculate_per_sample_loss: Annotated[bool, flag("loss_type per_sample_loss")] = False
+    calculate_square_loss: Annotated[bool, flag("loss_type square_loss")] = False
+    calculate_token_loss: Annotated[bool, flag("loss_type token_loss")] = False
+
+
+@dataclass
+class PrecisionArguments:
+    """Precision (fsdp2.yaml's param_dtype goes before)."""
+
+    bf16: Annotated[bool, flag("compute in bfloat16, over fp32 master weights")] = False
+    fp16: Annotated[bool, flag("compute in float16, over fp32 master weights")] = False
+    loss_scale: Annotated[float | None, flag("fp16: fixed factor on the loss", above=0)] = None
+    initial_loss_scale: Annotated[
+        float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")
+    ] = 2.0**32
+    min_loss_scale: Annotated[float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")] = (
+        1.0
+    )
+    loss_scale_window: Annotated[
+        float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")
+    ] = 1000
+    hysteresis: Annotated[int, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")] = 2
+    accumulate_allreduce_grads_in_fp32: Annotated[
+        bool,
+        no_effect("fsdp2.yaml's reduce_dtype says how gradients are reduced")(
+            "gradients accumulated and reduced in fp32"
+        ),
+    ] = False
+    downcast_to_bf16: Annotated[
+        bool, no_effect("loaded weights keep their values in fp32 master weights")("round loaded weights to bfloat16")
+    ] = False
+    allow_tf32: Annotated[bool, no_effect("matrix products keep PyTorch's own precision setting")("TF32 products")] = (
+        False
+    )

@@ -1,0 +1,197 @@
+"""The argparse parser made from the flag groups, and words turned into typed values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from mindspeed_mm.configs.flags.spec import Flag, flags_of
+from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
+
+#: torchrun's own flags, which belong before the script's name
+TORCHRUN_FLAGS = frozenset(
+    {
+        "nproc_per_node",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "standalone",
+        "max_restarts",
+        "log_dir",
+        "tee",
+        "redirects",
+    }
+)
+
+
+#: what other trainers call our flags
+OTHER_TRAINERS_NAMES = {
+    "learning-rate": "--lr",
+    "max-grad-norm": "--clip-grad",
+    "grad-clip": "--clip-grad",
+    "gradient-accumulation-steps": "--global-batch-size",
+    "per-device-train-batch-size": "--micro-batch-size",
+    "batch-size": "--micro-batch-size",
+    "num-train-epochs": "--train-epochs",
+    "epochs": "--train-epochs",
+    "max-steps": "--train-iters",
+    "warmup-steps": "--lr-warmup-iters",
+    "lr-warmup-ratio": "--lr-warmup-fraction",
+    "lr-scheduler-type": "--lr-decay-style",
+    "output-dir": "--save",
+    "save-steps": "--save-interval",
+    "eval-steps": "--eval-interval",
+    "logging-steps": "--log-interval",
+    "resume-from-checkpoint": "--load",
+    "dataloader-num-workers": "--num-workers",
+    "cutoff-len": "--seq-length",
+    "max-length": "--seq-length",
+    "optim": "--optimizer",
+    "adam-epsilon": "--adam-eps",
+    "model-name-or-path": "--mm-model",
+}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse with sentences: an error raises ConfigError and doesn't leave the process."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse writes "argument --lr: …" before the reader's sentence.
+        raise ConfigError(
+            message.removeprefix("argument ").replace("expected one argument", "expected a value after it")
+        )
+
+
+def build_parser(groups: Iterable[type]) -> FlagParser:
+    """Make the parser. Our flags leave no attribute behind when absent, so that the caller knows which were given."""
+    parser = FlagParser(
+        description="Train a model with mindspeed_mm (docs/configuration.md explains every flag and file).",
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a user's own flag goes before ours of the same name
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for group in groups:
+        flags = flags_of(group)
+        section = parser.add_argument_group(flags[0].group)
+        for item in flags:
+            _add_flag(section, item)
+    return parser
+
+
+def _add_flag(section: Any, item: Flag) -> None:
+    about = item.help + (f" (no effect here: {item.no_effect})" if item.no_effect else "")
+    about = (about + (f" ({item.refused})" if item.refused else "")).replace("%", "%%")
+    common = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
+    if item.kind is bool and not item.many:
+        # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
+        if item.spellings:
+            section.add_argument(
+                *item.spellings, type=reader(item), nargs="?", const=True, metavar="true|false", **common
+            )
+        if item.off_spellings:
+            section.add_argument(
+                *item.off_spellings, type=_negated(item), nargs="?", const=False, metavar="true|false", **common
+            )
+        return
+    options: dict[str, Any] = {"type": reader(item), "metavar": item.type_words.replace(", ", "|").upper()}
+    if item.many:
+        options |= {"nargs": "+", "action": "extend"}  # given twice: both lists count
+    elif item.bare is not None:
+        options |= {"nargs": "?", "const": item.bare}
+    section.add_argument(*item.spellings, **options, **common)
+
+
+def reader(item: Flag) -> Callable[[Any], Any]:
+    """Return the function that turns one word into a value of the flag, or raises with a sentence."""
+    read_kind = {bool: read_bool, int: read_int, float: read_float, str: str}[item.kind]
+
+    def read(word: Any) -> Any:
+        if item.optional and (word is None or is_null_word(word) or (item.path and word == "")):
+            return None
+        try:
+            value = dict(item.synonyms).get(word, word)
+            value = read_kind(value)
+            _check_range(item, value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"found {word!r}; {error}") from None
+        return value
+
+    return read
+
+
+def _negated(item: Flag) -> Callable[[Any], Any]:
+    read = reader(item)
+    return lambda word: not read(word)
+
+
+def _check_range(item: Flag, value: Any) -> None:
+    if item.choices and value not in item.choices:
+        near = did_you_mean(str(value), [str(choice) for choice in item.choices])
+        raise ValueError(f"expected one of {', '.join(str(choice) for choice in item.choices)}{near}")
+    if item.minimum is not None and value < item.minimum:
+        raise ValueError(f"expected at least {item.minimum}")
+    if item.above is not None and value <= item.above:
+        raise ValueError(f"expected more than {item.above}")
+    if item.maximum is not None and value > item.maximum:
+        raise ValueError(f"expected at most {item.maximum}")
+    if item.below is not None and value >= item.below:
+        raise ValueError(f"expected less than {item.below}")
+
+
+def spell_as_declared(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Write flags as the parser knows them: `--micro_batch_size` and `--micro-batch-size` are the same flag."""
+    known = parser._option_string_actions
+    by_dashes = {option.replace("_", "-"): option for option in known}
+    spelled = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and name not in known:
+            name = by_dashes.get(name.replace("_", "-"), name)
+        spelled.append(name + equals + value if word.startswith("--") else word)
+    return spelled
+
+
+def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Return a sentence for each word that looks like a flag and is none."""
+    known = parser._option_string_actions
+    problems = []
+    for word in words:
+        name = word.partition("=")[0]
+        if not word.startswith("--") or word == "--" or name in known:
+            continue
+        bare = name.removeprefix("--").replace("-", "_")
+        if bare in TORCHRUN_FLAGS:
+            problems.append(f"unknown flag '{name}': it is torchrun's, write it before the script's name")
+        else:
+            problems.append(f"unknown flag '{name}'{_suggest(name, known)}")
+    return problems
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """Like `did_you_mean`, and it knows what other trainers call things."""
+    foreign = {f"--{word}": flag for word, flag in OTHER_TRAINERS_NAMES.items()}
+    near = nearest_names(name, [*known, *foreign])
+    meant = list(dict.fromkeys(foreign.get(word, word) for word in near))
+    return "; did you mean " + " or ".join(f"'{word}'" for word in meant) + "?" if meant else ""
+
+
+def stray_words(parser: argparse.ArgumentParser, words: Sequence[str], extras: Sequence[str]) -> list[str]:
+    """Return a sentence for each word that belongs to no flag."""
+    problems = []
+    for extra in extras:
+        before = words[words.index(extra) - 1] if extra in words[1:] else ""
+        if extra.startswith("-") and extra.lstrip("-")[:1].isalpha():
+            near = _suggest("--" + extra.lstrip("-"), parser._option_string_actions)
+            problems.append(f"unknown flag '{extra}': flags start with two dashes{near}")
+        elif extra.endswith((".yaml", ".yml")):
+            problems.append(f"stray word '{extra}': a YAML file in place of flags is not there yet")
+        else:
+            after = f" (after '{before}')" if before else ""
+            problems.append(f"stray word '{extra}'{after}: expected flags that start with --")
+    return problems

@@ -1,0 +1,123 @@
+"""What one field of a group says about its flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+PathKind = Literal["file", "directory", "output"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: how it is written, typed and explained, and what comes of it here.
+
+    `kind`, `optional`, `many` and `choices` are read from the field's annotation.
+    """
+
+    name: str  # of the attribute in the Namespace
+    group: str
+    default: Any
+    help: str
+    kind: type = str  # bool, int, float or str
+    optional: bool = False  # None is a value of it
+    many: bool = False  # takes one value or more
+    choices: tuple[Any, ...] = ()
+    spellings: tuple[str, ...] = ()  # as written, the first is the name in messages and docs
+    off_spellings: tuple[str, ...] = ()  # the same switch, turned off
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    bare: Any = None  # value of the flag without a word after it
+    path: PathKind | None = None
+    synonyms: tuple[tuple[str, str], ...] = ()  # value written → value meant
+    no_effect: str | None = None
+    refused: str | None = None
+    harmless: tuple[Any, ...] = ()  # values that ask for nothing: neither notice nor refusal
+
+    @property
+    def spelling(self) -> str:
+        """The flag as messages name it."""
+        return (self.spellings or self.off_spellings)[0]
+
+    @property
+    def type_words(self) -> str:
+        """The type, for people."""
+        if self.kind is bool:
+            return "switch"
+        if self.choices:
+            words = ", ".join(str(choice) for choice in self.choices)
+        else:
+            words = {int: "whole number", float: "number", str: self.path or "text"}[self.kind]
+        return f"{words} …" if self.many else words
+
+
+class FlagDetails(dict[str, Any]):
+    """What a field's annotation says about its flag."""
+
+
+def flag(help: str, **details: Any) -> FlagDetails:
+    """Describe a flag, inside `Annotated[type, flag(...)]` of a dataclass field.
+
+    Args:
+        help: one line for `--help` and the documentation.
+        details: any further attribute of `Flag`: `spellings` (default: `--` and the field's name with dashes),
+            `off_spellings`, `minimum`, `above`, `maximum`, `below`, `bare`, `path`, `synonyms`, `no_effect`,
+            `refused`, `harmless`.
+    """
+    return FlagDetails(help=help, **details)
+
+
+def no_effect(why: str) -> Callable[..., FlagDetails]:
+    """Return a `flag` that is accepted, and said once to have no effect here because of `why`."""
+    return functools.partial(flag, no_effect=why)
+
+
+def refused(why: str) -> Callable[..., FlagDetails]:
+    """Return a `flag` whose neglect would change the result: giving it is an error that says `why`."""
+    return functools.partial(flag, refused=why)
+
+
+@functools.cache
+def flags_of(group: type) -> tuple[Flag, ...]:
+    """Return the flags that a group's fields declare, in their order."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    title = (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
+    return tuple(_flag_of(field, hints[field.name], title) for field in dataclasses.fields(group))
+
+
+def _flag_of(field: dataclasses.Field[Any], annotation: Any, group: str) -> Flag:
+    annotation, details = typing.get_args(annotation)
+    optional = many = False
+    choices: tuple[Any, ...] = ()
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        optional, annotation = len(parts) < len(typing.get_args(annotation)), parts[0]
+    if typing.get_origin(annotation) is list:
+        many, annotation = True, typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        annotation = type(choices[0])
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return Flag(
+        name=field.name,
+        group=group,
+        default=default,
+        kind=annotation,
+        optional=optional,
+        many=many,
+        choices=choices,
+        **{"spellings": ("--" + field.name.replace("_", "-"),), **details},
+    )
+
+
+def all_flags(groups: tuple[type, ...]) -> Iterator[Flag]:
+    """Yield the flags of all groups."""
+    for group in groups:
+        yield from flags_of(group)

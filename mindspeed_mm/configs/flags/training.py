@@ -1,0 +1,34 @@
+"""Flags about batch sizes and about how long a run lasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mindspeed_mm.configs.flags.spec import flag, refused
+
+
+@dataclass
+class BatchArguments:
+    """Batch."""
+
+    micro_batch_size: Annotated[int | None, flag("rows that one rank takes at once", minimum=1)] = None
+    global_batch_size: Annotated[
+        int | None, flag("rows in one optimizer step; absent = micro-batch-size × data-parallel ranks", minimum=1)
+    ] = None
+    rampup_batch_size: Annotated[
+        list[str] | None,
+        refused("growing batches are not there yet; choose one --global-batch-size")("start size, increment, samples"),
+    ] = None
+
+
+@dataclass
+class TrainingArguments:
+    """Length of a run (one of train-iters, train-epochs, train-samples)."""
+
+    train_iters: Annotated[int | None, flag("optimizer steps in all, across resumes", minimum=1)] = None
+    train_epochs: Annotated[float | None, flag("ours: passes over the data set, fractions allowed", above=0)] = None
+    train_samples: Annotated[int | None, flag("rows in all", minimum=1)] = None
+    exit_interval: Annotated[int | None, flag("exit after a step that is a multiple of this", minimum=1)] = None
+    exit_duration_in_mins: Annotated[int | None, flag("save and exit after this many minutes", minimum=1)] = None
+    exit_signal_handler: Annotated[bool, flag("SIGTERM and SIGUSR1 save a checkpoint and exit; always on")] = True

@@ -1,0 +1,132 @@
+"""`fsdp2.yaml`: how FSDP2 shards, recomputes, prefetches and offloads a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mindspeed_mm.configs.files import read_yaml
+from mindspeed_mm.configs.scalars import read_bool, read_int
+from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Section, Size, build_section
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
+
+
+def _read_sharding_size(value: Any) -> Any:
+    if value is None:
+        return 1
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
+    try:
+        size = read_int(value)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError("expected a whole number of at least 1, or auto (all data-parallel ranks)")
+    return size
+
+
+def _read_reshard(value: Any) -> bool | int:
+    try:
+        return read_bool(value)
+    except ValueError:
+        pass
+    try:
+        size = read_int(value)
+    except ValueError:
+        size = 0
+    if size < 2:
+        raise ValueError("expected true (ZeRO-3), false (ZeRO-2) or the number of ranks to reshard over (at least 2)")
+    return size
+
+
+def _read_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError("expected a list of module paths: write it as an item, '- " + value + "'")
+    return value
+
+
+Paths = Annotated[list[str], BeforeValidator(_read_paths)]
+
+
+class Fsdp2Config(Section):
+    """The keys of fsdp2.yaml, typed. Module paths are relative to the HF model (or the user's own model).
+
+    Path patterns: `a.b.{*}` every child, `a.b.{0-23}` a range, `a.b.{1,3,5}` a list, a tail may follow the brace.
+    """
+
+    sharding_size: Annotated[int | Literal["auto"], BeforeValidator(_read_sharding_size)] = Field(
+        1,
+        description="ranks that share one copy of the parameters; auto = all data-parallel ranks; "
+        "less than these = HSDP (copies of sharded models)",
+    )
+    sub_modules_to_wrap: Paths | None = Field(
+        None, description="module paths that become FSDP units of their own (the root always is one)"
+    )
+    ignored_modules: Paths | None = Field(None, description="module paths that FSDP2 leaves whole on every rank")
+    recompute_modules: Paths | None = Field(
+        None, description="module paths whose activations are recomputed in the backward pass"
+    )
+    use_reentrant: Bool = Field(True, description="recompute with the reentrant autograd engine")
+    param_dtype: DtypeName | None = Field(
+        None, description="dtype of gathered parameters and of the computation; null = --bf16/--fp16, else fp32"
+    )
+    reduce_dtype: DtypeName | None = Field(None, description="dtype of gradient reduction; null = param_dtype")
+    output_dtype: DtypeName | None = Field(None, description="dtype that forward outputs are cast to; null = no cast")
+    cast_forward_inputs: Bool = Field(True, description="cast a unit's forward inputs to param_dtype")
+    reshard_after_forward: Annotated[bool | int, BeforeValidator(_read_reshard)] = Field(
+        True,
+        description="true = free parameters after forward (ZeRO-3), false = keep them till backward (ZeRO-2), "
+        "a number = reshard over that many ranks",
+    )
+    offload_to_cpu: Bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
+    pin_memory: Bool = Field(False, description="pin that host memory (only with offload_to_cpu)")
+    num_to_forward_prefetch: Size = Field(0, description="units gathered ahead in forward")
+    num_to_backward_prefetch: Size = Field(1, description="units gathered ahead in backward")
+    defer_gradient_sync: Bool = Field(
+        False,
+        description="ours: reduce gradients once a step instead of once a micro-batch; "
+        "every rank then holds whole unsharded gradients in between",
+    )
+    expert_parallel_size: Count = Field(1, description="must be 1: expert parallelism is not there yet")
+    moe_modules: Paths | None = Field(None, description="no effect here: expert parallelism is not there yet")
+    reshard_local_experts: Bool = Field(True, description="no effect here: expert parallelism is not there yet")
+    align_fsdp_param_groups: Bool = Field(
+        False, description="no effect here: FSDP2 units hold parameters of any kind and size"
+    )
+
+    @classmethod
+    def from_dict(cls, mapping: Any, file: str | None = None) -> Fsdp2Config:
+        """Type a mapping with the keys of fsdp2.yaml.
+
+        Args:
+            mapping: ConfigReader or dict; None (an empty file) means all defaults.
+            file: name to use in messages.
+
+        Raises:
+            ConfigError: unknown keys and wrong values, all in one message.
+        """
+        file = file or "fsdp2.yaml"
+        config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml")
+        if config.expert_parallel_size > 1:
+            raise ConfigError(
+                f"{file}: 'expert_parallel_size' is {config.expert_parallel_size}; expert parallelism is not there "
+                "yet, write 1 (experts are then sharded like every other parameter)"
+            )
+        for key in ("moe_modules", "reshard_local_experts", "align_fsdp_param_groups"):
+            if key in config.model_fields_set:
+                notice(f"{file}: '{key}' has {cls.model_fields[key].description}", key=f"fsdp2:{key}")
+        if config.pin_memory and not config.offload_to_cpu:
+            notice(f"{file}: 'pin_memory' has no effect without offload_to_cpu: true", key="fsdp2:pin_memory")
+        return config
+
+
+def load_fsdp2_config(path: str | Path | None) -> Fsdp2Config:
+    """Read fsdp2.yaml; no path (None or "") means all defaults.
+
+    Raises:
+        ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
+    """
+    return Fsdp2Config.from_dict(read_yaml(path) if path else None, file=str(path) if path else None)

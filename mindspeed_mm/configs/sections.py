@@ -1,0 +1,271 @@
+"""Typed sections of a configuration file, and the one way from a mapping to them.
+
+A section is a frozen pydantic model. `build_section` sorts the keys of a mapping into fields, published keys that have
+no effect here, and unknown ones; then it types the fields. All faults of a file come in one ConfigError, each with the
+file, the dotted key, what was found, what was expected and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_dtype, read_float, read_int, show
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
+
+Bool = Annotated[bool, BeforeValidator(read_bool)]
+Int = Annotated[int, BeforeValidator(read_int)]
+Count = Annotated[int, BeforeValidator(read_int), Field(ge=1)]  # at least 1
+Size = Annotated[int, BeforeValidator(read_int), Field(ge=0)]  # at least 0
+Float = Annotated[float, BeforeValidator(read_float)]
+DtypeName = Annotated[str, BeforeValidator(read_dtype)]
+
+
+def one_of(known: tuple[str, ...], not_yet: tuple[str, ...] = ()) -> BeforeValidator:
+    """A validator for names: one of `known`; those of `not_yet` are published but refused for now; null passes."""
+
+    def check(value: Any) -> Any:
+        if value is None or value in known:
+            return value
+        choices = f"expected one of {', '.join(known)}" if len(known) > 1 else f"expected {known[0]}"
+        if value in not_yet:
+            raise ValueError(f"this one is not there yet; {choices}")
+        raise ValueError(choices + (did_you_mean(value, known) if isinstance(value, str) else ""))
+
+    return BeforeValidator(check)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and nothing outside its fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+@dataclass
+class SortedKeys:
+    """What a mapping held: the part that the schema types, and the dotted paths of the rest."""
+
+    typed: dict[str, Any] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)  # path → value; published keys that have no field here
+    unknown: dict[str, Any] = field(default_factory=dict)  # path → value; keys that nobody knows
+
+
+def plain(mapping: Any) -> Any:
+    """Return a ConfigReader (or anything with `to_dict`) as plain data, everything else as it is."""
+    return mapping.to_dict() if hasattr(mapping, "to_dict") else mapping
+
+
+def join(prefix: str, key: str) -> str:
+    """Join two parts of a dotted path."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def allows_none(annotation: Any) -> bool:
+    """Whether an annotation has None among its types."""
+    if annotation is type(None):
+        return True
+    return any(allows_none(part) for part in typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS)
+
+
+_UNIONS = (Union, types.UnionType)
+
+
+def section_class(annotation: Any) -> type[Section] | None:
+    """Return the Section class inside an annotation such as `Attr` or `Attr | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    for part in typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else ():
+        found = section_class(part)
+        if found is not None:
+            return found
+    return None
+
+
+def key_paths(cls: type[Section], prefix: str = "") -> list[str]:
+    """Return the dotted paths of all fields of a section and of the sections inside it."""
+    paths = []
+    for name, info in cls.model_fields.items():
+        path = join(prefix, name)
+        paths.append(path)
+        inner = section_class(info.annotation)
+        if inner is not None:
+            paths += key_paths(inner, path)
+    return paths
+
+
+def sort_keys(cls: type[Section], mapping: Mapping[str, Any], published: Iterable[str] = ()) -> SortedKeys:
+    """Sort the keys of `mapping` by what `cls` and the list of `published` dotted paths know.
+
+    Null stands for the default wherever a field doesn't take null itself.
+    """
+    result = SortedKeys()
+    known = _with_parents(published)
+    result.typed = _sort_into(cls, mapping, "", known, result)
+    return result
+
+
+def _with_parents(paths: Iterable[str]) -> set[str]:
+    every: set[str] = set()
+    for path in paths:
+        parts = path.split(".")
+        every.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return every
+
+
+def _sort_into(
+    cls: type[Section], mapping: Mapping[str, Any], prefix: str, published: set[str], result: SortedKeys
+) -> dict[str, Any]:
+    typed: dict[str, Any] = {}
+    for key, value in mapping.items():
+        path = join(prefix, str(key))
+        info = cls.model_fields.get(key)
+        if info is None:
+            _sort_outside(value, path, published, result)
+            continue
+        if is_null_word(value):
+            value = None
+        if value is None and not allows_none(info.annotation) and not info.is_required():
+            continue
+        inner = section_class(info.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            value = _sort_into(inner, value, path, published, result)
+        typed[key] = value
+    return typed
+
+
+def _sort_outside(value: Any, path: str, published: set[str], result: SortedKeys) -> None:
+    """A key without a field: published (then its own keys are looked at) or unknown (then they aren't)."""
+    if path not in published:
+        result.unknown[path] = value
+        return
+    children = [v for v in (value if isinstance(value, Sequence) else [value]) if isinstance(v, Mapping)]
+    if not children or not any(p.startswith(path + ".") for p in published):
+        result.published[path] = value
+        return
+    for child in children:
+        for key, inner in child.items():
+            _sort_outside(inner, join(path, str(key)), published, result)
+
+
+def unknown_key_message(file: str, path: str, value: Any, fields: Iterable[str], published: Iterable[str] = ()) -> str:
+    """Say that nobody knows the key `path`, and which name was perhaps meant.
+
+    Looked for in this order: the same name elsewhere, a similar one at its level, a similar one elsewhere; names that
+    have an effect (`fields`) before names that are merely `published`.
+    """
+    prefix, _, name = path.rpartition(".")
+    start = prefix + "." if prefix else ""
+    fields, published = sorted(set(fields)), sorted(set(published))
+    level = [p.removeprefix(start) for p in fields if p.startswith(start) and "." not in p.removeprefix(start)]
+    published_level = {p.removeprefix(start).split(".")[0] for p in published if p.startswith(start)}
+    hint = _belongs_at(name, fields) or did_you_mean(name, level) or did_you_mean(name, published_level)
+    if not hint:
+        near = nearest_names(name, {p.rpartition(".")[2] for p in fields}, limit=1)
+        hint = _belongs_at(near[0], fields) if near else ""
+    if not hint and level:
+        hint = f"; keys here: {', '.join(level[:12])}" + (", …" if len(level) > 12 else "")
+    return f"{file}: unknown key '{path}' (value {show(value)}){hint}"
+
+
+def _belongs_at(name: str, paths: Sequence[str]) -> str:
+    places = [p for p in paths if p.rpartition(".")[2] == name]
+    return f"; '{name}' belongs at '{places[0]}'" if places else ""
+
+
+def validate_section(cls: type[SectionT], data: Mapping[str, Any], file: str) -> tuple[SectionT | None, list[str]]:
+    """Type `data` (fields only, see `sort_keys`); return the section, or None and the sentences about what's wrong."""
+    try:
+        return cls.model_validate(data), []
+    except ValidationError as error:
+        return None, [_sentence(cls, file, item) for item in error.errors(include_url=False)]
+
+
+def build_section(
+    cls: type[SectionT], mapping: Any, file: str | None, default_file: str, published: Iterable[str] = ()
+) -> tuple[SectionT, SortedKeys]:
+    """Make a section of a mapping; the caller says the notices about `SortedKeys.published`.
+
+    Raises:
+        ConfigError: unknown keys, missing keys, wrong types: all of them in one message.
+    """
+    file = file or getattr(mapping, "config_file", None) or default_file
+    data = plain(mapping)
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{file}: found {show(data)}, expected an object with keys such as {_some_fields(cls)}")
+    published = list(published)
+    keys = sort_keys(cls, data, published)
+    fields = key_paths(cls)
+    problems = [unknown_key_message(file, path, value, fields, published) for path, value in keys.unknown.items()]
+    section, faults = validate_section(cls, keys.typed, file)
+    raise_all(problems + faults)
+    assert section is not None
+    return section, keys
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raise one ConfigError with all problems, if there are any."""
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _some_fields(cls: type[Section]) -> str:
+    return ", ".join(list(cls.model_fields)[:3])
+
+
+def _sentence(cls: type[Section], file: str, item: Any) -> str:
+    kind, found, context = item["type"], item.get("input"), item.get("ctx") or {}
+    path, info = _locate(cls, item["loc"])
+    if kind == "missing":
+        about = f": {info.description}" if info is not None and info.description else ""
+        return f"{file}: key '{path}' is missing{about}"
+    if kind == "value_error" and isinstance(found, Mapping):  # a rule about several keys of one section
+        return f"{file}: {path + ': ' if path else ''}{context['error']}"
+    if kind == "value_error":
+        return f"{file}: '{path}' is {show(found)}; {context['error']}"
+    if kind == "literal_error":
+        choices = [str(choice) for choice in typing.get_args(_literal(info.annotation))] if info else []
+        near = did_you_mean(found, choices) if isinstance(found, str) else ""
+        return f"{file}: '{path}' is {show(found)}; expected one of {', '.join(choices)}{near}"
+    return f"{file}: '{path}' is {show(found)}; {_EXPECTED.get(kind, item['msg']).format(**context)}"
+
+
+_EXPECTED = {
+    "string_type": "expected text",
+    "list_type": "expected a list",
+    "dict_type": "expected an object",
+    "model_type": "expected an object",
+    "greater_than": "expected more than {gt}",
+    "greater_than_equal": "expected at least {ge}",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected at most {le}",
+}
+
+
+def _locate(cls: type[Section], loc: Sequence[Any]) -> tuple[str, Any]:
+    """Turn pydantic's location into a dotted path and the field it names (inner parts of unions are left out)."""
+    path, info, current = "", None, cls
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif current is not None and part in current.model_fields:
+            path, info = join(path, part), current.model_fields[part]
+            current = section_class(info.annotation)
+    return path, info
+
+
+def _literal(annotation: Any) -> Any:
+    if typing.get_origin(annotation) is typing.Literal:
+        return annotation
+    for part in typing.get_args(annotation):
+        found = _literal(part)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,162 @@
+"""Where the rows of a JSON file lie: found in one pass over the bytes, kept as two integers a row.
+
+A row is parsed when it is asked for, so a file of any size costs 16 bytes a row. The shape is taken from the content:
+one object a line, an array of objects, or objects one after the other (pretty-printed).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+
+from mindspeed_mm.utils.errors import DataError
+
+_CHUNK = 8 << 20
+_BOM = b"\xef\xbb\xbf"
+_QUOTE, _BACKSLASH = 34, 92
+_OPEN, _CLOSE = (123, 91), (125, 93)  # { [ and } ]
+
+
+class RowBounds(NamedTuple):
+    """Byte offsets of the rows: row i is `data[starts[i]:ends[i]]`; `by_line` if each row is one line."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    by_line: bool
+
+
+def find_rows(path: str) -> RowBounds:
+    """Find the rows of a JSON file of any of the three shapes.
+
+    Args:
+        path: File with UTF-8 text, with or without a byte order mark, LF or CRLF.
+
+    Raises:
+        DataError: Empty or cut-off file, another encoding, or content that is neither objects nor an array of them.
+    """
+    with open(path, "rb") as file:
+        head = file.read(4)
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise DataError(f"{path}: the file is UTF-16; save it as UTF-8")
+        if not head.strip():
+            file.seek(0)
+            if not file.read(1 << 16).strip():
+                raise DataError(f"{path}: the file is empty; expected JSON rows")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            begin = 3 if data[:3] == _BOM else 0
+            first = _skip_space(data, begin)
+            if data[first : first + 1] == b"[":
+                return _containers(path, data, first + 1, in_array=True)
+            if data[first : first + 1] != b"{":
+                raise DataError(
+                    f"{path}: expected JSON objects (one a line, or in an array) or a parquet file, "
+                    f"found a file that starts with {bytes(data[first : first + 20])!r}"
+                )
+            if _is_one_a_line(data, first):
+                return _lines(data, begin)
+            return _containers(path, data, first, in_array=False)
+
+
+def _skip_space(data: mmap.mmap, position: int) -> int:
+    while data[position : position + 1] in (b" ", b"\t", b"\r", b"\n"):
+        position += 1
+    return position
+
+
+def _is_one_a_line(data: mmap.mmap, first: int) -> bool:
+    """Whether rows are lines: the first line is a whole object, or the next one opens another at its very start."""
+    end = data.find(b"\n", first)
+    end = len(data) if end < 0 else end
+    try:
+        json.loads(data[first:end].decode("utf-8", "replace"))
+    except ValueError:
+        following = _skip_space(data, end)
+        return data[following - 1 : following + 1] == b"\n{"
+    return True
+
+
+def _lines(data: mmap.mmap, begin: int) -> RowBounds:
+    ends_of_lines = []
+    for low in range(begin, len(data), _CHUNK):
+        block = np.frombuffer(data[low : low + _CHUNK], dtype=np.uint8)
+        ends_of_lines.append(np.flatnonzero(block == 10) + low)
+    breaks = np.concatenate(ends_of_lines)
+    starts = np.concatenate(([begin], breaks + 1)).astype(np.int64)
+    ends = np.concatenate((breaks, [len(data)])).astype(np.int64)
+    keep = np.ones(len(starts), dtype=bool)
+    for i in np.flatnonzero(ends - starts < 64):  # only short lines can be blank
+        keep[i] = bool(data[starts[i] : ends[i]].strip())
+    return RowBounds(starts[keep], ends[keep], by_line=True)
+
+
+def _containers(path: str, data: mmap.mmap, begin: int, in_array: bool) -> RowBounds:
+    """Bounds of the objects at depth 0, by counting brackets outside strings, a chunk at a time."""
+    starts, ends = [], []
+    depth, quotes, low, closed = 0, 0, begin, -1
+    while low < len(data) and closed < 0:
+        high = min(low + _CHUNK, len(data))
+        while high < len(data) and data[high - 1] == _BACKSLASH:  # an escape must not be cut in two
+            high += 1
+        block = np.frombuffer(data[low:high], dtype=np.uint8)
+        at, step, quotes = _brackets(block, quotes)
+        level = depth + np.cumsum(step)
+        stop = np.flatnonzero(level < 0)
+        if len(stop):
+            closed = low + int(at[stop[0]])
+            at, step, level = at[: stop[0]], step[: stop[0]], level[: stop[0]]
+        starts.append(at[(step == 1) & (level == 1)] + low)
+        ends.append(at[(step == -1) & (level == 0)] + low + 1)
+        depth = int(level[-1]) if len(level) else depth
+        low = high
+    bounds = RowBounds(np.concatenate(starts).astype(np.int64), np.concatenate(ends).astype(np.int64), by_line=False)
+    if depth > 0 or (in_array and closed < 0):
+        raise DataError(f"{path}: the file ends inside row {len(bounds.ends) + 1}; was it cut off while being written?")
+    _check_gaps(path, data, bounds, begin, closed if in_array else len(data), in_array)
+    return bounds
+
+
+def _brackets(block: np.ndarray, quotes: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Positions of brackets outside strings, +1 or -1 for each, and the parity of quotes at the end of the block."""
+    quote_at = np.flatnonzero(block == _QUOTE)
+    if len(quote_at):
+        quote_at = quote_at[~_escaped(block, quote_at)]
+    opens = (block == _OPEN[0]) | (block == _OPEN[1])
+    at = np.flatnonzero(opens | (block == _CLOSE[0]) | (block == _CLOSE[1]))
+    outside = (np.searchsorted(quote_at, at) + quotes) % 2 == 0
+    at = at[outside]
+    return at, np.where(opens[at], 1, -1), (quotes + len(quote_at)) % 2
+
+
+def _escaped(block: np.ndarray, quote_at: np.ndarray) -> np.ndarray:
+    """Which quotes follow an odd run of backslashes."""
+    escaped = np.zeros(len(quote_at), dtype=bool)
+    slashes = np.flatnonzero(block == _BACKSLASH)
+    if not len(slashes):
+        return escaped
+    new_run = np.concatenate(([True], np.diff(slashes) != 1))
+    run_start = slashes[np.maximum.accumulate(np.where(new_run, np.arange(len(slashes)), 0))]
+    index = np.searchsorted(slashes, quote_at - 1)
+    index[index == len(slashes)] = 0
+    follows = slashes[index] == quote_at - 1
+    escaped[follows] = (quote_at - run_start[index])[follows] % 2 == 1
+    return escaped
+
+
+def _check_gaps(path: str, data: mmap.mmap, bounds: RowBounds, begin: int, end: int, in_array: bool) -> None:
+    """Between rows there is only space, and in an array one comma: anything else is a row that isn't an object."""
+    previous = begin
+    for row, (start, stop) in enumerate(zip(bounds.starts.tolist(), bounds.ends.tolist(), strict=True)):
+        gap = data[previous:start].strip()
+        if gap != (b"," if in_array and row else b""):
+            raise DataError(
+                f"{path}: before row {row + 1} (byte {previous}): expected "
+                f"{'a comma between objects' if in_array else 'only spaces between objects'}, found {bytes(gap[:40])!r}"
+            )
+        previous = stop
+    if rest := data[previous:end].strip():
+        raise DataError(f"{path}: after row {len(bounds.ends)} (byte {previous}): expected an object, found {rest[:40]!r}")
+    if in_array and (rest := data[end + 1 :].strip()):
+        raise DataError(f"{path}: after the array's end (byte {end}): expected nothing more, found {bytes(rest[:40])!r}")

@@ -1,0 +1,50 @@
+"""The typed sections of data.json that this room works with, made of whatever an entry script hands in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam, DatasetParam
+from mindspeed_mm.configs.published import published_paths
+from mindspeed_mm.configs.sections import Section, build_section, plain
+from mindspeed_mm.utils.errors import ConfigError
+
+
+class _LoaderSection(Section):
+    dataloader_param: DataloaderParam = DataloaderParam()
+
+
+def dataset_param_of(param: Any) -> DatasetParam:
+    """Return `dataset_param` typed: as it is if it is typed already, else checked like the whole file is.
+
+    Args:
+        param: DatasetParam, ConfigReader or dict.
+
+    Raises:
+        ConfigError: unknown keys (with the nearest name), wrong values, things that are not there yet.
+    """
+    if not isinstance(param, DatasetParam):
+        file = getattr(param, "config_file", None)
+        param = DataConfig.from_dict({"dataset_param": plain(param)}, file=file).dataset_param
+    basic = param.basic_parameters
+    if basic.train_on_prompt and basic.mask_history:
+        raise ConfigError(
+            "dataset_param.basic_parameters: train_on_prompt and mask_history exclude each other; set one to false"
+        )
+    if basic.tool_format is not None:
+        raise ConfigError(
+            f"dataset_param.basic_parameters.tool_format: found {basic.tool_format!r}; tool calls are written "
+            "as the chat template writes them, expected null"
+        )
+    return param
+
+
+def dataloader_param_of(param: Any) -> DataloaderParam:
+    """Return `dataloader_param` typed (see `dataset_param_of`); None means all defaults."""
+    if param is None:
+        return DataloaderParam()
+    if isinstance(param, DataloaderParam):
+        return param
+    file = getattr(param, "config_file", None)
+    mapping = {"dataloader_param": plain(param)}
+    return build_section(_LoaderSection, mapping, file, "data.json", published_paths("data"))[0].dataloader_param

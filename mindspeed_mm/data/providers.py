@@ -1,0 +1,177 @@
+"""From what a user's datasets provider returns to iterators that the loop can use and resume."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.data.loader import MMDataLoader
+from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
+from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.log import info_rank0, notice
+
+
+@dataclass
+class ValidData:
+    """Validation data: the same batches at every evaluation.
+
+    Attributes:
+        loader: yields micro-batches of this rank.
+        global_batches: in one pass; None: unknown.
+    """
+
+    loader: Any
+    global_batches: int | None
+
+    def fresh_iterator(self) -> Iterator[Any]:
+        """Micro-batches from the start, pass after pass."""
+        return _endless(self.loader)
+
+    def limit_batches(self, wanted: int) -> int:
+        """`wanted` global batches, at most one pass."""
+        return wanted if self.global_batches is None else max(1, min(wanted, self.global_batches))
+
+
+@dataclass
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train: endless, counts what passes.
+        valid: None: no evaluation.
+        train_rows, global_batches_per_epoch: None for data without a length.
+    """
+
+    train: CountingIterator
+    valid: ValidData | None
+    train_rows: int | None
+    global_batches_per_epoch: int | None
+    close: Callable[[], None]
+
+
+def build_run_data(provider: Callable[..., Any], args: Any, data_parallel_rank: int, data_parallel_size: int) -> RunData:
+    """Call the provider and bring its answer into form.
+
+    Args:
+        provider: () or (numbers of samples) → (train, valid, test); each a data set, a DataLoader or None. A tuple of
+            fewer, or the training data alone, will do.
+        args: micro_batch_size, global_batch_size, num_microbatches, num_workers, seed, consumed_train_samples,
+            train_iters, eval_iters, eval_interval.
+
+    Raises:
+        DataError: no training data.
+    """
+    answer = provider(_wanted_samples(args)) if inspect.signature(provider).parameters else provider()
+    train, valid, *_ = (*answer, None, None) if isinstance(answer, (tuple, list)) else (answer, None, None)
+    if train is None:
+        raise DataError("train_valid_test_datasets_provider returned no training data (None)")
+    train_loader = _as_loader(train, args, data_parallel_rank, data_parallel_size, training=True)
+    valid_data = None
+    if valid is not None and args.eval_iters and args.eval_interval:
+        loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, training=False)
+        valid_data = ValidData(loader, _global_batches(loader, args))
+    iterator = _resumed(train_loader, args, data_parallel_size)
+    counts = train_loader.media_counts if isinstance(train_loader, MMDataLoader) else None
+    rows = getattr(train_loader, "num_rows", None)
+    if rows is None:
+        rows = _length(train_loader, args.micro_batch_size * data_parallel_size)
+    info_rank0(f"training data: {rows if rows is not None else 'unknown number of'} rows")
+
+    def close() -> None:
+        for loader in (train_loader, valid_data.loader if valid_data else None):
+            if isinstance(loader, MMDataLoader):
+                loader.close()
+
+    return RunData(
+        CountingIterator(iterator, args.micro_batch_size, counts),
+        valid_data,
+        rows,
+        _global_batches(train_loader, args),
+        close,
+    )
+
+
+def _wanted_samples(args: Any) -> list[int]:
+    iters = args.train_iters or 0
+    evaluations = iters // args.eval_interval + 1 if args.eval_interval else 0
+    each = (args.eval_iters or 0) * args.global_batch_size
+    return [iters * args.global_batch_size, evaluations * each, each]
+
+
+def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) -> Any:
+    if isinstance(data, (MMDataLoader, DataLoader)):
+        return data
+    if isinstance(data, Dataset) and hasattr(data, "__len__"):
+        sampler = GlobalOrderBatchSampler(
+            num_rows=len(data),  # type: ignore[arg-type]
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            dp_rank=rank,
+            dp_size=size,
+            shuffle=training,
+            seed=args.seed,
+            drop_last=True,
+            consumed_samples=args.consumed_train_samples if training else 0,
+        )
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=args.num_workers)
+        loader.mm_positioned = True  # type: ignore[attr-defined]
+        return loader
+    if hasattr(data, "__iter__"):
+        return data
+    raise ConfigError(
+        f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a length, a "
+        "DataLoader, another iterable of batches, or None"
+    )
+
+
+def _resumed(loader: Any, args: Any, size: int) -> Iterator[Any]:
+    """An endless iterator that continues after the consumed samples."""
+    if isinstance(loader, MMDataLoader):
+        return iter(loader)
+    iterator = _endless(loader)
+    if args.consumed_train_samples and not getattr(loader, "mm_positioned", False):
+        skip = args.consumed_train_samples // (args.micro_batch_size * size)
+        notice(f"the training loader keeps no position of its own: {skip} micro-batches are read and skipped")
+        for _ in range(skip):
+            next(iterator)
+    return iterator
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    if isinstance(loader, MMDataLoader) or getattr(loader, "mm_positioned", False):
+        yield from loader
+        return
+    epoch = 0
+    while True:
+        sampler = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise DataError("the data loader yields no batch")
+        epoch += 1
+
+
+def _length(loader: Any, rows_per_batch: int) -> int | None:
+    try:
+        return len(loader) * rows_per_batch
+    except TypeError:
+        return None
+
+
+def _global_batches(loader: Any, args: Any) -> int | None:
+    own = getattr(loader, "global_batches_per_epoch", None)
+    if own is not None:
+        return own
+    try:
+        return max(1, len(loader) // args.num_microbatches)
+    except TypeError:
+        return None

@@ -1,0 +1,93 @@
+"""From a command line to a described, prepared run; and from an error to a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.accelerator import torch
+from mindspeed_mm.backends.fsdp2 import FSDP2Backend
+from mindspeed_mm.backends.protocol import Backend
+from mindspeed_mm.configs.arguments import parse_args, validate_args
+from mindspeed_mm.configs.config import merge_mm_args
+from mindspeed_mm.configs.global_args import set_args
+from mindspeed_mm.parallel.state import world_size_from_env
+from mindspeed_mm.utils.errors import ConfigError, MMError
+
+
+def describe_run(
+    argv: Sequence[str] | None = None,
+    extra_args_provider: Callable[..., Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+) -> Any:
+    """Read flags and files into one description, checked against the schemas, and make it `get_args()`'s.
+
+    Raises:
+        ConfigError: anything in them that can't be honoured.
+    """
+    args = parse_args(argv, extra_args_provider=extra_args_provider, args_defaults=args_defaults)
+    merge_mm_args(args)
+    validate_args(args, world_size_from_env())
+    set_args(args)
+    return args
+
+
+def prepare_process(args: Any) -> None:
+    """Seed and set the switches that hold for the whole process."""
+    random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
+    accelerator.current().manual_seed(args.seed)
+    if args.deterministic_mode or args.use_deter_comp:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("HCCL_DETERMINISTIC", "true")
+        torch.use_deterministic_algorithms(True)
+
+
+def create_backend(args: Any) -> Backend:
+    """The backend that the flags ask for.
+
+    Raises:
+        ConfigError: it is not there yet.
+    """
+    if args.use_torch_fsdp2:
+        return FSDP2Backend()
+    raise ConfigError(
+        "--use-torch-fsdp2 is missing: the Megatron (PTD) backend is not there yet; add --use-torch-fsdp2 and "
+        "--fsdp2-config-path"
+    )
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Print an MMError without a traceback, leave it to the launcher's summary, and exit with status 1."""
+    try:
+        yield
+    except MMError as error:
+        kind = type(error).__name__
+        sys.stdout.flush()
+        print(f"\n{kind}: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"{kind}: {error}")
+        # peers may be waiting in a collective for this rank: leave at once, the launcher ends them
+        os._exit(1)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Write the error file that torchrun prints as the root cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    content = {"message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}}
+    try:
+        with open(path, "w", encoding="utf-8") as f:
+            json.dump(content, f)
+    except OSError:
+        pass

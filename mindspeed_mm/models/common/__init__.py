@@ -1,0 +1,1 @@
+"""Pieces that all models share: base module, registry, loss, idle towers."""

@@ -1,0 +1,83 @@
+"""Any batch trains: a tower that a batch has no input for makes a pass that contributes zero.
+
+Sharded towers are gathered and reduced by collectives. A rank whose rows are text only would skip those of the vision
+tower while its peers wait in them: an abort on gloo, a hang elsewhere. So each rank runs every tower in every
+micro-batch; without input it runs on a smallest dummy, and the result joins the text embeddings with zero gradient.
+One mechanism for all towers, through a forward pre-hook on the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One encoder of a multimodal model.
+
+    Attributes:
+        path: module path of the tower, relative to the model (`model.visual`).
+        modalities: what it encodes, as the data adapter counts it (`image`, `video`, `audio`).
+        input_keys: batch fields whose presence means that the tower runs.
+        run_dummy: (model, device) → an output tensor of the tower, computed through its own forward on a smallest input.
+    """
+
+    path: str
+    modalities: tuple[str, ...]
+    input_keys: tuple[str, ...]
+    run_dummy: Callable[[Any, torch.device], torch.Tensor]
+
+
+class ZeroContribution(torch.autograd.Function):
+    """Pass `embeddings` through; give `tower_output` a gradient of exactly zero, whatever values it holds."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: torch.Tensor, tower_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """embeddings of any shape, tower_output of any shape → embeddings."""
+        ctx.shape, ctx.dtype, ctx.device = tower_output.shape, tower_output.dtype, tower_output.device
+        return embeddings.view_as(embeddings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """The embeddings' gradient unchanged, zeros for the tower."""
+        return grad, torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+
+
+class IdleTowers:
+    """Runs the towers that a batch leaves idle. Told of each batch by `for_batch`."""
+
+    def __init__(self, model: nn.Module, towers: Iterable[Tower]) -> None:
+        self._model = model
+        self._towers = tuple(towers)
+        self._pending: tuple[Tower, ...] = ()
+
+    def install(self, language_model: nn.Module) -> None:
+        """Hook onto `language_model`, which receives `inputs_embeds`. To be called after the model has been wrapped.
+
+        The hook goes before FSDP's own: the towers are then gathered where a busy tower would be, after the token
+        embedding and before the language model, in forward and in backward; any other place would order the
+        collectives differently from rank to rank.
+        """
+        if self._towers:
+            language_model.register_forward_pre_hook(self._hook, prepend=True, with_kwargs=True)
+
+    def for_batch(self, batch: dict[str, Any]) -> None:
+        """Note which towers the next forward of the model leaves idle.
+
+        One tower may serve several kinds of input (images and videos); any of them keeps it busy.
+        """
+        self._pending = tuple(t for t in self._towers if all(batch.get(key) is None for key in t.input_keys))
+
+    def _hook(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        pending, self._pending = self._pending, ()
+        for tower in pending:
+            embeddings = kwargs["inputs_embeds"]
+            output = tower.run_dummy(self._model, embeddings.device)
+            if output.requires_grad:
+                kwargs = {**kwargs, "inputs_embeds": ZeroContribution.apply(embeddings, output)}
+        return args, kwargs

@@ -1,0 +1,197 @@
+"""Cross-entropy over target tokens, summed exactly, whole or in chunks.
+
+A step's loss is `sum over the global batch of weight * cross-entropy / denominator`. Which weights and which
+denominator is the loss type:
+
+| loss_type | weight of a token | denominator |
+|---|---|---|
+| per_token_loss | 1 | target tokens of the global batch |
+| per_sample_loss | 1 / targets of its row | rows of the global batch |
+| square_loss | 1 / sqrt(targets of its row) | sum of these weights over the global batch |
+| token_loss | 1 | targets of the same micro-batch on all ranks; mean over micro-batches |
+| default | 1 | targets of the micro-batch on one rank; mean over micro-batches and ranks |
+
+The first three don't depend on how a global batch is cut into ranks and micro-batches; the last two do, as published.
+Source: names and meanings of MindSpeed-MM's `loss_cfg`; square averaging as in InternVL 2.5 (arXiv 2412.05271, 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed_mm.configs.model_config import LossType
+
+IGNORE_INDEX = -100
+
+ComputeMode = Literal["default", "chunk", "dynamic_chunk"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """loss_cfg of model.json.
+
+    Attributes:
+        loss_type: see the module's table.
+        compute_mode: `default` makes all target tokens' logits at once; `chunk` at most `chunk_size` positions a row at
+            a time; `dynamic_chunk` at most `chunk_size` positions in all.
+        chunk_size: see compute_mode.
+    """
+
+    loss_type: LossType = "per_token_loss"
+    compute_mode: ComputeMode = "default"
+    chunk_size: int = 1024
+
+    def positions_per_chunk(self, batch: int) -> int | None:
+        """Positions whose logits may exist at once; None: all.
+
+        For dynamic_chunk the published rule is the largest power of two per row that keeps batch * chunk within bounds.
+        """
+        if self.compute_mode == "default":
+            return None
+        if self.compute_mode == "chunk":
+            return self.chunk_size * batch
+        per_row = max(1, self.chunk_size // max(1, batch))
+        return (1 << (per_row.bit_length() - 1)) * batch
+
+
+@dataclass
+class Targets:
+    """Which positions predict what, and how much each counts.
+
+    Attributes:
+        index: [n] int64, positions in the flattened [batch * sequence] hidden states.
+        tokens: [n] int64, the tokens they must predict.
+        weights: [n] float32 or None (all 1).
+        denominator: float32 scalar: what this micro-batch adds to the step's denominator.
+    """
+
+    index: torch.Tensor
+    tokens: torch.Tensor
+    weights: torch.Tensor | None
+    denominator: torch.Tensor
+
+
+def select_targets(labels: torch.Tensor, loss_type: LossType) -> Targets:
+    """Find the target positions of a micro-batch.
+
+    Args:
+        labels: [batch, sequence] int64, not shifted, -100 where there is no target. On the host this costs no
+            synchronisation with the device.
+        loss_type: see the module's table.
+    """
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    is_target = shifted != IGNORE_INDEX
+    index = is_target.flatten().nonzero().squeeze(1)
+    tokens = shifted.flatten()[index]
+    per_row = is_target.sum(1)
+    weights = None
+    if loss_type in ("per_sample_loss", "square_loss"):
+        lengths = per_row.clamp(min=1).float()
+        row_weight = 1 / lengths if loss_type == "per_sample_loss" else lengths.rsqrt()
+        weights = row_weight[:, None].expand(labels.shape).flatten()[index]
+    if loss_type == "per_sample_loss":
+        denominator = (per_row > 0).sum().float()
+    elif loss_type == "square_loss":
+        denominator = weights.sum() if weights is not None else per_row.sum().float()
+    else:
+        denominator = per_row.sum().float()
+    return Targets(index, tokens, weights, denominator)
+
+
+def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sum of weight * cross-entropy, computed in float32.
+
+    Args:
+        logits: [n, vocabulary], any float dtype.
+        tokens: [n] int64.
+        weights: [n] float32, or None for 1.
+
+    Returns:
+        float32 scalar.
+    """
+    if weights is None:
+        return F.cross_entropy(logits.float(), tokens, reduction="sum")
+    return (F.cross_entropy(logits.float(), tokens, reduction="none") * weights).sum()
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Head projection and cross-entropy a chunk of positions at a time; logits of one chunk exist at once.
+
+    The gradients are made in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: torch.Tensor,
+        weights: torch.Tensor | None,
+        chunk: int,
+    ) -> torch.Tensor:
+        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum."""
+        needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
+        for start in range(0, tokens.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = F.linear(hidden[part], weight, bias).float()
+            log_probs = F.log_softmax(logits, dim=-1)
+            picked = -log_probs.gather(1, tokens[part, None]).squeeze(1)
+            total += picked.sum() if weights is None else (picked * weights[part]).sum()
+            if not any(needs):
+                continue
+            grad_logits = log_probs.exp_()
+            grad_logits[torch.arange(grad_logits.shape[0], device=logits.device), tokens[part]] -= 1
+            if weights is not None:
+                grad_logits *= weights[part, None]
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += (grad_logits.T @ hidden[part]).float()
+        ctx.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Scale the gradients made in forward."""
+        scaled = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None)
+
+
+def finish_loss(
+    weighted_sum: torch.Tensor, denominator: torch.Tensor, loss_type: LossType, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn a micro-batch's sum into what a `loss_func` returns.
+
+    Args:
+        weighted_sum: float32 scalar from `weighted_cross_entropy` or `ChunkedCrossEntropy`.
+        denominator: from `Targets`.
+        group: the data-parallel group, for token_loss.
+
+    Returns:
+        (sum, denominator) for the loss types whose denominator is the global batch's, else (mean, None): a mean that
+        is averaged over micro-batches and ranks.
+    """
+    if loss_type in ("per_token_loss", "per_sample_loss", "square_loss"):
+        return weighted_sum, denominator
+    if loss_type == "token_loss" and dist.is_initialized():
+        everywhere = denominator.clone()
+        dist.all_reduce(everywhere, group=group)
+        denominator = everywhere / dist.get_world_size(group)
+    return weighted_sum / denominator.clamp(min=torch.finfo(torch.float32).tiny), None

@@ -1,0 +1,202 @@
+"""FSDP2Mixin and WeightInitMixin: what turns any nn.Module into one that an fsdp2.yaml can drive."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.parallel import fsdp2
+from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
+from mindspeed_mm.parallel.patterns import expand_patterns
+from mindspeed_mm.parallel.prefetch import PrefetchRecorder
+from mindspeed_mm.parallel.recompute import apply_recompute
+from mindspeed_mm.parallel.state import build_fsdp_mesh, resolve_sharding_size
+
+
+class FSDP2Mixin:
+    """Gives a model `fully_shard(process_group, fsdp2_config_path)`.
+
+    The steps may be overridden one by one: `_pre_fully_shard` reads the file and builds mesh and policies,
+    `_fully_shard` applies recompute, wrapping and prefetch, `_post_fully_shard` gives a model built on meta its storage
+    and values. Paths in the file are relative to the object itself.
+
+    Attributes:
+        fsdp2_config: the file's content, after `_pre_fully_shard`.
+        device_mesh: the mesh that parameters are sharded over.
+        fsdp2_overrides: values that take the place of the file's (set before `fully_shard`).
+        weights_come_later: set by who will fill the weights after sharding, so that none are drawn at random.
+    """
+
+    fsdp2_config: Fsdp2Config | None = None
+    device_mesh: Any = None
+    weights_come_later: bool = False
+    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
+    _fsdp2_plan: fsdp2.ShardPlan | None = None
+
+    def freeze(self, config: Any) -> None:
+        """Hook: freeze parts of the model as model.json says. By default nothing is frozen."""
+
+    def post_meta_init(self) -> None:
+        """Hook: called after a model built on meta got its values."""
+
+    def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
+        """Shard this model over `process_group` as the YAML file at `fsdp2_config_path` says.
+
+        Args:
+            process_group: the data-parallel group; None: all ranks.
+            fsdp2_config_path: None: defaults (one unit, replicated parameters).
+
+        Returns:
+            True: nothing is left to do for the caller.
+        """
+        fsdp2_kwargs, config = self._pre_fully_shard(process_group, fsdp2_config_path)
+        self._fully_shard(fsdp2_kwargs, config)
+        self._post_fully_shard()
+        return True
+
+    def _pre_fully_shard(
+        self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
+    ) -> tuple[dict[str, Any], Fsdp2Config]:
+        config = load_fsdp2_config(fsdp2_config_path) if fsdp2_config_path else Fsdp2Config()
+        config = config.model_copy(update=dict(self.fsdp2_overrides))
+        self.fsdp2_config = config
+        size = resolve_sharding_size(config.sharding_size, dist.get_world_size(process_group))
+        self.device_mesh = build_fsdp_mesh(size, process_group)
+        ignored = expand_patterns(self._module(), config.ignored_modules or (), where="fsdp2.yaml: ignored_modules")
+        ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
+        self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
+        return self._fsdp2_plan.kwargs(), config
+
+    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Config | None = None) -> None:
+        self.set_recompute_modules_to_wrap()
+        self.set_fullyshard_modules_to_wrap(**(fsdp2_kwargs or {}))
+        self.set_modules_to_prefetch()
+
+    def _post_fully_shard(self) -> None:
+        module = self._module()
+        config = self.fsdp2_config or Fsdp2Config()
+        device = accelerator.current().device()
+        if has_meta_tensors(module):
+            materialize(module, torch.device("cpu") if config.offload_to_cpu else device, device)
+            if not self.weights_come_later:
+                self.draw_weights(storage_is_empty=True)
+            self.post_meta_init()
+        elif device.type != "cpu" and not config.offload_to_cpu:
+            module.to(device)
+
+    def draw_weights(self, *, storage_is_empty: bool) -> None:
+        """Give every parameter random values that depend on the run's seed and its name, not on the layout."""
+        initialize_from_names(
+            self._module(),
+            functools.partial(_init_function, self._module()),
+            current_build_context().seed,
+            storage_is_empty=storage_is_empty,
+        )
+
+    def set_recompute_modules_to_wrap(
+        self,
+        module: nn.Module | None = None,
+        recompute_modules: list[str] | None = None,
+        use_reentrant: bool | None = None,
+    ) -> None:
+        """Recompute the activations of modules in backward; arguments default to this model and its fsdp2.yaml."""
+        config = self.fsdp2_config or Fsdp2Config()
+        root = module if module is not None else self._module()
+        patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
+        found = expand_patterns(root, patterns or (), where="fsdp2.yaml: recompute_modules")
+        apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
+
+    def set_fullyshard_modules_to_wrap(
+        self, module: nn.Module | None = None, sub_modules_to_wrap: list[str] | None = None, **fsdp2_kwargs: Any
+    ) -> None:
+        """Make each named module a unit of fully_shard, children first, then the model itself.
+
+        Arguments default to this model and its fsdp2.yaml; `fsdp2_kwargs` override single policies.
+        """
+        if self._fsdp2_plan is None:
+            self._pre_fully_shard(None, None)
+        plan = self._fsdp2_plan
+        assert plan is not None
+        for key, value in fsdp2_kwargs.items():
+            if key == "ignored_params":
+                value = value or set()
+            setattr(plan, key, value)
+        config = self.fsdp2_config or Fsdp2Config()
+        root = module if module is not None else self._module()
+        patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
+        fsdp2.wrap_modules(root, expand_patterns(root, patterns or (), where="fsdp2.yaml: sub_modules_to_wrap"), plan)
+        fsdp2.use_summed_gradients(root)
+
+    def set_modules_to_prefetch(
+        self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None
+    ) -> None:
+        """Gather units ahead along the order in which the first forward runs them; counts default to fsdp2.yaml's."""
+        config = self.fsdp2_config or Fsdp2Config()
+        forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
+        backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
+        module = self._module()
+        self._prefetch_recorder = PrefetchRecorder(module, list(module.modules()), forward, backward)
+
+    def _module(self) -> nn.Module:
+        if not isinstance(self, nn.Module):
+            raise TypeError(f"{type(self).__name__} derives from FSDP2Mixin but is no torch.nn.Module")
+        return self
+
+
+def _init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
+    """Find who initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
+    found: Any = root
+    current = root
+    for part in name.split(".") if name else ():
+        current = getattr(current, part)
+        if hasattr(current, "_init_weights"):
+            found = current
+    if hasattr(found, "_init_weights"):
+        return found._init_weights
+    return WeightInitMixin._init_weights.__get__(root)
+
+
+class WeightInitMixin:
+    """Random weights for models that don't bring their own initialisation.
+
+    Linear and convolution weights and embeddings are normal with standard deviation 0.02, biases zero, norms one.
+    """
+
+    def init_weights(self) -> None:
+        """Initialise every module of this model in place, children before parents (unsharded models)."""
+        if not isinstance(self, nn.Module):
+            raise TypeError(f"{type(self).__name__} derives from WeightInitMixin but is no torch.nn.Module")
+        with torch.no_grad():
+            self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module, std: float = 0.02) -> None:
+        with torch.no_grad():
+            if isinstance(module, nn.MultiheadAttention):
+                module._reset_parameters()
+                return
+            is_norm = "norm" in type(module).__name__.lower()
+            for name, param in module.named_parameters(recurse=False):
+                if is_norm and name == "weight":
+                    param.fill_(1.0)
+                elif "bias" in name:
+                    param.zero_()
+                else:
+                    param.normal_(0.0, std)
+            padding = getattr(module, "padding_idx", None)
+            if isinstance(module, nn.Embedding) and padding is not None:
+                module.weight[padding].zero_()
+
+
+@functools.cache
+def adapt_class(hf_class: type) -> type:
+    """Return `hf_class` with the mixins, under its own name (exports and configs keep the architecture's name)."""
+    return type(hf_class.__name__, (hf_class, FSDP2Mixin, WeightInitMixin), {"__module__": hf_class.__module__})

@@ -1,0 +1,237 @@
+"""TransformersModel: a transformers model as model.json describes it, with its loss."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.head_loss import HeadLoss
+from mindspeed_mm.models.common.idle_tower import IdleTowers
+from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, traits_of
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.log import info_rank0, notice
+
+
+_PARTS = ("vision_encoder", "vision_projector", "audio_encoder", "text_decoder")
+
+
+class TransformersModel(MultiModalModule):
+    """A model of the transformers library, trained as it is.
+
+    Built from model.json's content: the HF directory `init_from_hf_path` gives structure (its config.json is
+    authoritative) and weights, the class comes from ModelHub. Under `torch.device("meta")` only the structure is built.
+
+    Attributes:
+        model: the transformers model; paths of fsdp2.yaml are relative to it.
+        source_dtype: of the HF directory's weights, in which an export is written.
+        traits: names of its parts.
+        loss_options: loss_cfg.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        described = TransformersModelConfig.from_dict(config)
+        self.described = described
+        ModelHub.import_plugins(described.plugin)
+        assert described.init_from_hf_path is not None  # from_dict requires it
+        self.source = described.init_from_hf_path
+        hf_config = load_hf_config(self.source)
+        self.source_dtype: torch.dtype | None = getattr(hf_config, "dtype", None)
+        _set_attention(hf_config, described)
+        model_class: Any = ModelHub.get(described.model_id, hf_config)
+        self.model = _build(model_class, hf_config, described)
+        self.traits: FamilyTraits = traits_of(self.model)
+        self._freeze(described)
+        self.model.train()
+        self.loss_options = LossOptions(
+            loss_type=current_build_context().loss_type or described.loss_cfg.loss_type or "per_token_loss",
+            compute_mode=described.loss_cfg.compute_mode,
+            chunk_size=described.loss_cfg.effective_chunk_size,
+        )
+        self._head_loss = HeadLoss(self.model.get_output_embeddings())
+        self._idle_towers = IdleTowers(self.model, self.traits.towers)
+        self._loss_group: dist.ProcessGroup | None = None
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any) -> Any:
+        """Run the model on a micro-batch.
+
+        Args:
+            input_ids: [batch, sequence] int64.
+            labels: [batch, sequence] int64, not shifted, -100 = no target. None: the plain model output is returned.
+            batch: attention_mask, media fields and so on, as the transformers model takes them; `targets`, if given,
+                is what `select_targets` made of the labels on the host.
+
+        Returns:
+            a dict: `loss` (float32 scalar with graph: a sum, or a mean if `denominator` is None), `denominator`
+            (float32 scalar: what the sum is to be divided by over the global batch).
+        """
+        targets: Targets | None = batch.pop("targets", None)
+        self._idle_towers.for_batch(batch)
+        if labels is None:
+            return self.model(input_ids=input_ids, use_cache=False, **batch)
+        if targets is None:
+            targets = select_targets(labels, self.loss_options.loss_type)
+        self._head_loss.expect(targets, self.loss_options.positions_per_chunk(input_ids.shape[0]))
+        loss_sum = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        loss, denominator = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
+        return {"loss": loss, "denominator": denominator}
+
+    def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
+        """Shard the inner model; see FSDP2Mixin.fully_shard."""
+        self._loss_group = process_group
+        if not hasattr(self.model, "fully_shard"):
+            raise ConfigError(
+                f"model class {type(self.model).__name__} has no fully_shard: derive it from FSDP2Mixin "
+                "(mindspeed_mm.models.transformers.base_model)"
+            )
+        self.model.weights_come_later = self.weights_come_later
+        self.model.fsdp2_overrides = self.fsdp2_overrides
+        done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
+        if self.traits.language_model is not None and dist.get_world_size(process_group) > 1:
+            self._idle_towers.install(self.model.get_submodule(self.traits.language_model))
+        return done
+
+    weights_come_later: bool = False
+    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
+
+    def load_initial_weights(self) -> None:
+        """Fill a model that was built on meta and sharded: from the HF directory, or with random values."""
+        from mindspeed_mm.parallel.materialize import copy_from_whole_model
+
+        if self.described.train_from_scratch:
+            self.model.draw_weights(storage_is_empty=True)
+            return
+        donor = load_pretrained(type_without_fsdp(self.model), self.model.config, self.source)
+        missing = copy_from_whole_model(self.model, donor)
+        if missing:
+            raise CheckpointError(f"{self.source}: no value for {missing[0]} ({len(missing)} in all)")
+
+    def _freeze(self, described: TransformersModelConfig) -> None:
+        said = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
+        frozen = {part: value for part, value in said.items() if value is not None}
+        done = freeze_parts(self.model, self.traits, frozen)
+        if hasattr(self.model, "freeze"):
+            self.model.freeze(self.config)  # a model's own hook may freeze more
+        for part, value in frozen.items():
+            if value and part not in self.traits.parts:
+                notice(
+                    f"model.json: freezing {part} has no effect: {type(self.model).__name__} has no such part; it has: "
+                    f"{', '.join(self.traits.parts) or 'none'}"
+                )
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ConfigError(f"model.json: everything is frozen ({', '.join(done)}); nothing would be trained")
+
+
+def type_without_fsdp(model: torch.nn.Module) -> Any:
+    """The model's class before fully_shard derived `FSDP<Name>` from it."""
+    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+
+
+def load_hf_config(path: str) -> Any:
+    """Read config.json of a HF directory.
+
+    Raises:
+        ConfigError: the directory or its config.json is missing, or the model type is unknown to transformers.
+    """
+    from transformers import AutoConfig
+
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        found = ", ".join(sorted(p.name for p in directory.iterdir())[:10]) if directory.is_dir() else "no such directory"
+        raise ConfigError(f"model.json: init_from_hf_path '{path}' has no config.json ({found}); expected a HF directory")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"{directory / 'config.json'} can't be read by transformers: {error}") from error
+
+
+def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
+    """Load a HF directory in float32 into host memory; every weight must be there.
+
+    Raises:
+        CheckpointError: no weight file, or weights missing from it.
+    """
+    if not any(Path(path).glob("*.safetensors")):
+        raise CheckpointError(
+            f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set \"train_from_scratch\": true "
+            "in model.json to start from random ones"
+        )
+    try:
+        # a device context (meta) of the caller must not reach the weights
+        with torch.device("cpu"):
+            model, info = model_class.from_pretrained(
+                path,
+                config=hf_config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=current_build_context().trust_remote_code,
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"weights in '{path}' can't be loaded into {model_class.__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"'{path}' lacks {len(missing)} weights of {model_class.__name__}: {', '.join(missing[:5])}"
+            f"{' …' if len(missing) > 5 else ''}; its files hold other names, for example "
+            f"{', '.join(sorted(info['unexpected_keys'])[:3]) or 'none'}"
+        )
+    if info["unexpected_keys"]:
+        notice(f"'{path}': {len(info['unexpected_keys'])} weights are not part of {model_class.__name__} and are not read")
+    return model
+
+
+def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig) -> Any:
+    context = current_build_context()
+    on_meta = torch.get_default_device().type == "meta"
+    if on_meta or not context.load_weights:
+        return _structure(model_class, hf_config)
+    if described.train_from_scratch:
+        model = _structure(model_class, hf_config)
+        model.draw_weights(storage_is_empty=False)
+        info_rank0(f"{model_class.__name__}: random weights (train_from_scratch), seed {context.seed}")
+        return model
+    return load_pretrained(model_class, hf_config, str(described.init_from_hf_path))
+
+
+def _structure(model_class: Any, hf_config: Any) -> Any:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        return model_class._from_config(hf_config, dtype=torch.float32)
+
+
+def _set_attention(hf_config: Any, described: TransformersModelConfig) -> None:
+    """Choose each part's attention implementation; one that can't run here becomes sdpa, with a notice."""
+    for part in ("vision", "audio", "text"):
+        wanted = described.attention_of(part)  # type: ignore[arg-type]
+        if wanted is None:
+            continue
+        sub_config = getattr(hf_config, f"{part}_config", None) or (hf_config if part == "text" else None)
+        if sub_config is not None:
+            sub_config._attn_implementation = _usable_attention(wanted)
+
+
+def _usable_attention(wanted: str) -> str:
+    if wanted in ("eager", "sdpa", "flex_attention"):
+        return wanted
+    if wanted in ("flash_attention_2", "flash_attention_3"):
+        package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}[wanted]
+        on_npu = accelerator.current().name == "npu" and wanted == "flash_attention_2"
+        if on_npu or (accelerator.current().name == "cuda" and importlib.util.find_spec(package) is not None):
+            return wanted
+        notice(f"model.json: attn_implementation {wanted} can't run here ({package} is not installed); sdpa is used")
+        return "sdpa"
+    notice(f"model.json: attn_implementation {wanted} is not available here; sdpa is used")
+    return "sdpa"

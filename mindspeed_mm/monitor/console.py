@@ -1,0 +1,63 @@
+"""The log line, in the field's shape; new figures come after the published ones.
+
+Scripts split it on ':' and take the elapsed time as the fifth field.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+
+def format_step(record: dict[str, Any]) -> str:
+    """The line of a training step.
+
+    Args:
+        record: iteration, train_iters, consumed_samples, step_ms, learning_rate, global_batch_size, loss, grad_norm,
+            skipped_iterations, nan_iterations; optional: loss_scale, metrics (dict), tokens_per_second, mfu,
+            data_wait_fraction, padding_fraction, memory_bytes, eta_seconds.
+    """
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    fields = [
+        f" [{now}] iteration {record['iteration']:8d}/{record['train_iters']:8d}",
+        f"consumed samples: {record['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {record['step_ms']:.1f}",
+        f"learning rate: {record['learning_rate']:.6E}",
+        f"global batch size: {record['global_batch_size']:5d}",
+        f"loss: {record['loss']:.6E}",
+    ]
+    fields += [f"{name}: {value:.6E}" for name, value in sorted(record.get("metrics", {}).items())]
+    if record.get("loss_scale", 1.0) != 1.0:
+        fields.append(f"loss scale: {record['loss_scale']:.1f}")
+    fields += [
+        f"grad norm: {record['grad_norm']:.3f}",
+        f"number of skipped iterations: {record['skipped_iterations']:3d}",
+        f"number of nan iterations: {record['nan_iterations']:3d}",
+    ]
+    fields += _extra_figures(record)
+    return " | ".join(fields) + " |"
+
+
+def _extra_figures(record: dict[str, Any]) -> list[str]:
+    shown = []
+    if record.get("tokens_per_second") is not None:
+        shown.append(f"tokens per second: {record['tokens_per_second']:.0f}")
+    if record.get("tflops_per_device") is not None:
+        shown.append(f"TFLOP/s per device: {record['tflops_per_device']:.2f}")
+    if record.get("mfu") is not None:
+        shown.append(f"MFU: {record['mfu']:.1%}")
+    if record.get("data_wait_fraction") is not None:
+        shown.append(f"data wait: {record['data_wait_fraction']:.1%}")
+    if record.get("padding_fraction") is not None:
+        shown.append(f"padding: {record['padding_fraction']:.1%}")
+    if record.get("memory_bytes") is not None:
+        shown.append(f"memory (MB): {record['memory_bytes'] / 2**20:.0f}")
+    if record.get("eta_seconds") is not None:
+        shown.append(f"ETA: {datetime.timedelta(seconds=round(record['eta_seconds']))!s}".replace(":", "h", 1).replace(":", "m", 1))
+    return shown
+
+
+def format_evaluation(iteration: int, batches: int, loss: float) -> str:
+    """The line of an evaluation."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    return f" [{now}] validation loss at iteration {iteration} | validation batches: {batches} | loss: {loss:.6E} |"

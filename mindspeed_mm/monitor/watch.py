@@ -1,0 +1,144 @@
+"""Everything that is told about a run while it runs: log line, metrics.jsonl, tensorboard."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.monitor.console import format_evaluation, format_step
+from mindspeed_mm.monitor.metrics import MetricsWriter
+
+
+class Watch:
+    """Collects steps and tells about them every `log_interval` of them; only the logging rank writes."""
+
+    def __init__(
+        self,
+        *,
+        is_writer: bool,
+        save: str | None,
+        resumed: bool,
+        log_interval: int,
+        train_iters: int,
+        global_batch_size: int,
+        tensorboard_dir: str | None = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self._is_writer = is_writer
+        self._metrics = MetricsWriter(save, resumed=resumed) if is_writer and save else None
+        self._tensorboard = _open_tensorboard(tensorboard_dir) if is_writer and tensorboard_dir else None
+        self._log_interval = max(1, log_interval)
+        self._train_iters = train_iters
+        self._global_batch_size = global_batch_size
+        self._loss_scale = loss_scale
+        self.skipped_iterations = 0
+        self.nan_iterations = 0
+        self._start_interval()
+
+    def wants_result(self, iteration: int) -> bool:
+        """Whether this step's figures will be read (a host sync on devices with a queue)."""
+        return iteration % self._log_interval == 0 or iteration == self._train_iters
+
+    def add(self, counts: BatchCounts) -> None:
+        """Add a step's counts to the interval."""
+        self._steps += 1
+        self._counts.tokens += counts.tokens
+        self._counts.positions += counts.positions
+        self._counts.wait_seconds += counts.wait_seconds
+
+    def log_step(
+        self,
+        iteration: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        skipped: bool,
+        learning_rate: float,
+        consumed_samples: int,
+        consumed_tokens: int,
+        metrics: dict[str, float],
+    ) -> None:
+        """Tell about the interval that ends with this step; its line is in metrics.jsonl when this returns."""
+        self.skipped_iterations += skipped
+        self.nan_iterations += not math.isfinite(loss)
+        elapsed = time.perf_counter() - self._started
+        step_seconds = elapsed / max(1, self._steps)
+        counts = self._counts
+        record: dict[str, Any] = {
+            "iteration": iteration,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "consumed_samples": consumed_samples,
+            "consumed_tokens": consumed_tokens,
+            "global_batch_size": self._global_batch_size,
+            "step_ms": step_seconds * 1000,
+            "tokens_per_second": counts.tokens / elapsed if counts.tokens and elapsed else None,
+            "data_wait_ms": counts.wait_seconds / max(1, self._steps) * 1000,
+            "padding_fraction": 1 - counts.tokens / counts.positions if counts.positions else None,
+            "memory_bytes": accelerator.current().max_memory_allocated(),
+            "skipped_iterations": self.skipped_iterations,
+            "nan_iterations": self.nan_iterations,
+            **metrics,
+        }
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)) and name != "iteration":
+                    self._tensorboard.add_scalar(name, value, iteration)
+        if self._is_writer:
+            line = {
+                **record,
+                "metrics": metrics,
+                "train_iters": self._train_iters,
+                "loss_scale": self._loss_scale,
+                "data_wait_fraction": counts.wait_seconds / elapsed if elapsed else None,
+                "eta_seconds": step_seconds * (self._train_iters - iteration),
+            }
+            print(format_step(line), flush=True)
+        self._start_interval()
+
+    def count_skipped(self, skipped: bool, loss: float) -> None:
+        """Count a step that is not logged."""
+        self.skipped_iterations += skipped
+        self.nan_iterations += not math.isfinite(loss)
+
+    def log_evaluation(self, iteration: int, batches: int, loss: float) -> None:
+        """Tell about an evaluation after `iteration`."""
+        if self._metrics is not None:
+            self._metrics.write({"iteration": iteration, "eval_loss": loss, "eval_batches": batches})
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("eval_loss", loss, iteration)
+        if self._is_writer:
+            print(format_evaluation(iteration, batches, loss), flush=True)
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last step (evaluation, a save) out of the step time."""
+        self._started += time.perf_counter() - self._paused
+
+    def pause_clock(self) -> None:
+        """Something that is no training step begins."""
+        self._paused = time.perf_counter()
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _start_interval(self) -> None:
+        self._started = time.perf_counter()
+        self._paused = self._started
+        self._steps = 0
+        self._counts = BatchCounts()
+
+
+def _open_tensorboard(directory: str) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(directory)

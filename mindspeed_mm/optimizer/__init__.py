@@ -1,0 +1,1 @@
+"""Parameter groups, optimizers, schedules and gradient clipping."""

@@ -1,0 +1,97 @@
+"""Gradient norm over any mixture of meshes, with one reduction that other sums of the step can ride on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor (sharing its storage), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
+    """How many of the `world_size` ranks hold the same part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    different = 1
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            different *= tensor.device_mesh.size(dim)
+    return world_size // different
+
+
+def local_squared_norm(parameters: Iterable[nn.Parameter], world_size: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """This rank's contribution to the squared L2 norm of all gradients.
+
+    Summed over all ranks the contributions give the squared norm of the whole gradients: what several ranks hold alike
+    counts as its fraction on each. So parameters sharded over different meshes, and plain ones, need one reduction.
+
+    Returns:
+        a scalar of `dtype`, or None if no parameter has a gradient.
+    """
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            part = local_tensor(param.grad)
+            if part.numel():
+                by_copies.setdefault(number_of_copies(param.grad, world_size), []).append(part)
+    total: torch.Tensor | None = None
+    for copies, parts in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float32)).to(dtype)
+        contribution = norms.square().sum() / copies
+        total = contribution if total is None else total + contribution
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
+    """Multiply every gradient by `factor` in place."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            part = local_tensor(param.grad)
+            by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device)
+        torch._foreach_mul_(parts, factor)
+
+
+@torch.no_grad()
+def sum_plain_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum over `group` the gradients of parameters that FSDP does not manage (ignored modules that are trained).
+
+    A rank that made no gradient for one of them adds zeros.
+    """
+    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not plain:
+        return
+    for param in plain:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    gradients = [p.grad for p in plain if p.grad is not None]
+    flat = torch.cat([g.flatten().float() for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What to multiply gradients of norm `norm` with so that it is at most `max_norm` (0: leave them alone).
+
+    Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
+    """
+    if max_norm <= 0:
+        return torch.ones_like(norm)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def all_parameters(groups: Sequence[dict]) -> list[nn.Parameter]:
+    """The parameters of an optimizer's groups, in order."""
+    return [p for group in groups for p in group["params"]]

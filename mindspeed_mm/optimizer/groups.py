@@ -1,0 +1,54 @@
+"""Which parameters share a learning rate and a weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+
+def build_param_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    no_decay_names: Sequence[str] = (),
+    scaled_names: Sequence[str] = (),
+    lr_mult: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Sort trainable parameters into optimizer groups.
+
+    Weight decay: none on parameters of dimension <= 1 (biases, norms), whatever their name, nor on those named by
+    `no_decay_names`. Learning rate: times `lr_mult` for those named by `scaled_names`.
+
+    Args:
+        no_decay_names, scaled_names: substrings of parameter names, case-insensitive
+            (--weight-decay-exclude-modules, --lr-scale-modules).
+
+    Returns:
+        groups with `params`, `names`, `wd_mult` (0 or 1) and `lr_mult`.
+
+    Raises:
+        ConfigError: a substring matches no trainable parameter, or nothing is trainable.
+    """
+    named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if not named:
+        raise ConfigError("no parameter is trainable: every part is frozen")
+    for flag, names in (("--weight-decay-exclude-modules", no_decay_names), ("--lr-scale-modules", scaled_names)):
+        for wanted in names:
+            if not any(wanted.lower() in name.lower() for name, _ in named):
+                parts = {part for name, _ in named for part in name.split(".") if not part.isdigit()}
+                raise ConfigError(f"{flag} {wanted}: no trainable parameter has this in its name{did_you_mean(wanted, parts)}")
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, param in named:
+        decays = param.dim() > 1 and not _matches(name, no_decay_names)
+        key = (1.0 if decays else 0.0, lr_mult if _matches(name, scaled_names) else 1.0)
+        group = groups.setdefault(key, {"params": [], "names": [], "wd_mult": key[0], "lr_mult": key[1]})
+        group["params"].append(param)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+def _matches(name: str, wanted: Sequence[str]) -> bool:
+    return any(w.lower() in name.lower() for w in wanted)

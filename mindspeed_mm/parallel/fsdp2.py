@@ -1,0 +1,211 @@
+"""Apply torch's fully_shard to an unmodified model, as an fsdp2.yaml says.
+
+Called in one visible order by FSDP2Mixin: recompute, wrap (children first, root last), prefetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.parallel.patterns import expand_patterns
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
+
+
+@dataclass
+class ShardPlan:
+    """What `fully_shard` is called with, the same for every unit.
+
+    Attributes:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        ignored_params: parameters that stay whole on every rank.
+    """
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    reshard_after_forward: bool | int
+    ignored_params: set[nn.Parameter] = field(default_factory=set)
+
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for `torch.distributed.fsdp.fully_shard`."""
+        return {
+            "mesh": self.mesh,
+            "mp_policy": self.mp_policy,
+            "offload_policy": self.offload_policy,
+            "reshard_after_forward": self.reshard_after_forward,
+            "ignored_params": self.ignored_params or None,
+        }
+
+
+def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[nn.Parameter]) -> ShardPlan:
+    """Translate fsdp2.yaml into fully_shard's policies.
+
+    Raises:
+        ConfigError: reshard_after_forward is an int that is no proper divisor of the shard group's size.
+    """
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=to_torch_dtype(config.param_dtype),
+        reduce_dtype=to_torch_dtype(config.reduce_dtype),
+        output_dtype=to_torch_dtype(config.output_dtype),
+        cast_forward_inputs=config.cast_forward_inputs,
+    )
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.offload_to_cpu:
+        pin = config.pin_memory and mesh.device_type != "cpu"
+        if config.pin_memory and not pin:
+            notice("fsdp2.yaml: pin_memory has no effect here: there is no accelerator to copy to")
+        offload = CPUOffloadPolicy(pin_memory=pin)
+    elif config.pin_memory:
+        notice("fsdp2.yaml: pin_memory has no effect without offload_to_cpu: true")
+    return ShardPlan(mesh, mp_policy, offload, _reshard(config.reshard_after_forward, mesh), ignored_params)
+
+
+def _reshard(value: bool | int, mesh: DeviceMesh) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    shard_size = mesh.size(mesh.ndim - 1)
+    if value in (1, shard_size):
+        # the ends of the range are the two booleans: keep the whole, or free down to this rank's shard
+        return value == shard_size
+    if value < 1 or shard_size % value:
+        valid = [n for n in range(1, shard_size + 1) if shard_size % n == 0]
+        raise ConfigError(
+            f"fsdp2.yaml: reshard_after_forward is {value}, which does not divide the sharding size {shard_size}; "
+            f"valid here: true, false, {', '.join(map(str, valid))}"
+        )
+    return value
+
+
+def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -> set[nn.Parameter]:
+    """Return the parameters of `modules`, which stay whole on every rank, moved to `device` unless they are on meta.
+
+    FSDP leaves their gradients alone; the backend sums them over ranks once a step.
+    """
+    params: set[nn.Parameter] = set()
+    for module in modules.values():
+        if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            module.to(device)
+        params.update(module.parameters())
+    return params
+
+
+def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan) -> None:
+    """Call fully_shard on each of `modules`, children before parents, then on `root`.
+
+    Modules that share a parameter (tied embeddings and head) become one unit: apart, the second one would be left
+    without the tensor that the first one sharded.
+    """
+    for unit in _units(root, modules):
+        target: Any = unit[0] if len(unit) == 1 else list(unit)
+        fully_shard(target, **plan.kwargs())
+    if not isinstance(root, FSDPModule):
+        kwargs = plan.kwargs()
+        if kwargs["reshard_after_forward"] is True:
+            # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
+            kwargs["reshard_after_forward"] = None
+        fully_shard(root, **kwargs)
+
+
+def _units(root: nn.Module, modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, ...]]:
+    """Group `modules` into units, tied ones together, ordered so that children come before parents."""
+    paths = {id(m): path for path, m in modules.items() if m is not root}
+    unit_of = _nearest_listed(root, paths)
+    groups: dict[int, list[nn.Module]] = {id(m): [m] for m in modules.values() if id(m) in paths}
+    for owners in _shared_parameter_owners(root):
+        # an owner below no listed module would fall to the root, away from the others: it joins them
+        tied = {id(unit_of[id(o)] or o): unit_of[id(o)] or o for o in owners}
+        if len(tied) == 1 or all(unit_of[id(o)] is None for o in owners):
+            continue
+        merged: list[nn.Module] = []
+        for key, module in tied.items():
+            merged.extend(m for m in groups.get(key, [module]) if m not in merged)
+        for module in merged:
+            groups[id(module)] = merged
+        names = [n for n, m in root.named_modules() if m in merged]
+        notice(f"{' and '.join(repr(n) for n in names)} share a tied weight: they are sharded together as one unit")
+    units: list[tuple[nn.Module, ...]] = []
+    done: set[int] = set()
+    for module in reversed([m for m in _post_order(root) if id(m) in groups]):
+        # placed where its last member stands, so that whatever is nested in any member has been wrapped before
+        if id(module) not in done:
+            units.append(tuple(groups[id(module)]))
+            done.update(id(m) for m in groups[id(module)])
+    return units[::-1]
+
+
+def _shared_parameter_owners(root: nn.Module) -> list[list[nn.Module]]:
+    owners: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(id(param), []).append(module)
+    return [modules for modules in owners.values() if len(modules) > 1]
+
+
+def _nearest_listed(root: nn.Module, listed: Mapping[int, str]) -> dict[int, nn.Module | None]:
+    """For every module, the innermost listed module that holds it (itself included), None for the root's own."""
+    nearest: dict[int, nn.Module | None] = {}
+
+    def visit(module: nn.Module, current: nn.Module | None) -> None:
+        current = module if id(module) in listed else current
+        nearest.setdefault(id(module), current)
+        for child in module.children():
+            visit(child, current)
+
+    visit(root, None)
+    return nearest
+
+
+def _post_order(module: nn.Module, seen: set[int] | None = None) -> Iterable[nn.Module]:
+    seen = set() if seen is None else seen
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _post_order(child, seen)
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield module
+
+
+def use_summed_gradients(root: nn.Module) -> None:
+    """Make every unit reduce gradients by plain sums, not means.
+
+    The loss of a step is a sum over target tokens divided once by their global number, so a mean over ranks would
+    have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(root: nn.Module, is_last: bool, defer: bool) -> None:
+    """Say what happens to gradients after the next backward of a step with several micro-batches.
+
+    Args:
+        root: the wrapped model.
+        is_last: whether this is the step's last micro-batch.
+        defer: keep whole gradients on every rank until then (less communication, more memory). Otherwise gradients
+            are reduce-scattered every time and only HSDP's all-reduce over replicas waits.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            if defer:
+                module.set_requires_gradient_sync(is_last, recurse=False)
+            else:
+                module.set_requires_all_reduce(is_last, recurse=False)
+            module.set_is_last_backward(is_last)
+
+
+def resolve_wrap_paths(root: nn.Module, config: Fsdp2Config) -> dict[str, nn.Module]:
+    """Modules that fsdp2.yaml's sub_modules_to_wrap names, by path."""
+    return expand_patterns(root, config.sub_modules_to_wrap or (), where="fsdp2.yaml: sub_modules_to_wrap")

@@ -1,0 +1,140 @@
+"""From a model on the meta device to one with real, sharded, layout-independent values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mindspeed_mm.utils.errors import ConfigError
+
+
+def has_meta_tensors(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of `module` is still without storage."""
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def materialize(root: nn.Module, param_device: torch.device, buffer_device: torch.device) -> None:
+    """Give every meta parameter and buffer of `root` empty storage; a tied parameter stays one parameter.
+
+    Args:
+        param_device: where parameters live (the host under offload).
+        buffer_device: where buffers live (always where the model computes).
+    """
+    replaced: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in replaced:
+                empty = nn.Parameter(torch.empty_like(param, device=param_device), requires_grad=param.requires_grad)
+                replaced[id(param)] = (param, empty)  # the old one is kept alive so that its id stays its own
+            module._parameters[name] = replaced[id(param)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
+
+
+@torch.no_grad()
+def copy_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of the whole tensor `whole` into `target` (a DTensor, or a plain tensor: all of it)."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    part = whole
+    for dim, (length, start) in enumerate(zip(shape, offset, strict=True)):
+        part = part.narrow(dim, start if length else 0, length)
+    target.to_local().copy_(part)
+
+
+def initialize_from_names(
+    root: nn.Module,
+    init_function: Callable[[nn.Module, str], Callable[[nn.Module], None]],
+    seed: int,
+    *,
+    storage_is_empty: bool,
+) -> None:
+    """Give every parameter of `root` random values that depend on `seed` and its name only.
+
+    Each module's own tensors are made whole in host memory, initialised with the generator seeded from (seed, module
+    name), and each rank keeps its part: one process and any layout of many get the same values. (Random fills of
+    sharded tensors would give every rank the same shard.)
+
+    Args:
+        init_function: (module, its name) → the function that initialises a module's own tensors in place.
+        storage_is_empty: the parameters were materialised from meta, so that none holds its constructor's value.
+
+    Raises:
+        ConfigError: a parameter with empty storage is left untouched by its init function.
+    """
+    done: set[int] = set()
+    for name, module in root.named_modules():
+        own = {n: p for n, p in module._parameters.items() if p is not None and id(p) not in done}
+        buffers = {n: b for n, b in module._buffers.items() if b is not None}
+        if not own and not buffers:
+            continue
+        done.update(id(p) for p in own.values())
+        with _whole_tensors(module, own, buffers, storage_is_empty) as was_touched, seeded(seed, name):
+            init_function(module, name)(module)
+            untouched = [n for n in own if not was_touched(n)]
+        if untouched:
+            raise ConfigError(
+                f"parameter '{name}.{untouched[0]}' ({type(module).__name__}) is given no value by the model's weight "
+                "initialisation; override _init_weights for it, or build without --init-model-with-meta-device"
+            )
+
+
+@contextmanager
+def _whole_tensors(
+    module: nn.Module, own: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor], storage_is_empty: bool
+) -> Iterator[Callable[[str], bool]]:
+    """Let `module` hold whole host copies of its own tensors meanwhile; copy them back afterwards."""
+    for name, param in own.items():
+        if storage_is_empty or isinstance(param, DTensor):
+            value = torch.full(param.shape, torch.nan, dtype=param.dtype)
+        else:
+            value = param.detach().cpu().clone()
+        module._parameters[name] = nn.Parameter(value, requires_grad=param.requires_grad)
+    host_buffers = {name: b.detach().cpu().clone() for name, b in buffers.items()}
+    module._buffers.update(host_buffers)
+    try:
+        yield lambda name: not (storage_is_empty and bool(torch.isnan(module._parameters[name]).any()))
+        for name, param in own.items():
+            copy_whole(param, module._parameters[name].detach())
+        for name, buffer in buffers.items():
+            buffer.copy_(host_buffers[name])
+    finally:
+        module._parameters.update(own)
+        module._buffers.update(buffers)
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Run the body with the host's default generator seeded from (seed, name); restore it afterwards."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+
+
+@torch.no_grad()
+def copy_from_whole_model(root: nn.Module, donor: nn.Module) -> list[str]:
+    """Copy the parameters and buffers of `donor` (same names, whole, on the host) into the sharded `root`.
+
+    Returns:
+        names in `root` that `donor` does not have.
+    """
+    whole = dict(donor.named_parameters(remove_duplicate=False)) | dict(donor.named_buffers(remove_duplicate=False))
+    missing = []
+    for name, target in (*root.named_parameters(), *root.named_buffers()):
+        if name in whole:
+            copy_whole(target.detach(), whole[name].detach())
+        else:
+            missing.append(name)
+    return missing

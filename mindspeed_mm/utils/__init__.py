@@ -1,0 +1,1 @@
+"""Small things with no home of their own: errors, logging, nearest names."""

@@ -1,0 +1,40 @@
+"""Errors that are sentences for the person who must act, and the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MMError(Exception):
+    """An error whose message tells a person what was found, what was expected and what to write instead.
+
+    Entry scripts print it without a traceback and exit with status 1.
+    """
+
+
+class ConfigError(MMError, ValueError):
+    """A flag or a configuration file holds something that can't be honoured."""
+
+
+class DataError(MMError, ValueError):
+    """A data file or a row of it can't be used."""
+
+
+class CheckpointError(MMError, RuntimeError):
+    """A checkpoint or a weight file is missing, damaged or does not fit."""
+
+
+def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """Return up to `limit` of `known` that look like `name`, best first."""
+    candidates = {str(k).lower().replace("-", "_"): str(k) for k in known}
+    wanted = name.lower().replace("-", "_")
+    return [candidates[c] for c in difflib.get_close_matches(wanted, candidates, n=limit, cutoff=0.6)]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` (several names joined with or), or an empty string if nothing is near."""
+    names = nearest_names(name, known)
+    if not names:
+        return ""
+    return "; did you mean " + " or ".join(f"'{n}'" for n in names) + "?"
