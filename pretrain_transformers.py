@@ -63,5 +63,8 @@ def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
     return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
 
 
+model_provider.reads_model_json = True  # type: ignore[attr-defined]
+train_valid_test_datasets_provider.reads_data_json = True  # type: ignore[attr-defined]
+
 if __name__ == "__main__":
     pretrain(train_valid_test_datasets_provider, model_provider, forward_step_func=forward_step)

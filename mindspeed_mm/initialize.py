@@ -17,25 +17,44 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator import torch
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 from mindspeed_mm.backends.protocol import Backend
-from mindspeed_mm.configs.arguments import parse_args, validate_args
+from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.global_args import set_args
+from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.state import world_size_from_env
 from mindspeed_mm.utils.errors import ConfigError, MMError
 
 
 def describe_run(
     argv: Sequence[str] | None = None,
+    *,
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
+    own_model: bool = False,
+    own_data: bool = False,
 ) -> Any:
     """Read flags and files into one description, checked against the schemas, and make it `get_args()`'s.
+
+    Args:
+        argv: None: this process's.
+        own_model, own_data: the script brings a model, or data, of its own: --mm-model, --mm-data may be absent, and
+            the files may hold keys of their own.
+
+    Returns:
+        the Namespace; `args.mm` holds the files, `args.tools` tools.json typed.
 
     Raises:
         ConfigError: anything in them that can't be honoured.
     """
-    args = parse_args(argv, extra_args_provider=extra_args_provider, args_defaults=args_defaults)
-    merge_mm_args(args)
+    optional = {"mm_model": own_model, "mm_data": own_data}
+    args = parse_args(
+        argv,
+        extra_args_provider=extra_args_provider,
+        args_defaults=args_defaults,
+        required=[name for name in REQUIRED if not optional.get(name)],
+    )
+    merge_mm_args(args, own_model=own_model, own_data=own_data)
+    args.tools = ToolsConfig.from_dict(getattr(args.mm, "tool", None) or {})
     validate_args(args, world_size_from_env())
     set_args(args)
     return args

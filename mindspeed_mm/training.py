@@ -30,7 +30,7 @@ class Progress:
 
     Attributes:
         iteration: optimizer steps done, skipped ones included.
-        consumed_samples: rows of the global order that were read.
+        consumed_samples: optimizer steps done times --global-batch-size: the position in the data's global order.
         consumed_tokens: tokens of these rows.
         last_saved: iteration of the last checkpoint.
     """
@@ -62,15 +62,24 @@ def pretrain(
         extra_args_provider: adds a user's own flags to the parser.
         args_defaults: values that take the place of flags' defaults.
 
+    A provider of this project's own entry scripts says by an attribute (`reads_model_json`, `reads_data_json`) that its
+    file holds published keys only; without it the file may hold keys of the script's own.
+
     A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1.
     """
     if forward_step_func is None:
         forward_step_func = model_type
     with errors_as_sentences():
-        args = describe_run(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
+        args = describe_run(
+            extra_args_provider=extra_args_provider,
+            args_defaults=args_defaults,
+            own_model=not getattr(model_provider, "reads_model_json", False),
+            own_data=not getattr(train_valid_test_datasets_provider, "reads_data_json", False),
+        )
         prepare_process(args)
         backend = create_backend(args)
         backend.setup(args)
+        args.data_parallel_rank, args.data_parallel_size = backend.data_parallel_rank, backend.data_parallel_size
         memory = MemorySnapshots(args.tools.memory_profile, backend.data_parallel_rank)
         memory.step()
         found, progress = _find_start(args)
@@ -145,7 +154,7 @@ def evaluate(
 
 def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Backend, args: Any) -> None:
     progress.iteration += 1
-    progress.consumed_samples += pending.counts.rows
+    progress.consumed_samples += args.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
     watch.add(pending.counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,8 +72,11 @@ class JsonFile:
         """Say which row this is: by line where rows are lines."""
         if not self._bounds.by_line:
             return f"{self.path}, row {index + 1}"
+        line, left = 1, int(self._bounds.starts[index])
         with open(self.path, "rb") as file:
-            line = file.read(int(self._bounds.starts[index])).count(b"\n") + 1
+            while left > 0:
+                block = file.read(min(left, _READ_AHEAD))
+                line, left = line + block.count(b"\n"), left - len(block)
         return f"{self.path}, line {line} (row {index + 1})"
 
     def _parse(self, text: bytes, index: int) -> dict[str, Any]:
@@ -211,9 +215,19 @@ class RowSource:
         """Folder of the file that holds row `index`."""
         return os.path.dirname(self._locate(index)[0].path)
 
-    def head(self, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (index, row) for the first `limit` rows of each file."""
+    def heads(self, limit: int) -> Iterator[tuple[str, Iterator[tuple[int, dict[str, Any]]]]]:
+        """Yield, for each file, its path and its first `limit` rows as (index among all rows, row)."""
         for number, file in enumerate(self.files):
             low, high = int(self.offsets[number]), int(self.offsets[number + 1])
-            for local, row in enumerate(file.head(min(limit, high - low))):
-                yield low + local, row
+            yield file.path, enumerate(file.head(min(limit, high - low)), start=low)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The name of a row for messages; worked out only when a message needs it."""
+
+    source: RowSource
+    index: int
+
+    def __str__(self) -> str:
+        return self.source.where(self.index)

@@ -7,6 +7,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from mindspeed_mm.data.files import Place
 from mindspeed_mm.data.records import ImageRef
 from mindspeed_mm.utils.errors import DataError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _BACKGROUND = (255, 255, 255)
 
 
-def locate_image(ref: ImageRef, dataset_dir: str, file_dir: str, where: str) -> str:
+def locate_image(ref: ImageRef, dataset_dir: str, file_dir: str, where: Place) -> str:
     """Return the path of an image: in `dataset_dir`, beside the data file, or as written, the first that exists.
 
     Raises:
@@ -32,7 +33,7 @@ def locate_image(ref: ImageRef, dataset_dir: str, file_dir: str, where: str) -> 
     raise DataError(f"{where}: image not found: {ref.path!r}; looked for {', '.join(tried)}")
 
 
-def load_image(ref: ImageRef, path: str, where: str, max_pixels: int | None = None, min_pixels: int | None = None) -> Image.Image:
+def load_image(ref: ImageRef, path: str, where: Place, max_pixels: int | None = None, min_pixels: int | None = None) -> Image.Image:
     """Open an image: upright by EXIF, first frame, RGB with transparency over white.
 
     Args:

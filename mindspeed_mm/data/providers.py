@@ -76,7 +76,8 @@ def build_run_data(provider: Callable[..., Any], args: Any, data_parallel_rank: 
         loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, training=False)
         valid_data = ValidData(loader, _global_batches(loader, args))
     iterator = _resumed(train_loader, args, data_parallel_size)
-    counts = train_loader.media_counts if isinstance(train_loader, MMDataLoader) else None
+    adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
+    counts = getattr(adapter, "media_counts", None)
     rows = getattr(train_loader, "num_rows", None)
     if rows is None:
         rows = _length(train_loader, args.micro_batch_size * data_parallel_size)
@@ -108,11 +109,11 @@ def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) ->
         return data
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         sampler = GlobalOrderBatchSampler(
-            num_rows=len(data),  # type: ignore[arg-type]
-            micro_batch_size=args.micro_batch_size,
-            global_batch_size=args.global_batch_size,
-            dp_rank=rank,
-            dp_size=size,
+            len(data),  # type: ignore[arg-type]
+            args.micro_batch_size,
+            args.global_batch_size,
+            rank,
+            size,
             shuffle=training,
             seed=args.seed,
             drop_last=True,

@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
+from mindspeed_mm.data.files import Place
 from mindspeed_mm.utils.errors import DataError, did_you_mean
 
 # What the published loaders read too; the tag in a text stands for the next medium of the row.
 IMAGE_TAG = os.environ.get("IMAGE_PLACEHOLDER", "<image>")
+
+class _Fault(Exception):
+    """What is wrong with a row, before it is known for a message which row it is."""
+
 
 #: roles whose text may place media; in the other roles the tag is ordinary text
 _PLACING_ROLES = ("user", "tool")
@@ -50,7 +55,7 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None
-    where: str
+    where: Place
 
     @property
     def has_target(self) -> bool:
@@ -91,17 +96,17 @@ class RecordReader:
         for key in needed:
             name = getattr(attr, key)
             if name is not None and name not in found:
-                raise DataError(_missing_column(where, key, name, found))
+                raise DataError(f"{where}: {_missing_column(key, name, found)}")
         for key in ("images", "videos", "audios", "tools"):
             name = getattr(attr, key)
             if name is not None and name not in found and did_you_mean(name, found):
-                raise DataError(_missing_column(where, key, name, found))
+                raise DataError(f"{where}: {_missing_column(key, name, found)}")
 
     def unused_columns(self, columns: Iterable[str]) -> list[str]:
         """Columns with a published name for media or tools that `attr` doesn't map, so that their content is unused."""
         return [key for key in ("images", "videos", "audios", "tools") if key in columns and getattr(self.attr, key) is None]
 
-    def read(self, row: Mapping[str, Any], where: str) -> Conversation:
+    def read(self, row: Mapping[str, Any], where: Place) -> Conversation:
         """Read one row.
 
         Args:
@@ -111,95 +116,105 @@ class RecordReader:
         Raises:
             DataError: Missing column, unknown role, or placeholders and media that don't match.
         """
-        for column in (self.attr.videos, self.attr.audios):
-            if column and row.get(column):
-                raise DataError(f"{where}: column '{column}' holds {row[column]!r}; images are the only media read so far")
-        messages = self._alpaca(row, where) if self.attr.formatting == "alpaca" else self._sharegpt(row, where)
-        system = row.get(self.attr.system) if self.attr.system else None
-        if system and messages[0].role != "system":
-            messages.insert(0, Message("system", [_as_text(system, where, self.attr.system)]))
-        images = self._image_column(row, where)
-        _place_images(messages, images, where)
-        return Conversation(messages, self._tools(row, where), where)
+        try:
+            for column in (self.attr.videos, self.attr.audios):
+                if column and row.get(column):
+                    raise _Fault(f"column '{column}' holds {_short(row[column])}; images are the only media read so far")
+            messages = self._alpaca(row) if self.attr.formatting == "alpaca" else self._sharegpt(row)
+            system = row.get(self.attr.system) if self.attr.system else None
+            if system and messages[0].role != "system":
+                messages.insert(0, Message("system", [_as_text(system, self.attr.system)]))
+            _place_images(messages, self._image_column(row))
+            return Conversation(messages, self._tools(row), where)
+        except _Fault as fault:
+            raise DataError(f"{where}: {fault}") from None
 
-    def _sharegpt(self, row: Mapping[str, Any], where: str) -> list[Message]:
+    def _sharegpt(self, row: Mapping[str, Any]) -> list[Message]:
         column = self.attr.messages
         if column not in row:
-            raise DataError(_missing_column(where, "messages", column, row))
+            raise _Fault(_missing_column("messages", column, row))
         turns = row[column]
         if not isinstance(turns, list) or not turns:
-            raise DataError(f"{where}: column '{column}': expected a list of turns, found {_short(turns)}")
-        return [self._turn(turn, where, number) for number, turn in enumerate(turns)]
+            raise _Fault(f"column '{column}': expected a list of turns, found {_short(turns)}")
+        messages = []
+        for number, turn in enumerate(turns):
+            try:
+                messages.append(self._turn(turn))
+            except _Fault as fault:
+                raise _Fault(f"turn {number + 1}: {fault}") from None
+        return messages
 
-    def _turn(self, turn: Any, where: str, number: int) -> Message:
+    def _turn(self, turn: Any) -> Message:
         role_tag, content_tag = self.attr.role_tag, self.attr.content_tag
-        if not isinstance(turn, Mapping) or role_tag not in turn:
-            keys = turn if isinstance(turn, Mapping) else ()
-            raise DataError(
-                f"{where}, turn {number + 1}: expected an object with keys '{role_tag}' and '{content_tag}' "
-                f"(attr.role_tag, attr.content_tag), found {_short(turn)}{did_you_mean(role_tag, keys)}"
+        if not isinstance(turn, dict) or role_tag not in turn:
+            near = did_you_mean(role_tag, turn) if isinstance(turn, dict) else ""
+            raise _Fault(
+                f"expected an object with keys '{role_tag}' and '{content_tag}' (attr.role_tag, attr.content_tag), "
+                f"found {_short(turn)}{near}"
             )
         tag = turn[role_tag]
         role = self._roles.get(tag) if isinstance(tag, str) else None
         if role is None:
-            raise DataError(
-                f"{where}, turn {number + 1}: unknown role {tag!r}{did_you_mean(str(tag), self._roles)}; "
-                f"expected one of: {', '.join(self._roles)} (attr.user_tag, attr.assistant_tag, …)"
+            raise _Fault(
+                f"unknown role {tag!r}{did_you_mean(str(tag), self._roles)}; expected one of: {', '.join(self._roles)} "
+                "(attr.user_tag, attr.assistant_tag, …)"
             )
         calls = turn.get("tool_calls")
         if content_tag not in turn and not calls:
-            raise DataError(
-                f"{where}, turn {number + 1}: no key '{content_tag}' (attr.content_tag); keys found: {', '.join(turn)}"
-                f"{did_you_mean(content_tag, turn)}"
+            raise _Fault(
+                f"no key '{content_tag}' (attr.content_tag); keys found: {', '.join(turn)}{did_you_mean(content_tag, turn)}"
             )
         content = turn.get(content_tag)
-        message = Message("assistant" if role == "function" else role, [], train=_loss_flag(turn, where, number))
+        message = Message("assistant" if role == "function" else role, [""], train=_loss_flag(turn))
         if role == "function":
-            message.extra["tool_calls"] = _calls_in_text(content, where, number)
+            message.extra["tool_calls"] = _calls_in_text(content)
         else:
-            message.parts = _parts(content, where, number)
+            message.parts = _parts(content)
         if calls:
-            message.extra["tool_calls"] = _plain_calls(calls, where, number)
+            message.extra["tool_calls"] = _plain_calls(calls)
         for key in ("reasoning_content", "name"):
             if isinstance(turn.get(key), str):
                 message.extra[key] = turn[key]
         return message
 
-    def _alpaca(self, row: Mapping[str, Any], where: str) -> list[Message]:
+    def _alpaca(self, row: Mapping[str, Any]) -> list[Message]:
         attr, messages = self.attr, []
-        if attr.response not in row or attr.prompt not in row:
-            key = "prompt" if attr.prompt not in row else "response"
-            raise DataError(_missing_column(where, key, getattr(attr, key), row))
+        for key in ("prompt", "response"):
+            if getattr(attr, key) not in row:
+                raise _Fault(_missing_column(key, getattr(attr, key), row))
         for pair in (row.get(attr.history) if attr.history else None) or ():
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise DataError(f"{where}: column '{attr.history}': expected [question, answer] pairs, found {_short(pair)}")
-            messages.append(Message("user", [_as_text(pair[0], where, attr.history)]))
-            messages.append(Message("assistant", [_as_text(pair[1], where, attr.history)]))
-        query = [_as_text(row[name], where, name) for name in (attr.prompt, attr.query) if name and row.get(name)]
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise _Fault(f"column '{attr.history}': expected [question, answer] pairs, found {_short(pair)}")
+            messages.append(Message("user", [_as_text(pair[0], attr.history)]))
+            messages.append(Message("assistant", [_as_text(pair[1], attr.history)]))
+        query = [_as_text(row[name], name) for name in (attr.prompt, attr.query) if name and row.get(name)]
         messages.append(Message("user", ["\n".join(query)]))
         if row[attr.response] is not None:
-            messages.append(Message("assistant", [_as_text(row[attr.response], where, attr.response)]))
+            messages.append(Message("assistant", [_as_text(row[attr.response], attr.response)]))
         return messages
 
-    def _image_column(self, row: Mapping[str, Any], where: str) -> list[ImageRef]:
+    def _image_column(self, row: Mapping[str, Any]) -> list[ImageRef]:
         value = row.get(self.attr.images) if self.attr.images else None
         if value is None or value == "":
             return []
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return [_image_ref(item, f"{where}: column '{self.attr.images}'") for item in items if item not in (None, "")]
+        try:
+            items = value if isinstance(value, list) else [value]
+            return [_image_ref(item) for item in items if item is not None and item != ""]
+        except _Fault as fault:
+            raise _Fault(f"column '{self.attr.images}': {fault}") from None
 
-    def _tools(self, row: Mapping[str, Any], where: str) -> list[Any] | None:
+    def _tools(self, row: Mapping[str, Any]) -> list[Any] | None:
         value = row.get(self.attr.tools) if self.attr.tools else None
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = json.loads(value) if value.strip() else None
             except ValueError as error:
-                raise DataError(f"{where}: column '{self.attr.tools}' isn't valid JSON: {error}") from None
+                raise _Fault(f"column '{self.attr.tools}' isn't valid JSON: {error}") from None
         if not value:
             return None
         value = value if isinstance(value, list) else [value]
-        if not all(isinstance(tool, Mapping) for tool in value):
-            raise DataError(f"{where}: column '{self.attr.tools}': expected a list of tool schemas, found {_short(value)}")
+        if not all(isinstance(tool, dict) for tool in value):
+            raise _Fault(f"column '{self.attr.tools}': expected a list of tool schemas, found {_short(value)}")
         return [_without_nulls(tool) for tool in value]
 
 
@@ -210,13 +225,13 @@ def _role_table(attr: DatasetAttr) -> dict[str, str]:
         if tag is not None:
             table[tag] = role
     usual = {"system": "system", "tool": "tool", "observation": "tool", "function_call": "function"}
-    return {**{tag: role for tag, role in usual.items() if tag not in table}, **table}
+    return {**table, **{tag: role for tag, role in usual.items() if tag not in table}}
 
 
-def _missing_column(where: str, key: str, name: str | None, found: Iterable[str]) -> str:
+def _missing_column(key: str, name: str | None, found: Iterable[str]) -> str:
     found = list(found)
     near = did_you_mean(name or "", found)
-    return f"{where}: column '{name}' (dataset_param.attr.{key}) not found; columns found: {', '.join(found)}{near}"
+    return f"column '{name}' (dataset_param.attr.{key}) not found; columns found: {', '.join(found)}{near}"
 
 
 def _short(value: Any) -> str:
@@ -224,81 +239,79 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _as_text(value: Any, where: str, column: str | None) -> str:
+def _as_text(value: Any, column: str | None) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: column '{column}': expected text, found {_short(value)}")
+        raise _Fault(f"column '{column}': expected text, found {_short(value)}")
     return value
 
 
-def _loss_flag(turn: Mapping[str, Any], where: str, number: int) -> bool:
+def _loss_flag(turn: Mapping[str, Any]) -> bool:
     for key in ("loss", "loss_mask"):
         value = turn.get(key)
         if value is None:
             continue
         if value not in (0, 1):
-            raise DataError(f"{where}, turn {number + 1}: '{key}' is {value!r}; expected 0, 1, true or false")
+            raise _Fault(f"'{key}' is {value!r}; expected 0, 1, true or false")
         return bool(value)
     return True
 
 
-def _parts(content: Any, where: str, number: int) -> list[Part]:
+def _parts(content: Any) -> list[Part]:
     """Content as parts: null is empty text; a list holds texts and typed parts, an image without a path is a placeholder."""
-    if content is None:
-        return [""]
     if isinstance(content, str):
         return [content]
-    place = f"{where}, turn {number + 1}"
+    if content is None:
+        return [""]
     if not isinstance(content, list):
-        raise DataError(f"{place}: expected text or a list of typed parts, found {_short(content)}")
+        raise _Fault(f"expected text or a list of typed parts, found {_short(content)}")
     parts: list[Part] = []
     for item in content:
+        kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(item, str):
             parts.append(item)
-            continue
-        kind = item.get("type") if isinstance(item, Mapping) else None
-        if kind == "text" and isinstance(item.get("text"), str):
+        elif kind == "text" and isinstance(item.get("text"), str):
             parts.append(item["text"])
         elif kind in ("image", "image_url"):
-            parts.append(_typed_image(item, place))
+            parts.append(_typed_image(item))
         elif kind in ("video", "video_url", "audio", "input_audio"):
-            raise DataError(f"{place}: a part of type '{kind}'; images are the only media read so far")
+            raise _Fault(f"a part of type '{kind}'; images are the only media read so far")
         else:
-            raise DataError(f"{place}: expected parts such as {{'type': 'text', 'text': …}}, found {_short(item)}")
+            raise _Fault(f"expected parts such as {{'type': 'text', 'text': …}}, found {_short(item)}")
     return parts
 
 
 _FROM_COLUMN = ImageRef("")
 
 
-def _typed_image(item: Mapping[str, Any], place: str) -> ImageRef:
+def _typed_image(item: Mapping[str, Any]) -> ImageRef:
     for key in ("image", "path", "url", "image_url"):
         value = item.get(key)
-        if key == "image_url" and isinstance(value, Mapping):
+        if key == "image_url" and isinstance(value, dict):
             value = value.get("url")
         if value:
-            return _image_ref(value, place)
+            return _image_ref(value)
     return _FROM_COLUMN
 
 
-def _image_ref(item: Any, place: str) -> ImageRef:
+def _image_ref(item: Any) -> ImageRef:
     if isinstance(item, str):
         return ImageRef(item.removeprefix("file://"))
-    if isinstance(item, Mapping) and (item.get("bytes") or item.get("path")):
+    if isinstance(item, dict) and (item.get("bytes") or item.get("path")):
         return ImageRef(item.get("path") or "<bytes>", item.get("bytes"))
-    raise DataError(f"{place}: expected the path of an image, found {_short(item)}")
+    raise _Fault(f"expected the path of an image, found {_short(item)}")
 
 
-def _place_images(messages: list[Message], images: list[ImageRef], where: str) -> None:
+def _place_images(messages: list[Message], images: list[ImageRef]) -> None:
     """Put the images of the row where it says; without images, a tag is ordinary text.
 
-    Typed image parts are placeholders if there are any; else the tags in user and tool turns are.
+    Typed image parts are the placeholders if there are any; else the tags in user and tool turns are.
     """
-    typed = [part for message in messages for part in message.images]
+    typed = [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
     if typed:
         waiting = sum(part is _FROM_COLUMN for part in typed)
         if waiting != len(images):
-            raise DataError(
-                f"{where}: {waiting} image part(s) without a path for {len(images)} path(s) in the image column; "
+            raise _Fault(
+                f"{waiting} image part(s) without a path for {len(images)} path(s) in the image column; "
                 "the counts must be equal"
             )
         supply = iter(images)
@@ -308,19 +321,18 @@ def _place_images(messages: list[Message], images: list[ImageRef], where: str) -
     if not images:
         return
     placing = [message for message in messages if message.role in _PLACING_ROLES]
-    found = sum(part.count(IMAGE_TAG) for message in placing for part in message.parts if isinstance(part, str))
+    found = sum(part.count(IMAGE_TAG) for message in placing for part in message.parts)
     if found != len(images):
-        raise DataError(
-            f"{where}: {found} {IMAGE_TAG} placeholder(s) in user and tool turns for {len(images)} image(s); the counts "
-            f"must be equal (in other turns {IMAGE_TAG} is ordinary text; a row that needs it as text beside an image "
-            "can write its content as a list of typed parts)"
+        raise _Fault(
+            f"{found} {IMAGE_TAG} placeholder(s) in user and tool turns for {len(images)} image(s); the counts must be "
+            f"equal (in other turns {IMAGE_TAG} is ordinary text; a row that needs it as text beside an image can write "
+            "its content as a list of typed parts)"
         )
     supply = iter(images)
     for message in placing:
         parts: list[Part] = []
         for part in message.parts:
-            pieces = part.split(IMAGE_TAG) if isinstance(part, str) else [part]
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(part.split(IMAGE_TAG)):
                 if number:
                     parts.append(next(supply))
                 if piece:
@@ -328,25 +340,23 @@ def _place_images(messages: list[Message], images: list[ImageRef], where: str) -
         message.parts = parts
 
 
-def _calls_in_text(content: Any, where: str, number: int) -> list[dict[str, Any]]:
+def _calls_in_text(content: Any) -> list[dict[str, Any]]:
     """A function turn holds the call as JSON: one object with name and arguments, or a list of them."""
     value = content
     if isinstance(content, str):
         try:
             value = json.loads(content)
         except ValueError as error:
-            raise DataError(f"{where}, turn {number + 1}: a tool call that isn't valid JSON: {error}") from None
-    return _plain_calls(value if isinstance(value, list) else [value], where, number)
+            raise _Fault(f"a tool call that isn't valid JSON: {error}; found {_short(content)}") from None
+    return _plain_calls(value)
 
 
-def _plain_calls(calls: Any, where: str, number: int) -> list[dict[str, Any]]:
+def _plain_calls(calls: Any) -> list[dict[str, Any]]:
     plain = []
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(
-                f"{where}, turn {number + 1}: expected a tool call with 'name' and 'arguments', found {_short(call)}"
-            )
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _Fault(f"expected a tool call with 'name' and 'arguments', found {_short(call)}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -359,7 +369,7 @@ def _plain_calls(calls: Any, where: str, number: int) -> list[dict[str, Any]]:
 
 def _without_nulls(value: Any) -> Any:
     """Drop null members: Arrow fills every struct with the keys of all rows, and a schema must not grow by that."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mindspeed_mm.data.files import Place
 from mindspeed_mm.data.templates import ChatTemplate, Messages
 from mindspeed_mm.utils.errors import DataError
 
@@ -24,7 +25,7 @@ class Turn(NamedTuple):
     message: int
 
 
-def find_turns(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, where: str) -> tuple[str, list[Turn]]:
+def find_turns(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, where: Place) -> tuple[str, list[Turn]]:
     """Render a conversation and find its targets.
 
     Args:

@@ -45,9 +45,6 @@ class LoggingArguments:
         bool, no_effect("perplexity is e to the logged loss")("perplexity")
     ] = False
     log_memory_to_tensorboard: Annotated[bool, no_effect("memory is in metrics.jsonl")("memory")] = False
-    log_learning_rate_to_tensorboard: Annotated[
-        bool, no_effect("the learning rate is always logged")("learning rate")
-    ] = True
     log_params_norm: Annotated[
         bool, no_effect("it would cost a pass over all weights at each step")("norm of the weights")
     ] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +30,8 @@ TORCHRUN_FLAGS = frozenset(
     }
 )
 
+
+_SWITCH_VALUES = "true|false"
 
 #: what other trainers call our flags
 OTHER_TRAINERS_NAMES = {
@@ -92,11 +95,11 @@ def _add_flag(section: Any, item: Flag) -> None:
         # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
         if item.spellings:
             section.add_argument(
-                *item.spellings, type=reader(item), nargs="?", const=True, metavar="true|false", **common
+                *item.spellings, type=reader(item), nargs="?", const=True, metavar=_SWITCH_VALUES, **common
             )
         if item.off_spellings:
             section.add_argument(
-                *item.off_spellings, type=_negated(item), nargs="?", const=False, metavar="true|false", **common
+                *item.off_spellings, type=_negated(item), nargs="?", const=False, metavar=_SWITCH_VALUES, **common
             )
         return
     options: dict[str, Any] = {"type": reader(item), "metavar": item.type_words.replace(", ", "|").upper()}
@@ -145,16 +148,34 @@ def _check_range(item: Flag, value: Any) -> None:
 
 
 def spell_as_declared(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Write flags as the parser knows them: `--micro_batch_size` and `--micro-batch-size` are the same flag."""
+    """Write flags as the parser knows them.
+
+    `--micro_batch_size` and `--micro-batch-size` are the same flag. A bare switch says its value, so that it takes no
+    word that comes after it, unless that word is true or false.
+    """
     known = parser._option_string_actions
     by_dashes = {option.replace("_", "-"): option for option in known}
     spelled = []
-    for word in words:
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
         name, equals, value = word.partition("=")
-        if word.startswith("--") and name not in known:
+        if not word.startswith("--"):
+            spelled.append(word)
+            continue
+        if name not in known:
             name = by_dashes.get(name.replace("_", "-"), name)
-        spelled.append(name + equals + value if word.startswith("--") else word)
+        bare_switch = not equals and getattr(known.get(name), "metavar", None) == _SWITCH_VALUES
+        if bare_switch and not following.startswith("--") and not _is_bool_word(following):
+            equals, value = "=", "true"
+        spelled.append(name + equals + value)
     return spelled
+
+
+def _is_bool_word(word: str) -> bool:
+    try:
+        read_bool(word)
+    except ValueError:
+        return False
+    return True
 
 
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
@@ -192,6 +213,6 @@ def stray_words(parser: argparse.ArgumentParser, words: Sequence[str], extras: S
         elif extra.endswith((".yaml", ".yml")):
             problems.append(f"stray word '{extra}': a YAML file in place of flags is not there yet")
         else:
-            after = f" (after '{before}')" if before else ""
+            after = f" (after '{before.partition('=')[0]}')" if before else ""
             problems.append(f"stray word '{extra}'{after}: expected flags that start with --")
     return problems

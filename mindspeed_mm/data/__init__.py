@@ -1,0 +1,107 @@
+"""Data sets and loaders: `build_mm_dataset` and `build_mm_dataloader` make them from data.json.
+
+Nothing heavy is imported before one of them is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_mm.data.adapter import DataAdapter
+    from mindspeed_mm.data.dataset import RecordDataset
+    from mindspeed_mm.data.loader import MMDataLoader
+
+__all__ = ["build_mm_dataloader", "build_mm_dataset"]
+
+
+def build_mm_dataset(
+    dataset_param: Any, *, max_length: int | None = None, adapter: DataAdapter | None = None, seed: int = 1234
+) -> RecordDataset | tuple[RecordDataset, RecordDataset]:
+    """Build the data set that `dataset_param` of data.json describes.
+
+    Args:
+        dataset_param: ConfigReader, dict or typed `DatasetParam`.
+        max_length: Longest sample in tokens (`--seq-length`); None takes `cutoff_len`, and without it there is none.
+        adapter: What is special about the model family; None suits Qwen-VL-like and text models.
+        seed: Decides which rows `val_rate` takes for validation.
+
+    Returns:
+        The data set; (training, validation) if data.json names a `val_dataset` or a `val_rate`.
+
+    Raises:
+        ConfigError: Unknown keys, wrong values, another dataset_type, no model directory.
+        DataError: A file or one of its first rows can't be used.
+    """
+    from mindspeed_mm.data.build import build_dataset
+    from mindspeed_mm.data.params import dataset_param_of
+
+    return build_dataset(dataset_param_of(dataset_param), max_length, adapter, seed)
+
+
+def build_mm_dataloader(
+    dataset: Any,
+    dataloader_param: Any,
+    process_group: Any = None,
+    consumed_samples: int = 0,
+    dataset_param: Any = None,
+    *,
+    micro_batch_size: int,
+    global_batch_size: int,
+    num_workers: int = 0,
+    seed: int = 1234,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    adapter: DataAdapter | None = None,
+    train: bool = True,
+) -> MMDataLoader:
+    """Build the loader of one data-parallel rank.
+
+    Args:
+        dataset: A data set of `build_mm_dataset`, or a map-style one of the user's own with samples of the same form;
+            its `collate_fn`, if it has one, is used.
+        dataloader_param: ConfigReader, dict or typed `DataloaderParam`; None takes the defaults.
+        process_group: Data-parallel group; if given, `dp_rank` and `dp_size` are taken from it.
+        consumed_samples: Position to begin at: optimizer steps × global batch size.
+        dataset_param: Unused; published callers pass it.
+        micro_batch_size: Rows of a micro-batch of one rank.
+        global_batch_size: Rows of an optimizer step over all ranks.
+        num_workers: Worker processes; 0 loads in this process.
+        seed: Decides the order of rows.
+        dp_rank: This data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        adapter: As in `build_mm_dataset`; None takes the data set's.
+        train: False for evaluation: file order, every row once a pass, the last global batch filled up.
+
+    Returns:
+        An endless loader of micro-batches.
+
+    Raises:
+        ConfigError: Unknown keys or sampler names, batch sizes that don't divide.
+        DataError: Fewer rows than one global batch, with drop_last.
+    """
+    from mindspeed_mm.data.adapter import DefaultAdapter
+    from mindspeed_mm.data.collate import Collator
+    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.params import dataloader_param_of
+    from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
+
+    param = dataloader_param_of(dataloader_param)
+    if process_group is not None:
+        dp_rank, dp_size = process_group.rank(), process_group.size()
+    sampler = GlobalOrderBatchSampler(
+        len(dataset),
+        micro_batch_size,
+        global_batch_size,
+        dp_rank,
+        dp_size,
+        shuffle=train and param.shuffles,
+        seed=seed,
+        drop_last=train and param.drop_last,
+        consumed_samples=consumed_samples,
+    )
+    collate = getattr(dataset, "collate_fn", None)
+    if not callable(collate):
+        adapter = adapter or getattr(dataset, "adapter", None) or DefaultAdapter()
+        collate = Collator(adapter, param.collate_param, dataset)
+    return MMDataLoader(dataset, sampler, collate, param, num_workers, seed)

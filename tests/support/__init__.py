@@ -1,0 +1,1 @@
+"""What tests share: worker processes (`workers`) and small models and data sets made from nothing (`tiny`)."""

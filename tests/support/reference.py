@@ -1,0 +1,105 @@
+"""A hand-written transformers + AdamW loop: what every layout must equal. Shares no code with the package.
+
+One global batch is the whole data set, so row order cannot matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+
+def rows_as_inputs(hf_dir: Path, data_file: Path) -> list[dict[str, torch.Tensor]]:
+    """Each row alone, through the processor's own chat template, with labels found by scanning for its markers.
+
+    Targets are what lies between `<|im_start|>assistant\\n` and `<|im_end|>`, that token included.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    loader = AutoProcessor if (Path(hf_dir) / "processor_config.json").exists() else AutoTokenizer
+    processor = loader.from_pretrained(hf_dir)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    header = tokenizer("<|im_start|>assistant\n", add_special_tokens=False).input_ids
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    inputs = []
+    for row in json.loads(Path(data_file).read_text(encoding="utf-8")):
+        messages, images = [], [Image.open(data_file.parent / p).convert("RGB") for p in row["images"]]
+        for message in row["messages"]:
+            parts: list[dict[str, Any]] = []
+            for i, text in enumerate(message["content"].split("<image>")):
+                parts += [{"type": "image"}] if i else []
+                parts += [{"type": "text", "text": text}] if text else []
+            plain = message["content"] if tokenizer is processor else parts
+            messages.append({"role": message["role"], "content": plain})
+        text = processor.apply_chat_template(messages, tokenize=False)
+        if tokenizer is processor:
+            encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        else:
+            encoded = processor(text=[text], images=images or None, return_tensors="pt")
+        ids = encoded["input_ids"][0].tolist()
+        labels = [-100] * len(ids)
+        position = 0
+        while position < len(ids):
+            if ids[position : position + len(header)] == header:
+                position += len(header)
+                while True:
+                    labels[position] = ids[position]
+                    position += 1
+                    if ids[position - 1] == end:
+                        break
+            else:
+                position += 1
+        inputs.append({**encoded, "labels": torch.tensor([labels])})
+    return inputs
+
+
+def train_reference(
+    hf_dir: Path,
+    inputs: list[dict[str, torch.Tensor]],
+    steps: int,
+    *,
+    frozen: Callable[[str], bool] = lambda name: False,
+    lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    loss_of: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor] | None = None,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train on all rows at once for `steps` steps; returns losses, gradient norms before clipping, final weights.
+
+    Args:
+        frozen: parameter name → not trained.
+        loss_of: rows' (token losses, row number) → the step's loss; None: mean over all target tokens.
+    """
+    import transformers
+
+    architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=torch.float32)
+    model.train()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not frozen(name))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for _ in range(steps):
+        rows = []
+        for number, batch in enumerate(inputs):
+            features = {k: v for k, v in batch.items() if k != "labels"}
+            logits = model(**features).logits[0, :-1].float()
+            targets = batch["labels"][0, 1:]
+            rows.append((torch.nn.functional.cross_entropy(logits, targets, reduction="none")[targets != -100], number))
+        loss = torch.cat([r for r, _ in rows]).mean() if loss_of is None else loss_of([r for r, _ in rows])
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, norms, {k: v.detach().clone() for k, v in model.state_dict().items()}

@@ -1,0 +1,271 @@
+"""Worker processes for distributed tests: forked from one server that has torch and transformers imported already.
+
+`run_ranks` starts fresh processes, as a launcher does, for one function. `RankPool` keeps processes with an initialised
+gloo group and runs many functions in them one after the other; use it wherever a test does not need a process of its
+own. Functions must be module-level and return something picklable. Neither imports megatron: these are the workers of
+the FSDP2 road.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+# Set before the server starts: OpenMP reads its setting when torch is first imported. Gloo stays on the loopback
+# device, because resolving the host's own name can fail on a machine without a network.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+OUTPUT_SHOWN = 4000  # characters of a rank's own output that an error repeats
+
+
+class RankError(AssertionError):
+    """A function failed in a worker, a worker died, or the time was up. The message holds each rank's traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run `fn(*args)` in `world_size` fresh processes and return what each rank returned, by rank.
+
+    The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set; no process group is made.
+
+    Raises:
+        RankError: a rank raised, died, or the ranks took more than `timeout` seconds; all of them are killed first.
+    """
+    ranks = _Ranks(world_size, with_group=False)
+    try:
+        return ranks.call(fn, args, timeout)
+    finally:
+        ranks.kill()
+
+
+class RankPool:
+    """`world_size` processes with a gloo process group that stay alive between functions.
+
+    Started at the first `run`. After any failure the processes are thrown away and the next `run` starts new ones: a
+    collective that one rank left in the middle can't be trusted again. Between functions the random seeds, the default
+    dtype and the environment variables are put back.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: _Ranks | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Run `fn(*args)` on every rank and return what each returned, by rank. See `run_ranks` for errors."""
+        if self._ranks is None:
+            self._ranks = _Ranks(self.world_size, with_group=True)
+        try:
+            return self._ranks.call(fn, args, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers, by rank; empty while none are running."""
+        return [] if self._ranks is None else [process.pid or 0 for process in self._ranks.processes]
+
+    def close(self) -> None:
+        """Kill the workers; the next `run` starts new ones."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks = None
+
+
+class _Ranks:
+    """Worker processes and the pipes to them."""
+
+    def __init__(self, world_size: int, with_group: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        with _server_environment():
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                self.pipes.append(ours)
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, world_size, str(self.folder), with_group), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        # Plain pickle: multiprocessing's own would hand tensors over in shared memory that dies with the worker.
+        # The search path goes along, so that a worker finds the module of a test collected after it started.
+        job = pickle.dumps((list(sys.path), _free_port(), pickle.dumps((fn, args))))
+        deadline = time.monotonic() + timeout
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(job)
+            except OSError:
+                raise RankError(self._died(rank)) from None
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < len(self.pipes):
+            heard = results.keys() | failures.keys()
+            pending: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in heard}
+            ready: list[Any] = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank) for rank in pending.values())
+                shown = "".join(self._output(rank) for rank in pending.values())
+                message = f"rank {late} not finished after {timeout:g} s"
+                raise RankError("\n".join([*failures.values(), message + shown]))
+            for pipe in ready:
+                rank = pending[pipe]
+                try:
+                    worked, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    failures[rank] = self._died(rank)
+                else:
+                    if worked:
+                        results[rank] = value
+                    else:
+                        failures[rank] = f"rank {rank} raised\n{value}{self._output(rank)}"
+                if failures:
+                    # The others may wait for the failed rank in a collective: a moment, not the whole time-out.
+                    deadline = min(deadline, time.monotonic() + 2.0)
+        if failures:
+            raise RankError("\n".join(failures[rank] for rank in sorted(failures)))
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(timeout=10)
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _died(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join(timeout=5)
+        return f"rank {rank} died with exit code {process.exitcode}{self._output(rank)}"
+
+    def _output(self, rank: int) -> str:
+        file = self.folder / f"rank{rank}.log"
+        text = file.read_text(errors="replace").strip() if file.exists() else ""
+        return f"\n--- output of rank {rank} ---\n{text[-OUTPUT_SHOWN:]}\n" if text else "\n"
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group: bool) -> None:
+    """The life of a worker: functions come through the pipe, results go back, until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    log = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(WORKER_ENV)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: collecting after each function then looks at that function's objects only
+    environment = dict(os.environ)
+
+    generation = 0
+    while True:
+        try:
+            path, port, payload = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        os.environ.clear()
+        os.environ.update(environment, MASTER_PORT=str(port))
+        sys.path[:] = path
+        try:
+            if with_group and not dist.is_initialized():
+                # A file, not a port: nothing on the machine can take it between choosing and using it.
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder}/group{generation}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=120),
+                )
+                generation += 1
+            _reset_state()
+            fn, args = pickle.loads(payload)
+            reply = pickle.dumps((True, fn(*args)))
+        except BaseException:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(reply)
+        del reply
+        gc.collect()
+
+
+def _reset_state() -> None:
+    """Make a function's start independent of the function before it."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    forget_globals()
+
+
+def forget_globals() -> None:
+    """Drop the package's process-wide state (arguments, notices already said), if it was imported at all."""
+    arguments = sys.modules.get("mindspeed_mm.configs.global_args")
+    if arguments is not None:
+        arguments.destroy_args()
+    log = sys.modules.get("mindspeed_mm.utils.log")
+    if log is not None:
+        log.forget_notices()
+
+
+@contextlib.contextmanager
+def _server_environment() -> Iterator[None]:
+    """Give the server process its environment: it inherits ours at the moment it starts."""
+    before = {key: os.environ.get(key) for key in WORKER_ENV}
+    os.environ.update(WORKER_ENV)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

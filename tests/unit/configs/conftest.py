@@ -1,0 +1,50 @@
+"""What the tests of the configuration room share: what was said, and a folder with the four files of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.utils import log
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages logged during the test, each notice afresh."""
+    messages: list[str] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    log.forget_notices()
+    monkeypatch.delenv("RANK", raising=False)
+    keeper = Keeper()
+    log.logger.addHandler(keeper)
+    yield messages
+    log.logger.removeHandler(keeper)
+    log.forget_notices()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, holding model.json, data.json, tools.json and fsdp2.yaml, and an HF directory `hf`."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "model.json").write_text(json.dumps({"init_from_hf_path": "./hf"}))
+    data = {
+        "dataset_param": {
+            "dataset_type": "huggingface",
+            "basic_parameters": {"dataset": "rows.json"},
+            "preprocess_parameters": {"model_name_or_path": "./hf"},
+        }
+    }
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    (tmp_path / "tools.json").write_text("{}")
+    (tmp_path / "fsdp2.yaml").write_text("sharding_size: auto\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path

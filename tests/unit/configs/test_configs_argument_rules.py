@@ -1,0 +1,161 @@
+"""How flags fit together, and what follows from them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.configs.argument_rules import schedule_lengths
+from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
+from mindspeed_mm.utils.errors import ConfigError
+
+MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --use-torch-fsdp2"
+
+
+def validated(extra: str = "--train-iters 10", world_size: int = 2) -> Namespace:
+    args = parse_args(f"{MINIMAL} {extra}".split())
+    validate_args(args, world_size)
+    return args
+
+
+def test_what_follows(run_folder: Path) -> None:
+    args = validated("--train-iters 10 --global-batch-size 32")
+    assert (args.world_size, args.data_parallel_size, args.num_microbatches) == (2, 2, 4)
+    assert (args.lr_decay_iters, args.consumed_train_samples) == (10, 0)
+    assert (args.start_weight_decay, args.end_weight_decay) == (0.01, 0.01)
+
+
+def test_global_batch_size_defaults_to_one_micro_batch_a_rank(run_folder: Path) -> None:
+    args = validated(world_size=3)
+    assert (args.global_batch_size, args.num_microbatches) == (12, 1)
+
+
+def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
+    args = parse_args(f"{MINIMAL} --train-iters 10".split())
+    args.consumed_train_samples = 40
+    validate_args(args, 1)
+    assert args.consumed_train_samples == 40
+
+
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ("--train-iters 9 --global-batch-size 30", ["--global-batch-size 30", "8", "2 data-parallel", "24 or 32"]),
+        ("--train-iters 9 --global-batch-size 3", ["nearest valid: 8"]),
+        ("--train-iters 9 --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "set it to 1"]),
+        ("--train-iters 9 --pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "pipeline"]),
+        ("--train-iters 9 --virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size 2"]),
+        ("--train-iters 9 --context-parallel-size 2", ["--context-parallel-size 2", "context parallelism yet"]),
+        ("--train-iters 9 --expert-model-parallel-size 8", ["--expert-model-parallel-size 8", "expert"]),
+        ("--train-iters 9 --use-torch-fsdp2 false", ["--use-torch-fsdp2 is missing"]),
+        ("--train-iters 9 --bf16 --fp16 --loss-scale 2", ["--bf16 and --fp16"]),
+        ("--train-iters 9 --fp16", ["--fp16", "--loss-scale"]),
+        ("--train-iters 9 --optimizer muon", ["--optimizer muon", "adam or sgd"]),
+        ("--train-iters 9 --min-lr 1", ["--min-lr 1", "--lr 0.001"]),
+        ("--train-iters 9 --lr-warmup-init 1", ["--lr-warmup-init 1", "--lr 0.001"]),
+        ("--train-iters 9 --weight-decay-incr-style linear", ["--start-weight-decay", "--end-weight-decay"]),
+        ("--train-iters 9 --start-weight-decay 0.5", ["--weight-decay-incr-style"]),
+        (
+            "--train-iters 9 --weight-decay-incr-style linear --start-weight-decay 2 --end-weight-decay 1",
+            ["--start-weight-decay 2 is greater"],
+        ),
+        ("--train-iters 9 --lr-warmup-fraction .1 --lr-warmup-iters 2", ["--lr-warmup-fraction and --lr-warmup-iters"]),
+        ("--train-iters 9 --lr-warmup-iters 9", ["warmup takes 9 steps", "ends after 9"]),
+        ("--train-iters 9 --lr-decay-iters 5 --lr-warmup-iters 6", ["warmup takes 6", "ends after 5"]),
+        ("--train-iters 9 --lr-decay-samples 9", ["--lr-decay-samples", "-iters"]),
+        ("--train-samples 90 --lr-decay-iters 9", ["--lr-decay-iters", "-samples"]),
+        ("--train-samples 7", ["--train-samples 7", "one global batch of 8"]),
+        ("--train-iters 9 --lr-decay-style WSD", ["WSD", "--lr-wsd-decay-iters"]),
+        (
+            "--train-iters 9 --lr-decay-style WSD --lr-wsd-decay-iters 8 --lr-warmup-iters 2",
+            ["warmup 2 + final decay 8", "schedule's 9"],
+        ),
+        (
+            "--train-iters 9 --calculate-per-token-loss --calculate-square-loss",
+            ["--calculate-per-token-loss and --calculate-square-loss"],
+        ),
+        ("--train-iters 9 --save-hf", ["--save-hf needs --save"]),
+        ("--train-iters 9 --ckpt-step 3", ["--ckpt-step needs --load"]),
+    ],
+)
+def test_what_does_not_fit(run_folder: Path, words: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validated(words)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_everything_that_does_not_fit_is_told_together(run_folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validated("--train-iters 9 --global-batch-size 30 --optimizer muon --min-lr 1")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "words, start",
+    [
+        ("--ckpt-format torch", "--ckpt-format torch has no effect"),
+        ("--save-interval 5", "--save-interval has no effect"),
+        ("--lr-mult 2", "--lr-mult has no effect"),
+        ("--lr-scale-modules visual", "--lr-scale-modules has no effect"),
+        ("--loss-scale 2", "--loss-scale has no effect"),
+        ("--manual-gc-interval 2", "--manual-gc-interval has no effect"),
+        ("--exit-signal-handler false", "--exit-signal-handler false has no effect"),
+    ],
+)
+def test_what_has_no_effect_alone_is_said(run_folder: Path, said: list[str], words: str, start: str) -> None:
+    validated("--train-iters 9 " + words)
+    assert len(said) == 1 and said[0].startswith(start)
+
+
+def test_connections_of_one_are_said(run_folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    validated()
+    assert said == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    validated()
+    validated()
+    assert len(said) == 1 and "CUDA_DEVICE_MAX_CONNECTIONS=2" in said[0]
+
+
+@pytest.mark.parametrize(
+    "words, lengths",
+    [
+        ("--train-iters 300 --lr-warmup-fraction 0.1", (300, 30, 0)),
+        ("--train-iters 10 --lr-warmup-fraction 0.25 --lr-decay-iters 50", (50, 12.5, 0)),
+        ("--train-iters 10 --lr-warmup-iters 3", (10, 3, 0)),
+        ("--train-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-warmup-iters 1", (10, 1, 4)),
+        ("--train-samples 100 --lr-warmup-samples 20", (12.5, 2.5, 0)),
+        ("--train-samples 100 --lr-decay-samples 80 --lr-warmup-fraction 0.5", (10, 5, 0)),
+    ],
+)
+def test_schedule_lengths(run_folder: Path, words: str, lengths: tuple[float, float, float]) -> None:
+    assert schedule_lengths(validated(words)) == pytest.approx(lengths)
+
+
+def test_train_samples_become_steps(run_folder: Path) -> None:
+    args = validated("--train-samples 100")
+    assert args.train_iters == 12 and resolve_train_iters(args, 5, 1.0) == 12
+
+
+@pytest.mark.parametrize(
+    "epochs, batches, steps",
+    [(2, 2.5, 5), (0.1, 30, 3), (0.1, 31, 4), (1, 0, 1), (0.001, 5, 1), (3, 7, 21), (1.5, 2.5, 4)],
+)
+def test_epochs_become_steps(run_folder: Path, epochs: float, batches: float, steps: int) -> None:
+    args = validated(f"--train-epochs {epochs}")
+    assert args.train_iters is None
+    assert resolve_train_iters(args, rows=10, global_batches_per_epoch=batches) == steps
+    assert (args.train_iters, args.lr_decay_iters) == (steps, steps)
+
+
+def test_warmup_is_checked_when_epochs_are_resolved(run_folder: Path) -> None:
+    args = validated("--train-epochs 1 --lr-warmup-iters 20")
+    with pytest.raises(ConfigError, match="warmup takes 20 steps and the decay ends after 5"):
+        resolve_train_iters(args, 40, 5)
+
+
+def test_epochs_of_nothing_are_refused(run_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no rows"):
+        resolve_train_iters(validated("--train-epochs 1"), 0, 0)

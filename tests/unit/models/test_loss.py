@@ -1,0 +1,122 @@
+"""Loss types and chunked loss against plain cross-entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mindspeed_mm.models.common.loss import (
+    ChunkedCrossEntropy,
+    LossOptions,
+    finish_loss,
+    select_targets,
+    weighted_cross_entropy,
+)
+
+VOCABULARY, HIDDEN = 37, 16
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Linear]:
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 12, HIDDEN, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (4, 12))
+    for row, first in enumerate((11, 10, 4, 0)):  # 1, 2, 8 and 11 targets
+        labels[row, :first] = -100
+    return hidden, labels, torch.nn.Linear(HIDDEN, VOCABULARY, bias=True)
+
+
+def row_losses(hidden: torch.Tensor, labels: torch.Tensor, head: torch.nn.Linear) -> list[torch.Tensor]:
+    rows = []
+    for h, y in zip(hidden, labels, strict=True):
+        each = F.cross_entropy(head(h[:-1]), y[1:], reduction="none", ignore_index=-100)
+        rows.append(each[y[1:] != -100])
+    return rows
+
+
+EXPECTED = {
+    "per_token_loss": lambda rows: torch.cat(rows).mean(),
+    "default": lambda rows: torch.cat(rows).mean(),
+    "token_loss": lambda rows: torch.cat(rows).mean(),
+    "per_sample_loss": lambda rows: torch.stack([r.mean() for r in rows]).mean(),
+    "square_loss": lambda rows: sum(r.sum() / len(r) ** 0.5 for r in rows) / sum(len(r) ** 0.5 for r in rows),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 1000])
+@pytest.mark.parametrize("loss_type", EXPECTED)
+def test_loss_types(loss_type: str, chunk: int | None) -> None:
+    hidden, labels, head = batch()
+    expected = EXPECTED[loss_type](row_losses(hidden, labels, head))
+    expected_grads = torch.autograd.grad(expected, [hidden, head.weight, head.bias])
+
+    targets = select_targets(labels, loss_type)  # type: ignore[arg-type]
+    picked = hidden.flatten(0, 1)[targets.index]
+    if chunk is None:
+        total = weighted_cross_entropy(head(picked), targets.tokens, targets.weights)
+    else:
+        total = ChunkedCrossEntropy.apply(picked, head.weight, head.bias, targets.tokens, targets.weights, chunk)
+    loss, denominator = finish_loss(total, targets.denominator, loss_type)  # type: ignore[arg-type]
+    if denominator is not None:
+        loss = loss / denominator
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for found, wanted in zip(torch.autograd.grad(loss, [hidden, head.weight, head.bias]), expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_type", ["per_token_loss", "per_sample_loss", "square_loss"])
+def test_a_split_batch_adds_up(loss_type: str) -> None:
+    hidden, labels, head = batch()
+    expected = EXPECTED[loss_type](row_losses(hidden, labels, head))
+    sums, denominators = [], []
+    for rows in (slice(0, 1), slice(1, 4)):
+        targets = select_targets(labels[rows], loss_type)  # type: ignore[arg-type]
+        picked = hidden[rows].flatten(0, 1)[targets.index]
+        sums.append(weighted_cross_entropy(head(picked), targets.tokens, targets.weights))
+        denominators.append(targets.denominator)
+    torch.testing.assert_close(sum(sums) / sum(denominators), expected, rtol=1e-6, atol=0)
+
+
+def test_no_target_at_all() -> None:
+    hidden, labels, head = batch()
+    targets = select_targets(torch.full_like(labels, -100), "per_token_loss")
+    for chunk in (None, 4):
+        picked = hidden.flatten(0, 1)[targets.index]
+        if chunk is None:
+            total = weighted_cross_entropy(head(picked), targets.tokens, targets.weights)
+        else:
+            total = ChunkedCrossEntropy.apply(picked, head.weight, head.bias, targets.tokens, None, chunk)
+        assert float(total.detach()) == 0.0
+        assert float(targets.denominator) == 0.0
+        grads = torch.autograd.grad(total, [head.weight, hidden])
+        assert all(float(g.abs().sum()) == 0.0 for g in grads)
+
+
+def test_chunks_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *a: sizes.append(a[0].shape[0]) or linear(*a))
+    hidden, labels, head = batch()
+    targets = select_targets(labels, "per_token_loss")
+    picked = hidden.flatten(0, 1)[targets.index]
+    ChunkedCrossEntropy.apply(picked, head.weight, head.bias, targets.tokens, None, 5)
+    assert max(sizes) == 5
+    assert sum(sizes) == len(targets.tokens) == 22
+
+
+def test_frozen_head_gets_no_gradient() -> None:
+    hidden, labels, head = batch()
+    head.requires_grad_(False)
+    targets = select_targets(labels, "per_token_loss")
+    picked = hidden.flatten(0, 1)[targets.index]
+    ChunkedCrossEntropy.apply(picked, head.weight, head.bias, targets.tokens, None, 5).backward()
+    assert head.weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_chunk_sizes() -> None:
+    assert LossOptions().positions_per_chunk(4) is None
+    assert LossOptions(compute_mode="chunk", chunk_size=10).positions_per_chunk(4) == 40
+    # dynamic: the largest power of two per row that keeps rows * chunk within the bound
+    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=100).positions_per_chunk(3) == 3 * 32
+    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=1).positions_per_chunk(3) == 3
