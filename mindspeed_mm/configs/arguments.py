@@ -25,7 +25,7 @@ from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import notice
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-GroupT = TypeVar("GroupT")
+GroupT = TypeVar("GroupT", bound=object)
 
 #: flags without which a run of our own entry scripts can't start
 REQUIRED = ("mm_model", "mm_data", "micro_batch_size", "lr")
@@ -54,7 +54,7 @@ def parse_args(
     Raises:
         ConfigError: unknown flags, wrong values, missing flags or files, things that are not there yet.
     """
-    parser = build_parser(GROUPS)
+    parser: argparse.ArgumentParser = build_parser(GROUPS)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     words = spell_as_declared(parser, sys.argv[1:] if argv is None else argv)

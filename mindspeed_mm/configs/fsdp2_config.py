@@ -108,6 +108,8 @@ class Fsdp2Config(Section):
         Raises:
             ConfigError: unknown keys and wrong values, all in one message.
         """
+        if isinstance(mapping, cls):
+            return mapping
         file = file or "fsdp2.yaml"
         config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml")
         if config.expert_parallel_size > 1:

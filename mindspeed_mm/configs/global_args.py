@@ -17,7 +17,7 @@ def set_args(args: Namespace | None) -> None:
     global _args
     _args = args
     for module in _mirrors:
-        module._GLOBAL_ARGS = args
+        vars(module)["_GLOBAL_ARGS"] = args
 
 
 def get_args() -> Namespace:
@@ -44,4 +44,4 @@ def mirror_into(module: ModuleType) -> None:
     if module not in _mirrors:
         _mirrors.append(module)
     if _args is not None:
-        module._GLOBAL_ARGS = _args
+        vars(module)["_GLOBAL_ARGS"] = _args

@@ -48,8 +48,7 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == "megatron":
             return
         module.__doc__ = _STAND_IN_DOC
-        module.get_args = global_args.get_args
-        module.set_args = global_args.set_args
+        vars(module).update(get_args=global_args.get_args, set_args=global_args.set_args)
 
 
 class _BridgeFinder(importlib.abc.MetaPathFinder):

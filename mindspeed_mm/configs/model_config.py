@@ -190,6 +190,8 @@ class TransformersModelConfig(Section):
         Raises:
             ConfigError: unknown or missing keys, wrong values, things that are not there yet.
         """
+        if isinstance(mapping, cls):
+            return mapping
         file = file or getattr(mapping, "config_file", None) or "model.json"
         data = plain(mapping)
         if not isinstance(data, dict):
@@ -201,7 +203,7 @@ class TransformersModelConfig(Section):
         no_effect = {path: value for path, value in keys.published.items() if path not in own}
 
         problems: list[str] = []
-        if own_model or data.get("plugin"):
+        if own_model or keys.typed.get("plugin"):
             own |= keys.unknown
             warn_of_near_keys(cls, data, file, published | registered)
         else:
@@ -211,12 +213,13 @@ class TransformersModelConfig(Section):
             own, no_effect = own | no_effect, {}  # what they mean there is the user's own affair
         else:
             problems += refusals({**no_effect, **_raw_values(keys.typed)}, REFUSED, file)
+        config = None
         if not problems:
-            config, faults = validate_section(cls, keys.typed, file)
-            problems += faults
-        if not own_model and not data.get("init_from_hf_path"):
+            config, problems = validate_section(cls, keys.typed, file)
+        if not own_model and not keys.typed.get("init_from_hf_path"):
             problems.append(f"{file}: key 'init_from_hf_path' is missing: the HF directory with the model's config")
         raise_all(problems)
+        assert config is not None
         say_no_effect(no_effect, NO_EFFECT, file)
         config._own_keys.update(own)
         return config

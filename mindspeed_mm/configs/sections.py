@@ -158,25 +158,26 @@ def _sort_outside(value: Any, path: str, published: set[str], result: SortedKeys
 def unknown_key_message(file: str, path: str, value: Any, fields: Iterable[str], published: Iterable[str] = ()) -> str:
     """Say that nobody knows the key `path`, and which name was perhaps meant.
 
-    Looked for in this order: the same name elsewhere, a similar one at its level, a similar one elsewhere; names that
-    have an effect (`fields`) before names that are merely `published`.
+    Looked for in this order: the same name elsewhere, a similar one at its level, a similar one elsewhere. Names that
+    are merely `published`, and have no effect, are offered at the key's own level only.
     """
     prefix, _, name = path.rpartition(".")
     start = prefix + "." if prefix else ""
-    fields, published = sorted(set(fields)), sorted(set(published))
+    fields = sorted(set(fields))
     level = [p.removeprefix(start) for p in fields if p.startswith(start) and "." not in p.removeprefix(start)]
     published_level = {p.removeprefix(start).split(".")[0] for p in published if p.startswith(start)}
-    hint = _belongs_at(name, fields) or did_you_mean(name, level) or did_you_mean(name, published_level)
+    hint = _belongs_at(name, prefix, fields) or did_you_mean(name, [*level, *published_level])
     if not hint:
         near = nearest_names(name, {p.rpartition(".")[2] for p in fields}, limit=1)
-        hint = _belongs_at(near[0], fields) if near else ""
+        hint = _belongs_at(near[0], prefix, fields) if near else ""
     if not hint and level:
         hint = f"; keys here: {', '.join(level[:12])}" + (", …" if len(level) > 12 else "")
     return f"{file}: unknown key '{path}' (value {show(value)}){hint}"
 
 
-def _belongs_at(name: str, paths: Sequence[str]) -> str:
+def _belongs_at(name: str, prefix: str, paths: Sequence[str]) -> str:
     places = [p for p in paths if p.rpartition(".")[2] == name]
+    places.sort(key=lambda place: not place.startswith(prefix + "."))  # those below the key's own level first
     return f"; '{name}' belongs at '{places[0]}'" if places else ""
 
 
@@ -251,7 +252,8 @@ _EXPECTED = {
 
 def _locate(cls: type[Section], loc: Sequence[Any]) -> tuple[str, Any]:
     """Turn pydantic's location into a dotted path and the field it names (inner parts of unions are left out)."""
-    path, info, current = "", None, cls
+    path, info = "", None
+    current: type[Section] | None = cls
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"

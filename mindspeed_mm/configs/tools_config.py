@@ -91,6 +91,8 @@ class ToolsConfig(Section):
         Raises:
             ConfigError: unknown keys, wrong values, or a dynamic profile that is on.
         """
+        if isinstance(mapping, cls):
+            return mapping
         file = file or getattr(mapping, "config_file", None) or "tools.json"
         config, keys = build_section(cls, {} if mapping is None else mapping, file, file, published_paths("tools"))
         if config.profile.enable and config.profile.profile_type == "dynamic":

@@ -71,7 +71,8 @@ def build_mm_dataloader(
         dp_rank: This data-parallel rank.
         dp_size: Number of data-parallel ranks.
         adapter: As in `build_mm_dataset`; None takes the data set's.
-        train: False for evaluation: file order, every row once a pass, the last global batch filled up.
+        train: False for evaluation: file order, every row once a pass, the last global batch filled up, and every
+            `iter()` begins anew.
 
     Returns:
         An endless loader of micro-batches.
@@ -104,4 +105,4 @@ def build_mm_dataloader(
     if not callable(collate):
         adapter = adapter or getattr(dataset, "adapter", None) or DefaultAdapter()
         collate = Collator(adapter, param.collate_param, dataset)
-    return MMDataLoader(dataset, sampler, collate, param, num_workers, seed)
+    return MMDataLoader(dataset, sampler, collate, param, num_workers, seed, restarts=not train)

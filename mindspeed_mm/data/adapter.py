@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
+_PATH_KEY = "dataset_param.preprocess_parameters.model_name_or_path"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -70,9 +71,7 @@ class DefaultAdapter:
                 return (found or transformers.AutoProcessor).from_pretrained(path, **extra)
             return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"dataset_param.preprocess_parameters.model_name_or_path: the processor of {path} can't be loaded: {error}"
-            ) from error
+            raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {error}") from error
 
 
 def has_processor(path: str) -> bool:
@@ -86,17 +85,16 @@ def check_model_path(path: str) -> None:
     Raises:
         ConfigError: With the nearest name beside it, or what was looked for in it.
     """
-    key = "dataset_param.preprocess_parameters.model_name_or_path"
     if os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES):
-            raise ConfigError(f"{key}: {path} holds no tokenizer; looked for {', '.join(_TOKENIZER_FILES)}")
+            raise ConfigError(f"{_PATH_KEY}: {path} holds no tokenizer; looked for {', '.join(_TOKENIZER_FILES)}")
         return
     hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     if hub_name and not os.path.isdir(os.path.dirname(path)):
         return
     parent = Path(path).parent
     near = did_you_mean(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else ""
-    raise ConfigError(f"{key}: no folder {path} (working folder {os.getcwd()}){near}")
+    raise ConfigError(f"{_PATH_KEY}: no folder {path} (working folder {os.getcwd()}){near}")
 
 
 def _processor_class(path: str) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter, check_model_path
-from mindspeed_mm.data.dataset import RecordDataset
+from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
 from mindspeed_mm.data.files import Place, RowSource, locate_file
 from mindspeed_mm.data.images import locate_image
 from mindspeed_mm.data.records import RecordReader
@@ -43,18 +43,17 @@ def build_dataset(
     """
     basic = param.basic_parameters
     check_model_path(param.preprocess_parameters.model_name_or_path)
-    adapter = DefaultAdapter() if adapter is None else adapter
     max_length = basic.cutoff_len if max_length is None else max_length
+    encoder = LazyEncoder(param, max_length, DefaultAdapter() if adapter is None else adapter)
 
     source, rows = _open(param, basic.dataset, basic.max_samples)
     if basic.val_max_samples == 0 or not (basic.val_dataset or basic.val_rate):
-        return RecordDataset(source, param, max_length, adapter, rows)
+        return RecordDataset(source, encoder, rows)
     if basic.val_dataset:
         val_source, val_rows = _open(param, basic.val_dataset, None)
     else:
         val_source, (rows, val_rows) = source, _split(rows, basic.val_rate, seed)
-    train = RecordDataset(source, param, max_length, adapter, rows)
-    return train, RecordDataset(val_source, param, max_length, adapter, val_rows[: basic.val_max_samples])
+    return RecordDataset(source, encoder, rows), RecordDataset(val_source, encoder, val_rows[: basic.val_max_samples])
 
 
 def _open(param: DatasetParam, names: Sequence[str], limit: int | None) -> tuple[RowSource, np.ndarray]:

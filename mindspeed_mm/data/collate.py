@@ -31,7 +31,7 @@ class Collator:
         self._param = param
         self._dataset = dataset
         if not param.ignore_pad_token_for_loss:
-            notice("dataloader_param.collate_param.ignore_pad_token_for_loss: false has no effect, padding is never a target")
+            notice("ignore_pad_token_for_loss: false has no effect here, padding is never a target")
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples.

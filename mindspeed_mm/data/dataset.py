@@ -19,6 +19,35 @@ from mindspeed_mm.data.records import RecordReader
 from mindspeed_mm.utils.errors import DataError, MMError
 
 
+class LazyEncoder:
+    """An encoder that is made at first need, in each process anew unless it was forked with one.
+
+    Args:
+        param: `dataset_param`.
+        max_length: Longest sample in tokens; None means no limit.
+        adapter: The model family.
+    """
+
+    def __init__(self, param: DatasetParam, max_length: int | None, adapter: DataAdapter) -> None:
+        self.param = param
+        self.max_length = max_length
+        self.adapter = adapter
+        self._encoder: Encoder | None = None
+
+    def get(self) -> Encoder:
+        """Return the encoder; loads the model's processor the first time."""
+        if self._encoder is None:
+            # A fork after the tokenizer's first use would warn in every worker; one thread is what a worker should use.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            options = self.param.preprocess_parameters
+            processor = self.adapter.load_processor(options.model_name_or_path, options)
+            self._encoder = Encoder(processor, self.adapter, self.param, self.max_length)
+        return self._encoder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_encoder": None}
+
+
 class RecordDataset(Dataset):
     """Rows of json, jsonl or parquet files as samples.
 
@@ -31,10 +60,8 @@ class RecordDataset(Dataset):
 
     Args:
         source: The rows.
-        param: `dataset_param`.
-        max_length: Longest sample in tokens; None means no limit.
-        adapter: The model family.
-        indices: Rows of `source` that belong to this data set, in order; None takes all.
+        encoder: Makes samples of conversations; data sets of one run share it.
+        indices: Rows of `source` that belong to this data set, in order.
     """
 
     has_fillers = True  # dataset[-1]
@@ -42,18 +69,16 @@ class RecordDataset(Dataset):
     def __init__(
         self,
         source: RowSource,
-        param: DatasetParam,
-        max_length: int | None,
-        adapter: DataAdapter,
-        indices: np.ndarray | None = None,
+        encoder: LazyEncoder,
+        indices: np.ndarray,
     ) -> None:
         self.source = source
-        self.param = param
-        self.max_length = max_length
-        self.adapter = adapter
-        self.indices = np.arange(len(source)) if indices is None else indices
-        self._reader = RecordReader(param.attr)
-        self._encoder: Encoder | None = None
+        self.param = encoder.param
+        self.max_length = encoder.max_length
+        self.adapter = encoder.adapter
+        self.indices = indices
+        self._encoder = encoder
+        self._reader = RecordReader(self.param.attr)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -83,7 +108,9 @@ class RecordDataset(Dataset):
 
         sample, length = self.encoder.encode(conversation, load)
         if sample is None:
-            note = f"{where}: {length} tokens, and its first answer doesn't fit into {self.max_length}; trained on nothing"
+            note = (
+                f"{where}: {length} tokens, not even the first answer fits into {self.max_length}; nothing is trained"
+            )
             return {**self.encoder.filler(), "note": note}
         if len(sample["input_ids"]) < length and length > (self.max_length or length):
             sample["note"] = f"{where}: {length} tokens, cut after {len(sample['input_ids'])} at the end of a turn"
@@ -97,13 +124,7 @@ class RecordDataset(Dataset):
     @property
     def encoder(self) -> Encoder:
         """The encoder of this process, with the model's processor; loaded at first need."""
-        if self._encoder is None:
-            # A fork after the tokenizer's first use would warn on every worker; one thread is what a worker should use.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            options = self.param.preprocess_parameters
-            processor = self.adapter.load_processor(options.model_name_or_path, options)
-            self._encoder = Encoder(processor, self.adapter, self.param, self.max_length)
-        return self._encoder
+        return self._encoder.get()
 
     @property
     def pad_token_id(self) -> int:
@@ -113,6 +134,3 @@ class RecordDataset(Dataset):
     def where(self, index: int) -> str:
         """Name the file and the row of sample `index`, for messages."""
         return self.source.where(int(self.indices[index]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_encoder": None}

@@ -72,14 +72,16 @@ class Encoder:
         for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
             if isinstance(value, int):
                 return value
-        raise ConfigError(f"{self.path}: the tokenizer has no padding token; name one in dataloader_param.collate_param.pad_id")
+        raise ConfigError(f"{self.path}: the tokenizer has no padding token; give collate_param.pad_id")
 
     def filler(self) -> Sample:
         """A text of two padding tokens without targets: it stands where a batch has no row."""
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
         return self._with_types({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, typed=False)
 
-    def encode(self, conversation: Conversation, load_image: Callable[[ImageRef], Image.Image]) -> tuple[Sample | None, int]:
+    def encode(
+        self, conversation: Conversation, load_image: Callable[[ImageRef], Image.Image]
+    ) -> tuple[Sample | None, int]:
         """Encode a conversation; if it is longer than `max_length`, without its last turns (and their images).
 
         Args:
@@ -155,7 +157,8 @@ class Encoder:
             if not template.takes_parts:
                 raise DataError(f"{where}: {template.name} can't place images; it takes text only")
             content: Any = [
-                {"type": "text", "text": hide(part)} if isinstance(part, str) else {"type": "image"} for part in message.parts
+                {"type": "text", "text": hide(part)} if isinstance(part, str) else {"type": "image"}
+                for part in message.parts
             ]
         else:
             content = template.content("".join(hide(part) for part in message.parts if isinstance(part, str)))

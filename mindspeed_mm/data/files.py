@@ -15,6 +15,7 @@ from mindspeed_mm.data.json_rows import find_rows
 from mindspeed_mm.utils.errors import DataError, did_you_mean
 
 _READ_AHEAD = 4 << 20
+_OTHER_SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"ARROW1": "Arrow"}
 
 
 class RowFile(Protocol):
@@ -83,7 +84,8 @@ class JsonFile:
         try:
             value = json.loads(text.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)}: not UTF-8 ({error.reason} at byte {error.start} of the row)") from None
+            what = f"not UTF-8 ({error.reason} at byte {error.start} of the row)"
+            raise DataError(f"{self.where(index)}: {what}") from None
         except ValueError as error:
             raise DataError(f"{self.where(index)}: not valid JSON: {error}; found {text[:60]!r}") from None
         if not isinstance(value, dict):
@@ -151,7 +153,7 @@ def open_rows(path: str) -> RowFile:
         raise DataError(f"{path}: can't be opened: {error.strerror or error}") from None
     if magic[:4] == b"PAR1":
         return ParquetFile(path)
-    for signature, name in ((b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "zip"), (b"ARROW1", "Arrow"), (b"\x28\xb5\x2f\xfd", "zstd")):
+    for signature, name in _OTHER_SIGNATURES.items():
         if magic.startswith(signature):
             raise DataError(f"{path}: this is a {name} file; expected json, jsonl or parquet, not compressed")
     return JsonFile(path)
@@ -169,7 +171,7 @@ def locate_file(name: str, folder: str) -> str:
             return candidate
     for candidate in (joined, name):
         if os.path.isdir(candidate):
-            raise DataError(f"{candidate}: expected a file, found a folder; list its files in 'dataset', separated by commas")
+            raise DataError(f"{candidate}: expected a file, found a folder; name its files, comma separated")
     near = ""
     for candidate in (joined, name):
         parent = Path(candidate).parent

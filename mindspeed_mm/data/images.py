@@ -33,7 +33,9 @@ def locate_image(ref: ImageRef, dataset_dir: str, file_dir: str, where: Place) -
     raise DataError(f"{where}: image not found: {ref.path!r}; looked for {', '.join(tried)}")
 
 
-def load_image(ref: ImageRef, path: str, where: Place, max_pixels: int | None = None, min_pixels: int | None = None) -> Image.Image:
+def load_image(
+    ref: ImageRef, path: str, where: Place, max_pixels: int | None = None, min_pixels: int | None = None
+) -> Image.Image:
     """Open an image: upright by EXIF, first frame, RGB with transparency over white.
 
     Args:

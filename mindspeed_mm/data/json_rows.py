@@ -156,7 +156,7 @@ def _check_gaps(path: str, data: mmap.mmap, bounds: RowBounds, begin: int, end: 
                 f"{'a comma between objects' if in_array else 'only spaces between objects'}, found {bytes(gap[:40])!r}"
             )
         previous = stop
-    if rest := data[previous:end].strip():
-        raise DataError(f"{path}: after row {len(bounds.ends)} (byte {previous}): expected an object, found {rest[:40]!r}")
+    if rest := data[previous:end].strip().removeprefix(b","):
+        raise DataError(f"{path}: after row {len(bounds.ends)}: expected an object, found {bytes(rest[:40])!r}")
     if in_array and (rest := data[end + 1 :].strip()):
-        raise DataError(f"{path}: after the array's end (byte {end}): expected nothing more, found {bytes(rest[:40])!r}")
+        raise DataError(f"{path}: after the array's end: expected nothing more, found {bytes(rest[:40])!r}")

@@ -55,7 +55,8 @@ class MMDataLoader:
     """Micro-batches of one data-parallel rank, without end, beginning at the sampler's position.
 
     `consumed_samples` moves by `global_batch_size` when the last micro-batch of a global batch has been handed out,
-    whatever the workers have read ahead. Every `iter()` goes on from there.
+    whatever the workers have read ahead. Every `iter()` goes on from there, or for evaluation begins anew; it ends the
+    iterator before it.
 
     Args:
         dataset: Map-style data set of samples.
@@ -64,6 +65,7 @@ class MMDataLoader:
         param: `dataloader_param`.
         num_workers: Worker processes; 0 loads in this process.
         seed: Seeds the workers' random states.
+        restarts: Whether every `iter()` begins at the first position again.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class MMDataLoader:
         param: DataloaderParam,
         num_workers: int = 0,
         seed: int = 1234,
+        restarts: bool = False,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
@@ -81,8 +84,11 @@ class MMDataLoader:
         self._rows = _Rows(dataset, collate)
         self._param = param
         self._seed = seed
+        self._restarts = restarts
+        self._loader: DataLoader | None = None
         self._running: Any = None
         self._handed_out = 0
+        self._turn = 0
         self._notes = 0
 
     @property
@@ -108,10 +114,15 @@ class MMDataLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start loading (workers begin at once) and yield micro-batches from the present position."""
-        self.close()
-        self.sampler.consumed_samples, self._handed_out = self.consumed_samples, 0
-        self._running = iter(self._torch_loader())
-        return self._batches(self._running)
+        if not self._restarts:
+            self.sampler.consumed_samples = self.consumed_samples
+        self._handed_out = 0
+        if self._loader is None or not self._param.persistent_workers:
+            self.close()
+            self._loader = self._torch_loader()
+        self._running = iter(self._loader)  # workers that are alive are used again
+        self._turn += 1
+        return self._batches(self._running, self._turn)
 
     def _torch_loader(self) -> DataLoader:
         workers: dict[str, Any] = {}
@@ -133,8 +144,8 @@ class MMDataLoader:
             **workers,
         )
 
-    def _batches(self, running: Iterator[Any]) -> Iterator[dict[str, Any]]:
-        while self._running is running:
+    def _batches(self, running: Iterator[Any], turn: int) -> Iterator[dict[str, Any]]:
+        while self._turn == turn:
             try:
                 batch = next(running)
             except RuntimeError as error:
@@ -155,7 +166,7 @@ class MMDataLoader:
         """Log rows that were cut or gave no target: the first ones, then whenever their number has doubled."""
         before, self._notes = self._notes, self._notes + len(notes)
         if is_first_rank() and (before == 0 or before.bit_length() != self._notes.bit_length()):
-            logger.warning(f"too long for the sequence length, on this rank so far: {self._notes} row(s); the last: {notes[-1]}")
+            logger.warning(f"rows too long for the sequence length, on this rank so far: {self._notes} ({notes[-1]})")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: plain numbers, the same on every rank, valid for any number of ranks and workers."""
@@ -185,7 +196,8 @@ class MMDataLoader:
 
     def close(self) -> None:
         """Stop the workers; the position stays."""
-        running, self._running = getattr(self, "_running", None), None
+        running, self._running, self._loader = getattr(self, "_running", None), None, None
+        self._turn = getattr(self, "_turn", 0) + 1  # ends the iterators that were handed out
         shut_down = getattr(running, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()

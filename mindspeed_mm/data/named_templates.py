@@ -34,7 +34,9 @@ _MACROS = r"""
 {%- set system = own_system if own_system is not none else default_system -%}
 """
 
-_CHATML = _MACROS + r"""
+_CHATML = (
+    _MACROS
+    + r"""
 {%- if system or tools -%}
   {{- '<|im_start|>system\n' + system -}}
   {%- if tools -%}
@@ -76,8 +78,11 @@ _CHATML = _MACROS + r"""
   {%- if thinks and not enable_thinking -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}
 {%- endif -%}
 """
+)
 
-_HUMAN_ASSISTANT = _MACROS + r"""
+_HUMAN_ASSISTANT = (
+    _MACROS
+    + r"""
 {%- if system -%}{{- 'System: ' + system + eos_token + '\n' -}}{%- endif -%}
 {%- for message in messages -%}
   {%- if message.role == 'assistant' -%}
@@ -88,6 +93,7 @@ _HUMAN_ASSISTANT = _MACROS + r"""
   {%- endif -%}
 {%- endfor -%}
 """
+)
 
 
 class NamedTemplate(NamedTuple):

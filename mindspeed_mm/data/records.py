@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from mindspeed_mm.utils.errors import DataError, did_you_mean
 
 # What the published loaders read too; the tag in a text stands for the next medium of the row.
 IMAGE_TAG = os.environ.get("IMAGE_PLACEHOLDER", "<image>")
+
 
 class _Fault(Exception):
     """What is wrong with a row, before it is known for a message which row it is."""
@@ -90,9 +92,8 @@ class RecordReader:
         alpaca = attr.formatting == "alpaca"
         needed = ["prompt", "query", "response", "history", "system"] if alpaca else ["messages", "system"]
         if alpaca and (attr.prompt is None or attr.response is None):
-            raise DataError(
-                f"{where}: alpaca rows need dataset_param.attr.prompt and attr.response; columns found: {', '.join(found)}"
-            )
+            need = "alpaca rows need dataset_param.attr.prompt and dataset_param.attr.response"
+            raise DataError(f"{where}: {need}; columns found: {', '.join(found)}")
         for key in needed:
             name = getattr(attr, key)
             if name is not None and name not in found:
@@ -104,7 +105,8 @@ class RecordReader:
 
     def unused_columns(self, columns: Iterable[str]) -> list[str]:
         """Columns with a published name for media or tools that `attr` doesn't map, so that their content is unused."""
-        return [key for key in ("images", "videos", "audios", "tools") if key in columns and getattr(self.attr, key) is None]
+        usual = ("images", "videos", "audios", "tools")
+        return [key for key in usual if key in columns and getattr(self.attr, key) is None]
 
     def read(self, row: Mapping[str, Any], where: Place) -> Conversation:
         """Read one row.
@@ -119,7 +121,7 @@ class RecordReader:
         try:
             for column in (self.attr.videos, self.attr.audios):
                 if column and row.get(column):
-                    raise _Fault(f"column '{column}' holds {_short(row[column])}; images are the only media read so far")
+                    raise _Fault(f"column '{column}': {_short(row[column])}; images are the only media read so far")
             messages = self._alpaca(row) if self.attr.formatting == "alpaca" else self._sharegpt(row)
             system = row.get(self.attr.system) if self.attr.system else None
             if system and messages[0].role != "system":
@@ -162,7 +164,8 @@ class RecordReader:
         calls = turn.get("tool_calls")
         if content_tag not in turn and not calls:
             raise _Fault(
-                f"no key '{content_tag}' (attr.content_tag); keys found: {', '.join(turn)}{did_you_mean(content_tag, turn)}"
+                f"no key '{content_tag}' (attr.content_tag); keys found: {', '.join(turn)}"
+                f"{did_you_mean(content_tag, turn)}"
             )
         content = turn.get(content_tag)
         message = Message("assistant" if role == "function" else role, [""], train=_loss_flag(turn))
@@ -219,7 +222,7 @@ class RecordReader:
 
 
 def _role_table(attr: DatasetAttr) -> dict[str, str]:
-    """Role in the file → role in a conversation; published examples leave some tags null, their usual names still work."""
+    """Role in the file → role in a conversation. Published examples leave tags null; their usual names work then."""
     table = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
     for tag, role in ((attr.system_tag, "system"), (attr.observation_tag, "tool"), (attr.function_tag, "function")):
         if tag is not None:
@@ -257,7 +260,7 @@ def _loss_flag(turn: Mapping[str, Any]) -> bool:
 
 
 def _parts(content: Any) -> list[Part]:
-    """Content as parts: null is empty text; a list holds texts and typed parts, an image without a path is a placeholder."""
+    """Content as parts; null is empty text, a typed image without a path takes the next one of the image column."""
     if isinstance(content, str):
         return [content]
     if content is None:
@@ -325,8 +328,8 @@ def _place_images(messages: list[Message], images: list[ImageRef]) -> None:
     if found != len(images):
         raise _Fault(
             f"{found} {IMAGE_TAG} placeholder(s) in user and tool turns for {len(images)} image(s); the counts must be "
-            f"equal (in other turns {IMAGE_TAG} is ordinary text; a row that needs it as text beside an image can write "
-            "its content as a list of typed parts)"
+            f"equal (in other turns {IMAGE_TAG} is ordinary text; a row that needs the tag as text beside an image can "
+            "write its content as a list of typed parts)"
         )
     supply = iter(images)
     for message in placing:
@@ -359,11 +362,10 @@ def _plain_calls(calls: Any) -> list[dict[str, Any]]:
             raise _Fault(f"expected a tool call with 'name' and 'arguments', found {_short(call)}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
+            with contextlib.suppress(ValueError):  # templates write text arguments as they are
                 arguments = json.loads(arguments)
-            except ValueError:
-                pass  # templates write text arguments as they are
-        plain.append({"type": "function", "function": {"name": function["name"], "arguments": _without_nulls(arguments)}})
+        call = {"name": function["name"], "arguments": _without_nulls(arguments)}
+        plain.append({"type": "function", "function": call})
     return plain
 
 

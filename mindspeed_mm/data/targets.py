@@ -25,7 +25,9 @@ class Turn(NamedTuple):
     message: int
 
 
-def find_turns(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, where: Place) -> tuple[str, list[Turn]]:
+def find_turns(
+    template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, where: Place
+) -> tuple[str, list[Turn]]:
     """Render a conversation and find its targets.
 
     Args:
@@ -74,7 +76,9 @@ def _by_marks(template: ChatTemplate, messages: Messages, tools: Sequence[Any] |
     return text, turns
 
 
-def _by_stand_ins(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, text: str) -> list[Turn] | None:
+def _by_stand_ins(
+    template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, text: str
+) -> list[Turn] | None:
     """Two renderings, with the answers and with stand-ins: the pieces between stand-ins lie between the answers too."""
     assistants = _assistants(messages)
     if not assistants:
@@ -156,7 +160,9 @@ def _from_the_right(text: str, anchors: Sequence[Sequence[str]], end: int) -> li
     return result[::-1]
 
 
-def _by_prefixes(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, text: str) -> list[Turn] | None:
+def _by_prefixes(
+    template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, text: str
+) -> list[Turn] | None:
     """Render up to each assistant message, with the generation prompt, and up to its end; both must begin the text."""
     turns, end = [], template.end_of_turn.strip()
     for index in _assistants(messages):

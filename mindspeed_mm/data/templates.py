@@ -34,7 +34,9 @@ class ChatTemplate:
         self.name = name
         self.has_marks = _MARK.search(source) is not None
 
-    def render(self, messages: Messages, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Messages, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
+    ) -> str:
         """Return the text of a conversation. Template errors come through as Jinja raises them."""
         return self._render(messages, tools, add_generation_prompt, marks=False)[0]
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # place, and its tokens are made of the plain text afterwards.
 _FIRST_PRIVATE = 0xF0000
 
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, each [L] int64
+
 
 @dataclass
 class Tokens:
@@ -101,7 +103,7 @@ class Tokenizer:
         bos = self.tokenizer.bos_token
         return bos is None or not segments[0].startswith(bos)
 
-    def _plain(self, segments: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _plain(self, segments: Sequence[str]) -> list[Columns]:
         self._backend.no_truncation()
         self._backend.no_padding()
         adds = self._adds_specials(segments)
@@ -115,12 +117,9 @@ class Tokenizer:
 
     def _with_images(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
         """The processor's result; its parts are called directly once they have been seen to give the same."""
-        if self._fast:
-            return self._by_parts(segments, pictures)
-        whole = self._by_processor(segments, pictures)
         if self._fast is None:
-            self._fast = self._agrees(whole, segments, pictures)
-        return whole
+            self._fast = self._parts_agree(segments, pictures)
+        return (self._by_parts if self._fast else self._by_processor)(segments, pictures)
 
     def _by_processor(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
         text_options = {"return_offsets_mapping": True, "add_special_tokens": self._adds_specials(segments)}
@@ -131,7 +130,9 @@ class Tokenizer:
             text_kwargs=text_options,
             images_kwargs=self._image_options,
         )
-        moves = result["text_replacement_offsets"]
+        moves = [
+            [(move["span"], move["replacement"]) for move in moves] for moves in result["text_replacement_offsets"]
+        ]
         parts = [
             _unexpanded(_columns(ids, offsets), move)
             for ids, offsets, move in zip(result["input_ids"], result["offset_mapping"], moves, strict=True)
@@ -140,22 +141,38 @@ class Tokenizer:
 
     def _by_parts(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
         media = self.processor.image_processor(list(pictures), **self._image_options)
-        written = [self.processor.replace_image_token(media, image_idx=number) for number in range(len(pictures))]
-        expanded, moves = self.processor.get_text_with_replacements(list(segments), written)
+        written = iter([self._image_text(media, number) for number in range(len(pictures))])
+        token = self.processor.image_token
+        expanded, moves = [], []
+        for segment in segments:
+            places = [match.span() for match in re.finditer(re.escape(token), segment)]
+            moves.append([(span, next(written)) for span in places])
+            texts = iter([text for _, text in moves[-1]])
+            expanded.append(re.sub(re.escape(token), lambda _, texts=texts: next(texts), segment))
         parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
         return parts, dict(media)
 
-    def _agrees(self, whole: tuple[list, dict[str, Any]], segments: Sequence[str], pictures: Sequence[Image.Image]) -> bool:
+    def _image_text(self, media: Mapping[str, Any], number: int) -> str:
+        """What the image token is replaced by for one image."""
+        if hasattr(self.processor, "replace_image_token"):
+            return self.processor.replace_image_token(media, image_idx=number)
+        merged = self.processor.image_processor.merge_size**2
+        return self.processor.image_token * (int(media["image_grid_thw"][number].prod()) // merged)
+
+    def _parts_agree(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> bool:
+        """Whether the processor's parts, called directly, give what the whole processor gives."""
+        whole = self.processor(text=list(segments), images=list(pictures), images_kwargs=self._image_options)
         try:
             parts, media = self._by_parts(segments, pictures)
         except Exception:  # a processor built in another way: it is called whole
             return False
-        same_text = all(np.array_equal(a, b) for x, y in zip(whole[0], parts, strict=True) for a, b in zip(x, y, strict=True))
-        same_keys = whole[1].keys() == media.keys()
-        return same_text and same_keys and all(torch.equal(value, whole[1][key]) for key, value in media.items())
+        if not all(ids.tolist() == list(own) for (ids, *_), own in zip(parts, whole["input_ids"], strict=True)):
+            return False
+        tensors = {key: value for key, value in whole.items() if isinstance(value, torch.Tensor)}
+        return tensors.keys() == media.keys() and all(torch.equal(tensors[key], media[key]) for key in media)
 
 
-def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
     table = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = table[:, 0].copy(), table[:, 1]
     # Tokens of trimmed space get an empty span at its end: they stand for the character before it.
@@ -164,18 +181,22 @@ def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> tuple[np
     return np.asarray(ids, dtype=np.int64), starts, ends
 
 
-def _unexpanded(columns: tuple[np.ndarray, ...], moves: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, ...]:
-    """Bring positions in the text with expanded media back to the text before."""
+def _unexpanded(columns: Columns, moves: Sequence[tuple[tuple[int, int], str]]) -> Columns:
+    """Bring positions in a text with expanded media back to the text before.
+
+    Args:
+        columns: ids, starts and ends in the expanded text.
+        moves: For each medium, its span in the text before and the text written there.
+    """
     ids, starts, ends = columns
     if not moves:
         return columns
-    news = np.asarray([move["new_span"] for move in moves], dtype=np.int64)
-    olds = np.asarray([move["span"] for move in moves], dtype=np.int64)
-    new_starts, new_ends = starts.copy(), ends.copy()
-    after = np.searchsorted(news[:, 1], starts, side="right")  # media that end before each token
-    shift = np.concatenate(([0], olds[:, 1] - news[:, 1]))[after]
-    new_starts += shift
-    new_ends += shift
-    inside = (after < len(news)) & (starts >= news[np.minimum(after, len(news) - 1), 0])
-    new_starts[inside], new_ends[inside] = olds[after[inside], 0], olds[after[inside], 1]
-    return ids, new_starts, new_ends
+    old = np.asarray([span for span, _ in moves], dtype=np.int64)
+    growth = np.cumsum([len(text) - (span[1] - span[0]) for span, text in moves])
+    new_ends = old[:, 1] + growth
+    new_starts = old[:, 0] + np.concatenate(([0], growth[:-1]))
+    passed = np.searchsorted(new_ends, starts, side="right")  # media that end before a token
+    shift = np.concatenate(([0], growth))[passed]
+    at = np.minimum(passed, len(old) - 1)
+    inside = (passed < len(old)) & (starts >= new_starts[at])
+    return ids, np.where(inside, old[at, 0], starts - shift), np.where(inside, old[at, 1], ends - shift)

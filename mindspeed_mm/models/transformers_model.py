@@ -209,7 +209,9 @@ def _structure(model_class: Any, hf_config: Any) -> Any:
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        return model_class._from_config(hf_config, dtype=torch.float32)
+        model = model_class._from_config(hf_config, dtype=torch.float32)
+    model.tie_weights()  # transformers leaves it out together with the initialisation
+    return model
 
 
 def _set_attention(hf_config: Any, described: TransformersModelConfig) -> None:

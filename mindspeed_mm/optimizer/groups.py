@@ -40,10 +40,12 @@ def build_param_groups(
             if not any(wanted.lower() in name.lower() for name, _ in named):
                 parts = {part for name, _ in named for part in name.split(".") if not part.isdigit()}
                 raise ConfigError(f"{flag} {wanted}: no trainable parameter has this in its name{did_you_mean(wanted, parts)}")
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     for name, param in named:
         decays = param.dim() > 1 and not _matches(name, no_decay_names)
-        key = (1.0 if decays else 0.0, lr_mult if _matches(name, scaled_names) else 1.0)
+        # one fused kernel can't mix sharded and plain tensors, nor meshes: they go into groups of their own
+        mesh = getattr(param, "device_mesh", None)
+        key = (1.0 if decays else 0.0, lr_mult if _matches(name, scaled_names) else 1.0, mesh)
         group = groups.setdefault(key, {"params": [], "names": [], "wd_mult": key[0], "lr_mult": key[1]})
         group["params"].append(param)
         group["names"].append(name)

@@ -112,7 +112,8 @@ def _add_flag(section: Any, item: Flag) -> None:
 
 def reader(item: Flag) -> Callable[[Any], Any]:
     """Return the function that turns one word into a value of the flag, or raises with a sentence."""
-    read_kind = {bool: read_bool, int: read_int, float: read_float, str: str}[item.kind]
+    kinds: dict[type, Callable[[Any], Any]] = {bool: read_bool, int: read_int, float: read_float, str: str}
+    read_kind = kinds[item.kind]
 
     def read(word: Any) -> Any:
         if item.optional and (word is None or is_null_word(word) or (item.path and word == "")):

@@ -84,9 +84,13 @@ def refused(why: str) -> Callable[..., FlagDetails]:
     return functools.partial(flag, refused=why)
 
 
-@functools.cache
 def flags_of(group: type) -> tuple[Flag, ...]:
     """Return the flags that a group's fields declare, in their order."""
+    return _flags_of(group)
+
+
+@functools.cache
+def _flags_of(group: type) -> tuple[Flag, ...]:
     hints = typing.get_type_hints(group, include_extras=True)
     title = (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
     return tuple(_flag_of(field, hints[field.name], title) for field in dataclasses.fields(group))

@@ -20,14 +20,14 @@ from mindspeed_mm.utils.errors import ConfigError
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --train-iters 10 --use-torch-fsdp2"
 
-QUICKSTART = (
-    "--use-torch-fsdp2 --fsdp2-config-path fsdp2.yaml --ckpt-format torch_dcp --untie-embeddings-and-output-weights "
-    "--micro-batch-size 4 --global-batch-size 32 --seq-length 512 --train-iters 300 --lr 1.5e-3 "
-    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.01 --clip-grad 1.0 "
-    "--adam-beta1 0.9 --adam-beta2 0.95 --num-workers 1 --seed 42 --log-interval 1 --save-interval 100 --eval-interval 100 "
-    "--eval-iters 5 --save runs/quickstart --save-hf --mm-data data.json --mm-model model.json --mm-tool tools.json "
-    "--distributed-backend nccl"
-)
+QUICKSTART = """
+--use-torch-fsdp2 --fsdp2-config-path fsdp2.yaml --ckpt-format torch_dcp --untie-embeddings-and-output-weights
+--micro-batch-size 4 --global-batch-size 32 --seq-length 512 --train-iters 300 --lr 1.5e-3 --lr-decay-style cosine
+--lr-warmup-fraction 0.1 --min-lr 1e-5 --weight-decay 0.01 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95
+--num-workers 1 --seed 42 --log-interval 1 --save-interval 100 --eval-interval 100 --eval-iters 5
+--save runs/quickstart --save-hf --mm-data data.json --mm-model model.json --mm-tool tools.json
+--distributed-backend nccl
+"""
 
 # Flag and values as the published launch scripts write them; shell variables replaced by numbers.
 PUBLISHED = """

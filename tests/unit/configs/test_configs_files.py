@@ -26,7 +26,7 @@ def test_byte_order_mark_line_ends_and_chinese(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name, reader", [("a.json", read_json), ("a.yaml", read_yaml)])
 def test_not_utf8(tmp_path: Path, name: str, reader: Any) -> None:
-    path = written(tmp_path, name, b'{"a": 1,\n"b": "' + "图".encode("gbk") + b'"}')
+    path = written(tmp_path, name, b'{"a": 1,\n"b": "' + "中文".encode("gbk") + b'"}')
     with pytest.raises(ConfigError, match=rf"{name}, line 2: not UTF-8"):
         reader(path)
 
