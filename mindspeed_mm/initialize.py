@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.accelerator import torch
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 from mindspeed_mm.backends.protocol import Backend
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args

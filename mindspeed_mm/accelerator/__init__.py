@@ -7,13 +7,13 @@ foreign symbol. Everything else asks `current()`.
 from __future__ import annotations
 
 import functools
+import os
+
+import torch
 
 from mindspeed_mm.accelerator.base import Accelerator
-from mindspeed_mm.accelerator.torch_import import import_torch
 
-torch = import_torch()
-
-__all__ = ["Accelerator", "current", "import_torch", "resolve_backend"]
+__all__ = ["Accelerator", "current", "resolve_backend"]
 
 
 @functools.cache
@@ -22,8 +22,6 @@ def current() -> Accelerator:
 
     `MM_DEVICE=cpu|cuda|npu` in the environment overrides the choice.
     """
-    import os
-
     from mindspeed_mm.accelerator.cpu import CPUAccelerator
     from mindspeed_mm.utils.errors import ConfigError
 

@@ -59,7 +59,10 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoin
     elif word.isdigit():
         found = FoundCheckpoint(iteration_directory(root, int(word)), int(word))
     else:
-        raise CheckpointError(f"{root / TRACKER} holds '{word[:40]}'; expected an iteration number or 'release'")
+        raise CheckpointError(
+            f"{root / TRACKER} holds '{word[:40]}'; expected an iteration number or 'release'; "
+            f"'{root}' holds {_listing(root)}"
+        )
     if not (found.directory / ".metadata").is_file():
         raise CheckpointError(
             f"checkpoint '{found.directory}' is missing or not whole (no .metadata); '{root}' holds {_listing(root)}"

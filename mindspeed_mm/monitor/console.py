@@ -18,6 +18,7 @@ def format_step(record: dict[str, Any]) -> str:
             data_wait_fraction, padding_fraction, memory_bytes, eta_seconds.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    # no further colon may come before the elapsed time, and one a field after it: scripts split on them
     fields = [
         f" [{now}] iteration {record['iteration']:8d}/{record['train_iters']:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -53,7 +54,8 @@ def _extra_figures(record: dict[str, Any]) -> list[str]:
     if record.get("memory_bytes") is not None:
         shown.append(f"memory (MB): {record['memory_bytes'] / 2**20:.0f}")
     if record.get("eta_seconds") is not None:
-        shown.append(f"ETA: {datetime.timedelta(seconds=round(record['eta_seconds']))!s}".replace(":", "h", 1).replace(":", "m", 1))
+        minutes, seconds = divmod(round(record["eta_seconds"]), 60)
+        shown.append(f"ETA: {minutes // 60}h{minutes % 60:02d}m{seconds:02d}s")
     return shown
 
 

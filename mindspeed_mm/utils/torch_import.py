@@ -31,8 +31,9 @@ def import_torch() -> ModuleType:
     except Exception as error:
         if not _has_torch_npu():
             raise
+        cause = error.__cause__ or error
         raise MMError(
-            f"import torch failed while it loaded torch_npu ({type(error).__name__}: {error}). torch_npu needs the "
+            f"import torch failed while it loaded torch_npu ({type(cause).__name__}: {cause}). torch_npu needs the "
             "Ascend toolkit (CANN): on an NPU machine run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` first; "
             "to train on CPU or CUDA set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or run `pip uninstall torch_npu`."
         ) from error

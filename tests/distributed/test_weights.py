@@ -1,0 +1,126 @@
+"""Weights in and out: random ones that don't depend on the layout, exports that load with transformers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.launch import WRAP, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
+from tests.support.workers import RankPool, run_ranks
+
+
+def export(pool: Any, folder: Path, hf_dir: Path, model: dict[str, Any], **flags: Any) -> dict[str, torch.Tensor]:
+    """Train one step with a learning rate of 0 and return the exported weights."""
+    data = write_mixed_dataset(folder / "data", rows=4, seed=1)
+    files = write_run_files(folder, hf_dir, data, model=model, fsdp2={"sub_modules_to_wrap": WRAP})
+    settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 1, "save": folder / "run", "lr": 0.0}
+    words = launch_flags(files, **{**settings, "weight_decay": 0.0, "save_hf": True, "no_save_optim": True, **flags})
+    pool.run(run_entry, words, timeout=120)
+    return load_file(folder / "run/hf/model.safetensors")
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_random_weights_do_not_depend_on_the_layout(
+    ranks2: RankPool, ranks4: RankPool, tmp_path: Path, tie: bool
+) -> None:
+    hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", tie=tie, weights=False)
+    scratch = {"train_from_scratch": True}
+    runs = [
+        export(ranks2, tmp_path / "two", hf_dir, scratch),
+        export(ranks2, tmp_path / "meta", hf_dir, scratch, init_model_with_meta_device=True),
+        export(ranks4, tmp_path / "four", hf_dir, scratch, init_model_with_meta_device=True),
+        export(ranks2, tmp_path / "seed", hf_dir, scratch, seed=43),
+    ]
+    for other in runs[1:3]:
+        assert other.keys() == runs[0].keys()
+        assert all(torch.equal(other[k], v) for k, v in runs[0].items())
+    embedding = next(k for k in runs[0] if k.endswith("embed_tokens.weight"))
+    assert not torch.equal(runs[3][embedding], runs[0][embedding])
+    assert runs[0][embedding].std() == pytest.approx(0.02, rel=0.05)
+    assert ("lm_head.weight" in runs[0]) == (not tie)
+
+
+def test_meta_init_buffers_are_those_of_a_plain_load(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:
+    """F06: every buffer, persistent or not, bit-equal and fp32 on every rank, under bf16 compute."""
+    import transformers
+
+    plain = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen2_5_vl_dir)
+    expected = {n: b for n, b in plain.named_buffers()}
+    for found in ranks2.run(meta_buffers, str(qwen2_5_vl_dir), timeout=120):
+        assert found.keys() == expected.keys()
+        for name, buffer in expected.items():
+            assert found[name].dtype == buffer.dtype
+            assert torch.equal(found[name], buffer), name
+
+
+def meta_buffers(hf_dir: str) -> dict[str, torch.Tensor]:
+    """Build on meta, shard, load; return this rank's buffers."""
+    from mindspeed_mm.models.transformers_model import TransformersModel
+
+    with torch.device("meta"):
+        model = TransformersModel({"init_from_hf_path": hf_dir})
+    model.weights_come_later = True
+    model.fsdp2_overrides = {"param_dtype": "bf16", "sub_modules_to_wrap": WRAP, "sharding_size": "auto"}
+    model.fully_shard()
+    model.load_initial_weights()
+    return {n: b.clone() for n, b in model.model.named_buffers()}
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+def test_export_loads_with_transformers_alone(ranks2: RankPool, tmp_path: Path, tie: bool) -> None:
+    """K01, K10: weights unchanged by a step of rate 0; keys, config, processor, tokenizer, generation config are there."""
+    import transformers
+
+    hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", seed=7, tie=tie)
+    exported = export(ranks2, tmp_path / "run", hf_dir, {})
+    source = load_file(hf_dir / "model.safetensors")
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[k], v) for k, v in source.items())
+    folder = tmp_path / "run/run/hf"
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
+    assert type(transformers.AutoProcessor.from_pretrained(folder)).__name__ == "Qwen2_5_VLProcessor"
+    before, after = (json.loads((d / "config.json").read_text()) for d in (hf_dir, folder))
+    for key in ("architectures", "dtype", "tie_word_embeddings", "model_type"):
+        assert after.get(key) == before.get(key)
+    assert after["text_config"].get("use_cache") == before["text_config"].get("use_cache")
+    assert (folder / "generation_config.json").exists()
+
+
+def test_text_only_rows_leave_the_tower_alone(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:
+    """F02: a trainable tower that no row of a global batch feeds keeps its weights (no decay), and a resume works."""
+    data = write_mixed_dataset(tmp_path / "data", rows=4, seed=1, images=False)
+    files = write_run_files(tmp_path, qwen2_5_vl_dir, data, fsdp2={"sub_modules_to_wrap": WRAP})
+    settings = {"micro_batch_size": 1, "global_batch_size": 4, "save": tmp_path / "run", "save_hf": True}
+    settings |= {"weight_decay": 1.0, "lr": 0.01}
+    ranks2.run(run_entry, launch_flags(files, train_iters=2, **settings), timeout=120)
+    ranks2.run(run_entry, launch_flags(files, train_iters=3, load=tmp_path / "run", **settings), timeout=120)
+    assert len(metrics_of(tmp_path / "run")[0]) == 3
+    before, after = load_file(qwen2_5_vl_dir / "model.safetensors"), load_file(tmp_path / "run/hf/model.safetensors")
+    towers = [k for k in before if "visual" in k]
+    assert towers
+    assert all(torch.equal(before[k], after[k]) for k in towers)
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_import_is_free_of_megatron() -> None:
+    """The FSDP2 road never imports megatron-core (7 s)."""
+    assert run_ranks(imported_megatron, 1) == [[]]
+
+
+def imported_megatron() -> list[str]:
+    """Names of megatron modules that the entry script's imports brought in."""
+    import sys
+
+    import mindspeed_mm.models.transformers_model
+    import mindspeed_mm.training  # noqa: F401
+
+    return [name for name in sys.modules if name.split(".")[0] == "megatron"]

@@ -1,0 +1,50 @@
+"""The log line keeps the shape that published scripts parse."""
+
+from __future__ import annotations
+
+import re
+
+from mindspeed_mm.monitor.console import format_evaluation, format_step
+
+RECORD = {
+    "iteration": 7,
+    "train_iters": 100,
+    "consumed_samples": 224,
+    "step_ms": 1234.56,
+    "learning_rate": 1e-5,
+    "global_batch_size": 32,
+    "loss": 2.5,
+    "grad_norm": 1.25,
+    "skipped_iterations": 1,
+    "nan_iterations": 0,
+    "tokens_per_second": 1000.0,
+    "eta_seconds": 3700.0,
+    "data_wait_fraction": 0.01,
+    "padding_fraction": 0.25,
+    "memory_bytes": 2**30,
+}
+
+
+def test_the_published_fields_come_first_in_their_order() -> None:
+    line = format_step(RECORD)
+    assert re.match(
+        r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +7/ +100 \| consumed samples: +224 \| "
+        r"elapsed time per iteration \(ms\): 1234\.6 \| learning rate: 1\.000000E-05 \| global batch size: +32 \| "
+        r"loss: 2\.500000E\+00 \| grad norm: 1\.250 \| number of skipped iterations: +1 \| number of nan iterations: +0 \|",
+        line,
+    )
+
+
+def test_the_time_is_the_fifth_field_between_colons() -> None:
+    assert float(format_step(RECORD).split(":")[4].split("|")[0]) == 1234.6
+
+
+def test_new_figures_hold_no_surplus_colon() -> None:
+    tail = format_step(RECORD).split("number of nan iterations:")[1]
+    assert all(len(field.split(":")) == 2 for field in tail.split("|")[1:-1])
+    assert "padding: 25.0%" in tail
+    assert "ETA: 1h01m40s" in tail
+
+
+def test_evaluation_line() -> None:
+    assert "validation loss at iteration 7 | validation batches: 5 | loss: 1.500000E+00 |" in format_evaluation(7, 5, 1.5)
