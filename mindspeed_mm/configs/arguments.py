@@ -131,7 +131,7 @@ def resolve_train_iters(args: Namespace, rows: int | None, global_batches_per_ep
             )
         if rows < 1:
             raise ConfigError(f"--train-epochs {args.train_epochs:g}: the training data hold no rows")
-        # 0.1 × 30 is a little more than 3 in floating point: not a fourth step.
+        # 0.07 × 100 is a little more than 7 in floating point: not an eighth step.
         steps = math.ceil(args.train_epochs * global_batches_per_epoch - 1e-9)
         args.train_iters = max(1, steps)
         _settle_schedule(args)

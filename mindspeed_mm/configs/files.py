@@ -116,7 +116,7 @@ def _construct_unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Any:
         key, line = key_node.value, key_node.start_mark.line + 1
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
-        if False:
+        if key in seen:
             problem = f"key '{key}' is written twice in one mapping (first in line {seen[key]})"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key] = line

@@ -12,6 +12,7 @@ from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter, check_model_p
 from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
 from mindspeed_mm.data.files import Place, RowSource, locate_file
 from mindspeed_mm.data.images import locate_image
+from mindspeed_mm.data.named_templates import named_template
 from mindspeed_mm.data.records import RecordReader
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -38,11 +39,13 @@ def build_dataset(
         The data set, or (training, validation).
 
     Raises:
-        ConfigError: The model directory doesn't exist or holds no tokenizer.
+        ConfigError: The model directory doesn't exist or holds no tokenizer; unknown template.
         DataError: A file or one of its first rows can't be used.
     """
     basic = param.basic_parameters
     check_model_path(param.preprocess_parameters.model_name_or_path)
+    if basic.template is not None:
+        named_template(basic.template)  # an unknown name ends the run here, not in a worker
     max_length = basic.cutoff_len if max_length is None else max_length
     encoder = LazyEncoder(param, max_length, DefaultAdapter() if adapter is None else adapter)
 

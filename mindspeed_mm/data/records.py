@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -100,8 +101,13 @@ class RecordReader:
                 raise DataError(f"{where}: {_missing_column(key, name, found)}")
         for key in ("images", "videos", "audios", "tools"):
             name = getattr(attr, key)
-            if name is not None and name not in found and did_you_mean(name, found):
+            if name is not None and name not in found and self._looks_misspelt(name, found):
                 raise DataError(f"{where}: {_missing_column(key, name, found)}")
+
+    def _looks_misspelt(self, name: str, found: Iterable[str]) -> bool:
+        """Whether a column that nothing else is mapped to has nearly this name ('images' is near to 'messages', too)."""
+        mapped = {getattr(self.attr, key) for key in type(self.attr).model_fields}
+        return bool(difflib.get_close_matches(name, [column for column in found if column not in mapped], cutoff=0.8))
 
     def unused_columns(self, columns: Iterable[str]) -> list[str]:
         """Columns with a published name for media or tools that `attr` doesn't map, so that their content is unused."""

@@ -5,6 +5,7 @@ Called in one visible order by FSDP2Mixin: recompute, wrap (children first, root
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,8 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     Modules that share a parameter (tied embeddings and head) become one unit: apart, the second one would be left
     without the tensor that the first one sharded.
     """
+    # transformers outputs carry views (features of each image); torch warns of in-place use, and there is none
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for unit in _units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, **plan.kwargs())

@@ -141,7 +141,7 @@ def test_train_samples_become_steps(run_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "epochs, batches, steps",
-    [(2, 2.5, 5), (0.1, 30, 3), (0.1, 31, 4), (1, 0, 1), (0.001, 5, 1), (3, 7, 21), (1.5, 2.5, 4)],
+    [(2, 2.5, 5), (0.07, 100, 7), (0.1, 30, 3), (0.1, 31, 4), (1, 0, 1), (0.001, 5, 1), (3, 7, 21), (1.5, 2.5, 4)],
 )
 def test_epochs_become_steps(run_folder: Path, epochs: float, batches: float, steps: int) -> None:
     args = validated(f"--train-epochs {epochs}")

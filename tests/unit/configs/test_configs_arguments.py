@@ -104,6 +104,8 @@ def test_a_list_default_is_not_shared_between_parses(run_folder: Path) -> None:
         ("--save-hf 50", "save_hf", 50),
         ("--eval-interval None", "eval_interval", None),
         ("--no-manual-gc-eval", "manual_gc_eval", False),
+        ("--no-manual-gc-eval false", "manual_gc_eval", True),
+        ("--manual-gc-eval false", "manual_gc_eval", False),
         ("--bf16 False", "bf16", False),
         ("--bf16 true", "params_dtype", "bf16"),
         ("--fp16", "params_dtype", "fp16"),
@@ -226,6 +228,16 @@ def test_extra_args_provider_and_defaults(run_folder: Path, said: list[str]) -> 
     assert args.lrr == 1 and len(said) == 1 and "'lrr'" in said[0] and "'lr'" in said[0]
     with pytest.raises(ConfigError, match=r"--my-dept.*'--my-depth'"):
         parse_args([*MINIMAL.split(), "--my-dept", "3"], provider)
+
+
+def test_a_flag_that_the_script_redefines_is_the_scripts_own(run_folder: Path, said: list[str]) -> None:
+    def provider(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--swiglu", action="store_true")
+        parser.add_argument("--lora-r", type=int, default=4)
+        return parser
+
+    args = parse_args([*MINIMAL.split(), "--swiglu"], provider)
+    assert (args.swiglu, args.lora_r) == (True, 4) and said == []
 
 
 def test_environment_gives_ranks(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

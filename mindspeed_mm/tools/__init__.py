@@ -1,0 +1,1 @@
+"""Command lines: convert, plan, report, doctor, data check."""

@@ -1,0 +1,204 @@
+"""Write docs/configuration.md from the schema: every flag and every key, with type, default and meaning.
+
+`python scripts/make_configuration_docs.py` writes the file; `--check` only says whether it is up to date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mindspeed_mm.configs import data_rules, model_rules  # noqa: E402
+from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
+from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
+from mindspeed_mm.configs.flags.spec import Flag, flags_of  # noqa: E402
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
+from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
+from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
+from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
+from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+
+INTRODUCTION = """# Configuration
+
+<!-- Made by scripts/make_configuration_docs.py from mindspeed_mm/configs: change the schema, then run the script. -->
+
+A run is described by the flags of its launch command and by up to four files that flags name:
+
+| file | flag | says |
+|---|---|---|
+| `model.json` | `--mm-model` | which HF model is trained, what of it is frozen, which loss |
+| `data.json` | `--mm-data` | which rows, how they are read, how they are batched |
+| `tools.json` | `--mm-tool` | profiler and memory snapshots; may be `{}` or absent |
+| `fsdp2.yaml` | `--fsdp2-config-path` | how the model is sharded, recomputed, prefetched, offloaded |
+
+In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
+A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
+
+Rules that hold everywhere:
+
+* An unknown key or flag is an error that names the file (or flag), the key and the nearest valid name. All faults of
+  a file are told at once. A key written twice in one object is an error.
+* A published key or flag that has no effect here is accepted, and said once with the reason. One whose neglect would
+  change what is trained, and that is not there yet, is an error.
+* `true`/`false`, `on`/`off`, `yes`/`no`, `1`/`0`, also as text and in any case, are booleans; anything else is refused
+  where a boolean is expected. `"False"` is false.
+* `1e-5`, `1E5` and numbers written as text are numbers where a number is expected.
+* `null`, and the words `None` and `null`, mean null; where a key has no null of its own they mean its default.
+* Files are UTF-8, whatever the locale, with or without a byte-order mark.
+* `--micro_batch_size` is `--micro-batch-size`; `--flag=value` is `--flag value`; flags are never abbreviated. A switch
+  may be followed by `true` or `false`.
+* A model of your own (a `plugin` in model.json, or a script of your own) may have keys of its own in model.json; only
+  one that is close to a known key is mentioned.
+"""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def flag_row(item: Flag) -> list[str]:
+    """Return the table row of one flag."""
+    names = ", ".join(f"`{name}`" for name in (*item.spellings, *item.off_spellings))
+    default = "" if item.default in (None, []) or item.kind is bool else f"{item.default}"
+    if item.kind is bool and item.spellings and item.default:
+        default = "on"
+    return [names, item.type_words, default, item.help]
+
+
+def flag_chapters() -> str:
+    """Return the tables of honoured flags, then those without effect, then the refused ones."""
+    parts = ["## Flags\n"]
+    for group in GROUPS:
+        rows = [flag_row(item) for item in flags_of(group) if not item.no_effect and not item.refused]
+        if rows:
+            title = flags_of(group)[0].group
+            parts.append(f"### {title}\n\n" + table(("flag", "type", "default", "meaning"), rows))
+    every = [item for group in GROUPS for item in flags_of(group)]
+    parts.append(
+        "### Accepted, without effect here\n\nEach is said once, with the reason.\n\n"
+        + table(("reason", "flags"), _by_reason([(i.no_effect, _names(i)) for i in every if i.no_effect]))
+    )
+    parts.append(
+        "### Not there yet\n\nGiving one is an error, because leaving it out would change the result.\n\n"
+        + table(("what to do", "flags"), _by_reason([(i.refused, _names(i)) for i in every if i.refused]))
+    )
+    return "\n".join(parts)
+
+
+def _names(item: Flag) -> str:
+    return f"`{item.spelling}`"
+
+
+def _by_reason(pairs: Sequence[tuple[str | None, str]]) -> list[list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        grouped.setdefault(str(reason), []).append(name)
+    return [[reason, ", ".join(names)] for reason, names in grouped.items()]
+
+
+def type_words(annotation: Any) -> str:
+    """Say an annotation in a few words."""
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_words(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_words(part) for part in typing.get_args(annotation)))
+    if typing.get_origin(annotation) is Literal:
+        return ", ".join(str(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is list:
+        return "list of " + type_words(typing.get_args(annotation)[0])
+    words = {bool: "boolean", int: "whole number", float: "number", str: "text"}
+    return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def section_rows(cls: type[Section], prefix: str = "") -> list[list[str]]:
+    """Return the table rows of a section's keys, and of the sections inside it."""
+    rows = []
+    for name, info in cls.model_fields.items():
+        path, inner = join(prefix, name), section_class(info.annotation)
+        if inner is not None:
+            rows.append([f"`{path}`", "object", "", info.description or ""])
+            rows += section_rows(inner, path)
+            continue
+        default = "required" if info.is_required() else _default_words(info.default)
+        rows.append([f"`{path}`", type_words(info.annotation), default, info.description or ""])
+    return rows
+
+
+def _default_words(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def file_chapter(
+    name: str,
+    cls: type[Section],
+    kind: str | None = None,
+    rules: Sequence[NoEffect] = (),
+    refused: Sequence[Refused] = (),
+) -> str:
+    """Return the chapter of one file."""
+    about = (cls.__doc__ or "").strip().split("\n\n")
+    parts = [f"## {name}\n", *(f"{' '.join(part.split())}\n" for part in about)]
+    parts.append(table(("key", "type", "default", "meaning"), section_rows(cls)))
+    if refused:
+        parts.append("Values that are refused:\n")
+        parts.append(table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in refused]))
+    if kind and rules:
+        fields = set(key_paths(cls))
+        paths = sorted(published_paths(kind) - fields)
+        pairs = []
+        for path in paths:
+            rule = next(rule for rule in rules if re.fullmatch(rule.pattern, path))
+            if rule is not rules[-1] and not any(path == item.path for item in refused):
+                pairs.append((rule.why, f"`{path}`"))
+        parts.append(
+            "Published keys that are accepted and have no effect here (any other published key belongs to another "
+            "kind of run and is accepted too):\n"
+        )
+        parts.append(table(("reason", "keys"), _by_reason(pairs)))
+    return "\n".join(parts)
+
+
+def make_page() -> str:
+    """Return the whole page."""
+    chapters = [
+        INTRODUCTION,
+        flag_chapters(),
+        file_chapter("fsdp2.yaml", Fsdp2Config),
+        file_chapter("model.json", TransformersModelConfig, "model", model_rules.NO_EFFECT, model_rules.REFUSED),
+        file_chapter("data.json", DataConfig, "data", data_rules.NO_EFFECT, data_rules.REFUSED),
+        file_chapter("tools.json", ToolsConfig),
+    ]
+    return "\n".join(chapters)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or check it; return the exit status."""
+    page = make_page()
+    if "--check" in argv:
+        fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+        print(f"{PAGE} is {'up to date' if fresh else 'out of date: run scripts/make_configuration_docs.py'}")
+        return 0 if fresh else 1
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Run the test suite in the checkout's own .venv (made on the first call). Arguments go to pytest:
+#   bash scripts/test.sh                     the suite that CI runs
+#   bash scripts/test.sh tests/unit -k mask  a part of it
+#   bash scripts/test.sh -m full             the whole layout tables
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/common.sh
+
+mm_make_venv
+mm_activate_venv
+
+# One thread a process: the distributed tests start several. The suite works without a network and says so to the hub client.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+exec python -m pytest --durations=15 --durations-min=2 "$@"

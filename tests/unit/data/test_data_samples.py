@@ -1,0 +1,204 @@
+"""Samples: ids equal to the processor's, media beside them, literals that stay text, cuts at whole turns."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.utils.errors import DataError
+from tests.unit.data.data_rows import talk, targets, turn
+
+
+def _expected(row: dict[str, Any], folder: Path, processor: Any) -> dict[str, torch.Tensor]:
+    """What transformers' processor makes of the row."""
+    messages = []
+    for message in row["messages"]:
+        pieces = message["content"].split("<image>")
+        parts: list[dict[str, Any]] = []
+        for number, piece in enumerate(pieces):
+            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": piece}] * bool(piece)
+        messages.append({**message, "content": parts})
+    text = processor.apply_chat_template(messages)
+    pictures = [Image.open(folder / name).convert("RGB") for name in row["images"]]
+    return processor(text=[text], images=pictures or None, return_tensors="pt")
+
+
+def test_samples_equal_the_processor(param: Any, images: list[str], tmp_path: Path, processor: Any) -> None:
+    """0, 1, 2 and 3 images, several turns, a system text: every tensor equal, the first row and later ones."""
+    a, b, c = images
+    rows = [
+        talk("one <image>", "ok", images=[a]),
+        talk("no image", "ok", "and then", "nothing", system="brief", images=[]),
+        talk("<image> or <image>", "ok", "and<image>", "图片里有什么", images=[c, a, b]),
+        talk("two<image><image>", "ok", images=[b, b]),
+    ]
+    dataset = build_mm_dataset(param(rows))
+    for row, sample in zip(rows, (dataset[i] for i in range(4)), strict=True):
+        expected = _expected(row, tmp_path, processor)
+        for key in ("input_ids", "mm_token_type_ids"):
+            assert sample[key].dtype == torch.int64
+            assert torch.equal(sample[key], expected[key][0]), key
+        assert ("pixel_values" in sample) == bool(row["images"])
+        for key in ("pixel_values", "image_grid_thw"):
+            assert torch.equal(sample[key], expected[key]) if row["images"] else key not in sample
+    assert dataset.encoder.tokenizer._fast  # the processor's parts were seen to agree, and used
+
+
+def test_a_processor_of_another_kind_is_called_whole(
+    param: Any, images: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the parts don't give the processor's result, the processor itself is used; the sample is the same."""
+    rows = [talk("one <image> two <image>", "ok", "and", "so", images=images[:2])]
+    usual = build_mm_dataset(param(rows))[0]
+    monkeypatch.setattr(Tokenizer, "_image_text", lambda *_: "<|image_pad|>")
+    dataset = build_mm_dataset(param(rows))
+    other = dataset[0]
+    assert dataset.encoder.tokenizer._fast is False
+    assert usual.keys() == other.keys() and all(torch.equal(usual[key], other[key]) for key in usual)
+
+
+def test_model_tokens_typed_by_a_person_stay_text(param: Any, images: list[str], processor: Any) -> None:
+    """D01: the model's own image token in a text is spelt out, alone and beside a picture that keeps its place."""
+    rows = [
+        talk("what is <|image_pad|> or <|video_pad|>?", "<image> is <|image_pad|>.", images=[]),
+        talk("<|image_pad|> before <image> after", "I see <|image_pad|>", images=images[1:2]),
+    ]
+    dataset = build_mm_dataset(param(rows))
+    media = {processor.image_token_id, processor.video_token_id}
+    text, picture = dataset[0], dataset[1]
+    decode = processor.tokenizer.decode
+    assert not media & set(text["input_ids"].tolist())
+    assert "what is <|image_pad|> or <|video_pad|>?" in decode(text["input_ids"])
+    assert targets(text, processor.tokenizer) == "<image> is <|image_pad|>.<|im_end|>"
+    assert int(picture["mm_token_type_ids"].sum()) == int(picture["image_grid_thw"].prod()) // 4
+    at = (picture["mm_token_type_ids"] == 1).nonzero().flatten()
+    assert decode(picture["input_ids"][: at[0]]).endswith("<|image_pad|> before <|vision_start|>")
+    assert decode(picture["input_ids"][at[-1] + 1 :]).startswith("<|vision_end|> after")
+    assert targets(picture, processor.tokenizer) == "I see <|image_pad|><|im_end|>"
+
+
+def test_split_special_tokens_spells_out_every_typed_token(param: Any, processor: Any) -> None:
+    rows = [talk("end with <|im_end|>", "ok")]
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    counts = [
+        build_mm_dataset(param(rows, preprocess={"split_special_tokens": split}))[0]["input_ids"].tolist().count(end)
+        for split in (False, True)
+    ]
+    assert counts == [4, 3]  # system, user, assistant; and the typed one unless it is split
+
+
+def test_length_limit_is_inclusive(param: Any) -> None:
+    """T06: a row of exactly the limit is kept whole; one token more and its last turn goes."""
+    row = talk("q", "one", "r", "two")
+    length = len(build_mm_dataset(param([row]))[0]["input_ids"])
+    whole = build_mm_dataset(param([row]), max_length=length)[0]
+    shorter = build_mm_dataset(param([row]), max_length=length - 1)[0]
+    assert len(whole["input_ids"]) == length and "note" not in whole
+    assert torch.equal(shorter["input_ids"], build_mm_dataset(param([talk("q", "one")]))[0]["input_ids"])
+    assert f"{length} tokens, cut after" in shorter["note"]
+    assert len(build_mm_dataset(param([row], cutoff_len=length - 1))[0]["input_ids"]) < length
+
+
+@pytest.mark.parametrize("inside", [1, 3, 5, 8, 12])
+def test_a_limit_inside_an_image_takes_the_whole_turn(
+    param: Any, images: list[str], processor: Any, inside: int
+) -> None:
+    """T01: a limit within the second image's tokens leaves the first turn with its image, and every side tensor cut."""
+    row = talk("see <image>", "one", "see <image> too", "two", images=[images[0], images[2]])
+    first = build_mm_dataset(param([talk("see <image>", "one", images=images[:1])]))[0]
+    whole = build_mm_dataset(param([row]))[0]
+    run = (whole["mm_token_type_ids"] == 1).nonzero().flatten()[4:]
+    cut = build_mm_dataset(param([row]), max_length=int(run[0]) + inside)[0]
+    note = cut.pop("note")
+    assert cut.keys() == first.keys() and all(torch.equal(cut[key], first[key]) for key in first)
+    assert "row 1" in note
+    assert int(cut["mm_token_type_ids"].sum()) == int(cut["image_grid_thw"].prod()) // 4 == len(cut["pixel_values"]) // 4
+
+
+def test_row_whose_first_answer_doesnt_fit_trains_nothing(param: Any, images: list[str]) -> None:
+    """T01: the row keeps its place in the order; its length is in the note."""
+    sample = build_mm_dataset(param([talk("see <image>", "one " * 50, images=images[:1])]), max_length=40)[0]
+    assert set(sample["labels"].tolist()) == {-100} and "pixel_values" not in sample
+    assert "not even the first answer fits into 40" in sample["note"]
+    trailing = talk("q", "a", "a long question without an answer " * 9)
+    assert "cut after" in build_mm_dataset(param([trailing]), max_length=60)[0]["note"]
+
+
+def test_filler(param: Any) -> None:
+    filler = build_mm_dataset(param([talk("q", "a")]))[-1]
+    assert filler["labels"].tolist() == [-100, -100] and len(filler["input_ids"]) == 2
+    assert int(filler["num_rows"]) == 0 and filler["mm_token_type_ids"].tolist() == [0, 0]
+
+
+def test_text_model_has_no_processor(param: Any, text_dir: Path, images: list[str], tokenizer: Any) -> None:
+    """A tokenizer alone is enough for text; a row with an image says what is missing."""
+    rows = [talk("q", "a"), talk("<image>", "a", images=images[:1])]
+    dataset = build_mm_dataset(param(rows, model=text_dir))
+    assert sorted(dataset[0]) == ["input_ids", "labels"]
+    assert dataset.pad_token_id == tokenizer.pad_token_id
+    with pytest.raises(DataError, match=r"row 2: the row has 1 image\(s\), but .* no image processor"):
+        dataset[1]
+
+
+def test_data_set_loads_nothing_before_the_first_sample_and_is_picklable(param: Any) -> None:
+    dataset = build_mm_dataset(param([talk("q", "a"), talk("r", "b")]))
+    assert dataset._encoder._encoder is None
+    before = dataset[1]
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again._encoder._encoder is None
+    assert torch.equal(again[1]["input_ids"], before["input_ids"])
+
+
+def test_damaged_image_names_the_row(param: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"<html>")
+    dataset = build_mm_dataset(param([talk("<image>", "a", images=["bad.png"])]))
+    with pytest.raises(DataError, match=r"rows\.json, row 1: .*bad\.png can't be decoded"):
+        dataset[0]
+
+
+def test_what_the_processor_refuses_names_the_row(param: Any, tmp_path: Path) -> None:
+    """I01: a picture beyond the processor's aspect ratio."""
+    Image.new("RGB", (3000, 2)).save(tmp_path / "thin.png")
+    dataset = build_mm_dataset(param([talk("<image>", "a", images=["thin.png"])]))
+    with pytest.raises(DataError, match=r"rows\.json, row 1: the processor refuses this row: .*aspect ratio"):
+        dataset[0]
+
+
+def test_pixel_limits_are_applied_before_the_processor(param: Any, images: list[str]) -> None:
+    rows = [talk("<image>", "a", images=images[2:])]
+    usual = build_mm_dataset(param(rows))[0]["image_grid_thw"]
+    limited = build_mm_dataset(param(rows, preprocess={"image_max_pixels": 56 * 56, "image_min_pixels": 0}))[0]
+    assert int(limited["image_grid_thw"].prod()) < int(usual.prod())
+
+
+def test_parquet_with_images_as_bytes(param: Any, tmp_path: Path, images: list[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    content = (tmp_path / images[0]).read_bytes()
+    rows = [talk("<image>", "a", images=[{"path": None, "bytes": content}]), talk("q", "a", images=None)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    by_path = build_mm_dataset(param([talk("<image>", "a", images=images[:1])]))[0]
+    dataset = build_mm_dataset(param("rows.parquet"))
+    sample = dataset[0]
+    assert sample.keys() == by_path.keys() and all(torch.equal(sample[key], by_path[key]) for key in by_path)
+    assert "pixel_values" not in dataset[1]
+
+
+def test_tool_schemas_reach_the_template_once(param: Any, text_dir: Path, tokenizer: Any) -> None:
+    """D11: as JSON text in one row, as a list in another, absent in a third; null content never becomes a word."""
+    call = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    turns = [turn("user", "q"), turn("assistant", None, tool_calls=call), turn("tool", "r"), turn("assistant", "so")]
+    rows = [{"messages": turns, "tools": tools} for tools in ('[{"name": "look"}]', [{"name": "look"}], None)]
+    dataset = build_mm_dataset(param(rows, attr={"tools": "tools"}, model=text_dir))
+    texts = [tokenizer.decode(dataset[i]["input_ids"]) for i in range(3)]
+    assert texts[0] == texts[1] and [text.count("# Tools") for text in texts] == [1, 1, 0]
+    assert not any("None" in text for text in texts)
+    assert targets(dataset[2], tokenizer).startswith("<tool_call>")
