@@ -1,7 +1,8 @@
 """mindspeed_mm: a training framework for multimodal models (understanding, generation, omni).
 
 Importing it is cheap (no torch): it only makes `from megatron.training import get_args` answer
-(see `configs/megatron_standin.py`), so that published entry scripts work where Megatron-LM is absent. Where torch_npu is
+(see `configs/megatron_standin.py`), so that published entry scripts work where Megatron-LM is absent. Where torch_npu
+is
 installed, torch is imported at once, so that a missing CANN is told in a sentence before anything else trips over it.
 """
 

@@ -104,7 +104,9 @@ def _tell_torchrun(message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    content = {"message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}}
+    content = {
+        "message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    }
     try:
         with open(path, "w", encoding="utf-8") as f:
             json.dump(content, f)

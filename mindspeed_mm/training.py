@@ -95,11 +95,20 @@ def pretrain(
 
 
 def train(
-    forward_step: ForwardStep | None, data: RunData, backend: Backend, args: Any, progress: Progress, memory: MemorySnapshots
+    forward_step: ForwardStep | None,
+    data: RunData,
+    backend: Backend,
+    args: Any,
+    progress: Progress,
+    memory: MemorySnapshots,
 ) -> None:
     """Step until --train-iters, a stop request or a time limit; save and export at the end."""
     assert forward_step is not None, "pretrain() was given no forward_step function"
-    writer = CheckpointWriter(args.save, int(os.environ["RANK"]) == 0, backend.barrier, args.save_total_limit) if args.save else None
+    writer = (
+        CheckpointWriter(args.save, int(os.environ["RANK"]) == 0, backend.barrier, args.save_total_limit)
+        if args.save
+        else None
+    )
     watch = _open_watch(backend, args, resumed=progress.iteration > 0)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started = time.time()
@@ -244,7 +253,7 @@ def _open_watch(backend: Backend, args: Any, *, resumed: bool) -> Watch:
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return interval is not None and interval > 0 and iteration % interval == 0
 
 
 def _must_exit(iteration: int, started: float, args: Any) -> bool:

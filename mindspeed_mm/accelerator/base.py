@@ -30,10 +30,10 @@ class Accelerator(ABC):
     def max_memory_allocated(self) -> int:
         """Largest number of bytes in use so far (CPU: peak resident set size)."""
 
-    def set_device(self) -> None:
+    def set_device(self) -> None:  # noqa: B027 (the host needs no binding)
         """Bind this process to its device."""
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 (the host has no queue)
         """Wait until the device has done all work handed to it."""
 
     def manual_seed(self, seed: int) -> None:
@@ -57,10 +57,10 @@ class Accelerator(ABC):
         """Profiler activities of this device."""
         return [torch.profiler.ProfilerActivity.CPU]
 
-    def record_memory_history(self, stacks: str, max_entries: int | None) -> None:
+    def record_memory_history(self, stacks: str, max_entries: int | None) -> None:  # noqa: B027
         """Start recording the device allocator's events (tools.json: memory_profile)."""
 
-    def dump_memory_snapshot(self, path: str) -> None:
+    def dump_memory_snapshot(self, path: str) -> None:  # noqa: B027
         """Write what was recorded to `path` and stop recording."""
 
     def resolve_backend(self, requested: str | None, needs_cpu_tensors: bool = False) -> str:

@@ -90,7 +90,8 @@ class FSDP2Backend:
                 (model,) = model
             if not hasattr(model, "fully_shard"):
                 raise ConfigError(
-                    f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; derive "
+                    f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; "
+                    "derive "
                     "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
                 )
             fills_itself = on_meta and hasattr(model, "load_initial_weights")
@@ -142,7 +143,12 @@ class FSDP2Backend:
         mean = self._micro_batches * self.data_parallel_size
         self._release_idle_towers(reduced.counts)
         pending = PendingFSDP2Step(
-            self, loss, norm, {n: m / mean for n, m in zip(names, metrics, strict=True)}, reduced.counts, reduced.stop > 0
+            self,
+            loss,
+            norm,
+            {n: m / mean for n, m in zip(names, metrics, strict=True)},
+            reduced.counts,
+            reduced.stop > 0,
         )
         self._step_optimizer(norm, loss, divisor * self._loss_scale)
         self.optimizer.zero_grad(set_to_none=True)
@@ -153,7 +159,9 @@ class FSDP2Backend:
         return pending
 
     @torch.no_grad()
-    def evaluate(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> tuple[float, float]:
+    def evaluate(
+        self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
+    ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator) over all ranks."""
         self.model.eval()
         self._start_sums()

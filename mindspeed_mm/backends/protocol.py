@@ -75,7 +75,9 @@ class Backend(Protocol):
             stop_requested: whether this rank was asked to stop; told to all in the same reduction.
         """
 
-    def evaluate(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> tuple[float, float]:
+    def evaluate(
+        self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
+    ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator), global."""
 
     def barrier(self) -> None:
@@ -97,7 +99,8 @@ def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | Non
     Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics).
 
     Returns:
-        (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and ranks.
+        (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and
+        ranks.
     """
     if isinstance(output, torch.Tensor):
         return output, None, {}

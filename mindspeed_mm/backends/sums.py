@@ -33,7 +33,8 @@ def reduce_step_sums(
 
     Figures that are known on the host (rows, tokens, media, a stop request) must be known there again at once: which
     tower is idle decides what the optimizer touches. Where the device is the host, everything travels in one vector;
-    elsewhere the host's part goes through the host group, which runs beside the device's queue instead of waiting for it.
+    elsewhere the host's part goes through the host group, which runs beside the device's queue instead of waiting for
+    it.
 
     Args:
         device_values: [k] float, on the device.

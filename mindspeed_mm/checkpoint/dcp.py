@@ -76,7 +76,8 @@ def load(
     if optimizer is not None:
         if not extra.get("has_optimizer", True):
             raise CheckpointError(
-                f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its weights"
+                f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its "
+                "weights"
             )
         tensors |= optimizer_tensors(model, optimizer)
     try:
@@ -134,10 +135,15 @@ def _random_state() -> dict[str, torch.Tensor]:
 def _restore_random_state(directory: Path, state: ParallelState, saved_ranks: int) -> None:
     path = directory / f"rng_{state.rank:05d}.safetensors"
     if saved_ranks != state.world_size or not path.is_file():
-        notice(f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has {state.world_size}")
+        notice(
+            f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has "
+            f"{state.world_size}"
+        )
         return
     saved = load_file(path)
-    accelerator.current().set_rng_state({k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")})
+    accelerator.current().set_rng_state(
+        {k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")}
+    )
     random.setstate((3, tuple(saved["python"].tolist()), None))
     position, has_gauss, cached = saved["numpy.rest"].tolist()
     keys = saved["numpy.keys"].numpy().astype(np.uint32)

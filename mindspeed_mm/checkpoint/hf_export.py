@@ -21,7 +21,9 @@ from mindspeed_mm.utils.log import info_rank0
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-def export(model: nn.Module, directory: Path, source: str | None, state: ParallelState, dtype: torch.dtype | None) -> None:
+def export(
+    model: nn.Module, directory: Path, source: str | None, state: ParallelState, dtype: torch.dtype | None
+) -> None:
     """Gather `model` to rank 0 and write it to `directory`, with the source's tokenizer, processor and templates.
 
     Args:
@@ -31,7 +33,9 @@ def export(model: nn.Module, directory: Path, source: str | None, state: Paralle
     """
     hf_class = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
     if not hasattr(hf_class, "save_pretrained"):
-        raise ConfigError(f"--save-hf: {hf_class.__name__} is no transformers model, so it has no hub layout to be written in")
+        raise ConfigError(
+            f"--save-hf: {hf_class.__name__} is no transformers model, so it has no hub layout to be written in"
+        )
     weights = _gather(model, state.rank == 0, dtype)
     if state.rank == 0:
         working = directory.with_name(f".{directory.name}.saving")
@@ -58,7 +62,9 @@ def _gather(model: nn.Module, keep: bool, dtype: torch.dtype | None) -> dict[str
     return weights
 
 
-def _write(hf_class: Any, config: Any, weights: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype | None) -> None:
+def _write(
+    hf_class: Any, config: Any, weights: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype | None
+) -> None:
     with torch.device("meta"):
         twin = hf_class._from_config(config, dtype=dtype or torch.float32)
     for tied in getattr(twin, "all_tied_weights_keys", None) or {}:

@@ -52,7 +52,9 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoin
     else:
         tracker = root / TRACKER
         if not tracker.is_file():
-            raise CheckpointError(f"--load '{root}' has no {TRACKER}, so nothing to resume from; it holds {_listing(root)}")
+            raise CheckpointError(
+                f"--load '{root}' has no {TRACKER}, so nothing to resume from; it holds {_listing(root)}"
+            )
         word = tracker.read_text(encoding="utf-8").strip()
     if word == "release":
         found = FoundCheckpoint(root / "release", None)
@@ -83,7 +85,9 @@ def _listing(root: Path) -> str:
 class CheckpointWriter:
     """Brings checkpoints into a run folder, all ranks together; rank 0 moves folders and the tracker."""
 
-    def __init__(self, root: str | Path, is_first_rank: bool, barrier: Callable[[], None], keep: int | None = None) -> None:
+    def __init__(
+        self, root: str | Path, is_first_rank: bool, barrier: Callable[[], None], keep: int | None = None
+    ) -> None:
         """
         Args:
             keep: how many iteration folders stay (--save-total-limit); None or 0: all.

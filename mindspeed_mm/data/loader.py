@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +51,23 @@ def _as_it_is(batch: Any) -> Any:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
+    # Schedulers signal every process of a job, and the run then still needs batches up to its checkpoint. A second
+    # SIGTERM ends a worker: when the run ends, multiprocessing sends as many as it takes.
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _start(loader: DataLoader) -> Iterator[Any]:
+    """Start a torch loader; a worker's death is then found when its batch is asked for.
+
+    torch's own SIGCHLD handler would raise wherever the main thread is, in the middle of writing a checkpoint, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+    return iterator
 
 
 class MMDataLoader:
@@ -120,7 +139,7 @@ class MMDataLoader:
         if self._loader is None or not self._param.persistent_workers:
             self.close()
             self._loader = self._torch_loader()
-        self._running = iter(self._loader)  # workers that are alive are used again
+        self._running = _start(self._loader)  # workers that are alive are used again
         self._turn += 1
         return self._batches(self._running, self._turn)
 

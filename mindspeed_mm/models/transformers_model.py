@@ -23,7 +23,6 @@ from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, 
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.log import info_rank0, notice
 
-
 _PARTS = ("vision_encoder", "vision_projector", "audio_encoder", "text_decoder")
 
 
@@ -149,8 +148,12 @@ def load_hf_config(path: str) -> Any:
 
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        found = ", ".join(sorted(p.name for p in directory.iterdir())[:10]) if directory.is_dir() else "no such directory"
-        raise ConfigError(f"model.json: init_from_hf_path '{path}' has no config.json ({found}); expected a HF directory")
+        found = (
+            ", ".join(sorted(p.name for p in directory.iterdir())[:10]) if directory.is_dir() else "no such directory"
+        )
+        raise ConfigError(
+            f"model.json: init_from_hf_path '{path}' has no config.json ({found}); expected a HF directory"
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
@@ -165,7 +168,8 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
     """
     if not any(Path(path).glob("*.safetensors")):
         raise CheckpointError(
-            f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set \"train_from_scratch\": true "
+            f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set "
+            '"train_from_scratch": true '
             "in model.json to start from random ones"
         )
     try:
@@ -188,7 +192,9 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
             f"{', '.join(sorted(info['unexpected_keys'])[:3]) or 'none'}"
         )
     if info["unexpected_keys"]:
-        notice(f"'{path}': {len(info['unexpected_keys'])} weights are not part of {model_class.__name__} and are not read")
+        notice(
+            f"'{path}': {len(info['unexpected_keys'])} weights are not part of {model_class.__name__} and are not read"
+        )
     return model
 
 

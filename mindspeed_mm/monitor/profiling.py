@@ -92,5 +92,8 @@ class MemorySnapshots:
             stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
             accelerator.current().dump_memory_snapshot(str(folder / f"snapshot_{stamp}_{self._rank}.pickle"))
         if options.enable and options.mem_info and accelerator.current().has_streams:
-            logger.info(f"[rank {self._rank}] step {self._step} peak memory (MB): {accelerator.current().max_memory_allocated() / 2**20:.0f}")
+            logger.info(
+                f"[rank {self._rank}] step {self._step} peak memory (MB): "
+                f"{accelerator.current().max_memory_allocated() / 2**20:.0f}"
+            )
         self._step += 1

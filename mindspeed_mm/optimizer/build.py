@@ -16,7 +16,8 @@ def build_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
     """Return AdamW (--optimizer adam or adamw) or SGD over the trainable parameters of `model`.
 
     Args:
-        args: lr, adam_beta1, adam_beta2, adam_eps, sgd_momentum, weight_decay_exclude_modules, lr_scale_modules, lr_mult.
+        args: lr, adam_beta1, adam_beta2, adam_eps, sgd_momentum, weight_decay_exclude_modules, lr_scale_modules,
+            lr_mult.
     """
     groups = build_param_groups(
         model.named_parameters(),

@@ -39,7 +39,9 @@ def build_param_groups(
         for wanted in names:
             if not any(wanted.lower() in name.lower() for name, _ in named):
                 parts = {part for name, _ in named for part in name.split(".") if not part.isdigit()}
-                raise ConfigError(f"{flag} {wanted}: no trainable parameter has this in its name{did_you_mean(wanted, parts)}")
+                raise ConfigError(
+                    f"{flag} {wanted}: no trainable parameter has this in its name{did_you_mean(wanted, parts)}"
+                )
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in named:
         decays = param.dim() > 1 and not _matches(name, no_decay_names)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_mm.configs.argument_rules import schedule_lengths
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -21,7 +22,8 @@ class ScheduleOptions:
         warmup_steps, decay_steps: warmup ends and decay ends at these steps.
         decay_style: constant, linear, cosine, inverse-square-root or WSD.
         wsd_decay_steps, wsd_decay_style: length and shape (linear, cosine, exponential, minus_sqrt) of WSD's last part.
-        start_weight_decay, end_weight_decay, weight_decay_style (constant, linear, cosine): weight decay over decay_steps.
+        start_weight_decay, end_weight_decay, weight_decay_style (constant, linear, cosine): weight decay over
+        decay_steps.
     """
 
     max_lr: float
@@ -43,7 +45,8 @@ class ScheduleOptions:
             raise ConfigError(f"--lr-warmup-init is {self.warmup_init_lr}, above --lr {self.max_lr}")
         if self.warmup_steps and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
-                f"warmup takes {self.warmup_steps:g} iterations, but decay ends at {self.decay_steps:g} (--lr-decay-iters, "
+                f"warmup takes {self.warmup_steps:g} iterations, but decay ends at {self.decay_steps:g} "
+                "(--lr-decay-iters, "
                 "or --train-iters): make warmup shorter"
             )
 
@@ -127,36 +130,23 @@ class Schedule:
 
 
 def schedule_from_args(args: Any) -> ScheduleOptions:
-    """Read the schedule's flags; sample counts become steps of --global-batch-size rows."""
-    decay = _in_steps(args, "lr_decay_iters", "lr_decay_samples") or args.train_iters
-    warmup = _in_steps(args, "lr_warmup_iters", "lr_warmup_samples") or 0
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
-    wsd = _in_steps(args, "lr_wsd_decay_iters", "lr_wsd_decay_samples") or 0
-    if args.lr_decay_style == "WSD" and not 0 < wsd <= decay:
+    """Read the schedule's flags, once the length of the run is known."""
+    lengths = schedule_lengths(args)
+    if args.lr_decay_style == "WSD" and not 0 < lengths.wsd_decay <= lengths.decay:
         raise ConfigError(
-            f"--lr-decay-style WSD needs --lr-wsd-decay-iters between 1 and the {decay:g} iterations of the decay"
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters (or -samples): between 1 and the "
+            f"{lengths.decay:g} steps of the whole decay"
         )
-    wd = args.weight_decay
-    constant = args.weight_decay_incr_style == "constant"
     return ScheduleOptions(
         max_lr=args.lr,
         min_lr=args.min_lr or 0.0,
         warmup_init_lr=args.lr_warmup_init or 0.0,
-        warmup_steps=warmup,
-        decay_steps=decay,
+        warmup_steps=lengths.warmup,
+        decay_steps=lengths.decay,
         decay_style=args.lr_decay_style,
-        wsd_decay_steps=wsd,
+        wsd_decay_steps=lengths.wsd_decay,
         wsd_decay_style=args.lr_wsd_decay_style,
-        start_weight_decay=wd if constant or args.start_weight_decay is None else args.start_weight_decay,
-        end_weight_decay=wd if constant or args.end_weight_decay is None else args.end_weight_decay,
+        start_weight_decay=args.start_weight_decay,
+        end_weight_decay=args.end_weight_decay,
         weight_decay_style=args.weight_decay_incr_style,
     )
-
-
-def _in_steps(args: Any, iters: str, samples: str) -> float | None:
-    if getattr(args, iters, None):
-        return getattr(args, iters)
-    if getattr(args, samples, None):
-        return getattr(args, samples) / args.global_batch_size
-    return None

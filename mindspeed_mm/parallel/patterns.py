@@ -87,11 +87,14 @@ def _indices(spec: str, path: str, module: nn.Module, pattern: str, where: str) 
         parsed = _ITEM.match(item.strip())
         if parsed is None:
             raise ConfigError(
-                f"{where}: entry '{pattern}' holds '{{{spec}}}'; expected {{*}}, or numbers and ranges such as {{0-3,5}}"
+                f"{where}: entry '{pattern}' holds '{{{spec}}}'; expected {{*}}, or numbers and ranges such as "
+                f"{{0-3,5}}"
             )
         first, last = int(parsed.group(1)), int(parsed.group(2) or parsed.group(1))
         if last < first:
-            raise ConfigError(f"{where}: entry '{pattern}' holds the empty range '{item.strip()}'; write {last}-{first}")
+            raise ConfigError(
+                f"{where}: entry '{pattern}' holds the empty range '{item.strip()}'; write {last}-{first}"
+            )
         wanted.extend(range(first, last + 1))
     missing = [i for i in wanted if i not in present]
     if missing:

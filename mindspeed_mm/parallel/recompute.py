@@ -44,7 +44,8 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], use_reentrant: b
         if reentrant and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             if any(p.requires_grad for p in module.parameters()):
                 notice(
-                    f"use_reentrant: true would give '{path}' and its like no gradient, as none of their inputs needs one "
+                    f"use_reentrant: true would give '{path}' and its like no gradient, as none of their inputs "
+                    "needs one "
                     "(a frozen module below them): they are recomputed with use_reentrant: false",
                     key=f"reentrant {type(module).__name__}",
                 )

@@ -46,7 +46,9 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize_parallel(backend: str | None, timeout_minutes: float = 10.0, needs_cpu_tensors: bool = False) -> ParallelState:
+def initialize_parallel(
+    backend: str | None, timeout_minutes: float = 10.0, needs_cpu_tensors: bool = False
+) -> ParallelState:
     """Start the process group (unless there is one) and return the state of a pure data-parallel run.
 
     Args:
@@ -86,7 +88,9 @@ def _default_rendezvous() -> None:
         os.environ["MASTER_PORT"] = str(s.getsockname()[1])
 
 
-def resolve_sharding_size(sharding_size: int | str | None, data_parallel_size: int, *, where: str = "fsdp2.yaml") -> int:
+def resolve_sharding_size(
+    sharding_size: int | str | None, data_parallel_size: int, *, where: str = "fsdp2.yaml"
+) -> int:
     """Return the number of ranks that share one copy of the parameters.
 
     Args:

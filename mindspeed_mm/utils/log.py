@@ -35,7 +35,8 @@ def info_rank0(message: str) -> None:
 
 
 def notice(message: str, key: str | None = None) -> None:
-    """Say once per process, on rank 0, something the user should know (`key` tells repeats apart; default: the text)."""
+    """Say once per process, on rank 0, something the user should know (`key` tells repeats apart; default: the
+    text)."""
     key = key or message
     if key in _said:
         return

@@ -74,7 +74,8 @@ def meta_buffers(hf_dir: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 def test_export_loads_with_transformers_alone(ranks2: RankPool, tmp_path: Path, tie: bool) -> None:
-    """K01, K10: weights unchanged by a step of rate 0; keys, config, processor, tokenizer, generation config are there."""
+    """K01, K10: weights unchanged by a step of rate 0; keys, config, processor, tokenizer, generation config are
+    there."""
     import transformers
 
     hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", seed=7, tie=tie)

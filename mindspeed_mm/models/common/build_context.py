@@ -28,12 +28,12 @@ class BuildContext:
     loss_type: LossType | None = None
 
 
-_current: ContextVar[BuildContext] = ContextVar("mindspeed_mm_build_context", default=BuildContext())
+_current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_context", default=None)
 
 
 def current_build_context() -> BuildContext:
     """The context that the backend set; its defaults outside a run."""
-    return _current.get()
+    return _current.get() or BuildContext()
 
 
 @contextmanager

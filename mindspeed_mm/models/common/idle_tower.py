@@ -24,7 +24,8 @@ class Tower:
         path: module path of the tower, relative to the model (`model.visual`).
         modalities: what it encodes, as the data adapter counts it (`image`, `video`, `audio`).
         input_keys: batch fields whose presence means that the tower runs.
-        run_dummy: (model, device) → an output tensor of the tower, computed through its own forward on a smallest input.
+        run_dummy: (model, device) → an output tensor of the tower, computed through its own forward on a smallest
+            input.
     """
 
     path: str

@@ -32,7 +32,9 @@ class ModelHub:
         def add(new: T) -> T:
             old = cls.MODEL_MAPPINGS.get(model_id)
             if old is not None and (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
-                raise ConfigError(f"model_id '{model_id}' is registered already, by {old.__module__}.{old.__qualname__}")
+                raise ConfigError(
+                    f"model_id '{model_id}' is registered already, by {old.__module__}.{old.__qualname__}"
+                )
             cls.MODEL_MAPPINGS[model_id] = new
             return new
 
@@ -50,7 +52,8 @@ class ModelHub:
                 importlib.import_module(name)
             except ImportError as error:
                 raise ConfigError(
-                    f"model.json: plugin '{name}' can't be imported ({error}); expected a module on PYTHONPATH or in the "
+                    f"model.json: plugin '{name}' can't be imported ({error}); expected a module on PYTHONPATH or in "
+                    "the "
                     "working folder, written with dots"
                 ) from error
 
@@ -104,7 +107,8 @@ class ModelHub:
             if hf_class is not None:
                 return adapt_class(hf_class)
         raise ConfigError(
-            f"{where}: the HF config's architectures {names} are not in transformers {transformers.__version__}; register "
+            f"{where}: the HF config's architectures {names} are not in transformers {transformers.__version__}; "
+            "register "
             "a class for it through ModelHub (model.json: plugin) or take a checkpoint in transformers' own layout"
         )
 

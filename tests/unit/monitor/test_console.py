@@ -30,7 +30,8 @@ def test_the_published_fields_come_first_in_their_order() -> None:
     assert re.match(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +7/ +100 \| consumed samples: +224 \| "
         r"elapsed time per iteration \(ms\): 1234\.6 \| learning rate: 1\.000000E-05 \| global batch size: +32 \| "
-        r"loss: 2\.500000E\+00 \| grad norm: 1\.250 \| number of skipped iterations: +1 \| number of nan iterations: +0 \|",
+        r"loss: 2\.500000E\+00 \| grad norm: 1\.250 \| number of skipped iterations: +1 \| number of nan iterations: "
+        r"+0 \|",
         line,
     )
 
@@ -47,4 +48,6 @@ def test_new_figures_hold_no_surplus_colon() -> None:
 
 
 def test_evaluation_line() -> None:
-    assert "validation loss at iteration 7 | validation batches: 5 | loss: 1.500000E+00 |" in format_evaluation(7, 5, 1.5)
+    assert "validation loss at iteration 7 | validation batches: 5 | loss: 1.500000E+00 |" in format_evaluation(
+        7, 5, 1.5
+    )

@@ -44,7 +44,9 @@ def test_repair_of_an_empty_or_hopeless_file(tmp_path: Path) -> None:
 def test_a_new_run_keeps_the_file_of_the_old_one(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         write(tmp_path, {"iteration": number})
-    assert [read_metrics(tmp_path / f)[0]["iteration"] for f in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")] == [
+    assert [
+        read_metrics(tmp_path / f)[0]["iteration"] for f in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    ] == [
         1,
         2,
         3,

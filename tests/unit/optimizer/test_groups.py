@@ -48,7 +48,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 
 def test_a_name_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="--lr-scale-modules towr: no trainable parameter.*did you mean 'tower'"):
+    with pytest.raises(ConfigError, match=r"--lr-scale-modules towr: no trainable parameter.*did you mean 'tower'"):
         build_param_groups(Model().named_parameters(), scaled_names=["towr"])
 
 

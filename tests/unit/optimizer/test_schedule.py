@@ -33,7 +33,8 @@ def test_cosine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
+    ("shape", "middle"),
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
 )
 def test_wsd_is_stable_then_decays(shape: str, middle: float) -> None:
     found = lrs([80, 90, 100], decay_style="WSD", wsd_decay_steps=20, wsd_decay_style=shape)

@@ -11,7 +11,9 @@ from mindspeed_mm.utils.errors import ConfigError
 
 def model() -> nn.Module:
     layers = nn.ModuleList([nn.ModuleDict({"attn": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)}) for _ in range(5)])
-    return nn.ModuleDict({"visual": nn.Linear(2, 2), "text": nn.ModuleDict({"layers": layers, "norm": nn.LayerNorm(2)})})
+    return nn.ModuleDict(
+        {"visual": nn.Linear(2, 2), "text": nn.ModuleDict({"layers": layers, "norm": nn.LayerNorm(2)})}
+    )
 
 
 def paths(*patterns: str) -> list[str]:
