@@ -43,7 +43,7 @@ def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
     """Build the loaders that data.json describes."""
     args = get_args()
     data = args.mm.data
-    datasets = build_mm_dataset(data.dataset_param, max_length=args.seq_length)
+    datasets = build_mm_dataset(data.dataset_param, max_length=args.seq_length, seed=args.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
 
     def loader(dataset: Any, *, training: bool) -> Any:

@@ -166,7 +166,7 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     progress.consumed_samples += args.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    watch.add(pending.counts)
+    watch.add(pending.counts, backend.flops(pending.counts))
     if watch.wants_result(progress.iteration) or pending.stop:
         result = pending.result()
         watch.log_step(
@@ -249,6 +249,8 @@ def _open_watch(backend: Backend, args: Any, *, resumed: bool) -> Watch:
         global_batch_size=args.global_batch_size,
         tensorboard_dir=args.tensorboard_dir,
         loss_scale=float(args.loss_scale or 1.0),
+        world_size=args.world_size,
+        compute_dtype=backend.compute_dtype,
     )
 
 

@@ -57,6 +57,26 @@ class Accelerator(ABC):
         """Profiler activities of this device."""
         return [torch.profiler.ProfilerActivity.CPU]
 
+    def peak_flops(self, dtype: str) -> float | None:
+        """Dense peak of this device in operations per second for bf16, fp16 or fp32; None: unknown.
+
+        MM_DEVICE_PEAK_TFLOPS in the environment overrides it (in 10^12 operations per second).
+        """
+        given = os.environ.get("MM_DEVICE_PEAK_TFLOPS")
+        if given:
+            return float(given) * 1e12
+        model = self.model_name()
+        for part, peak_16, peak_32 in self.peaks:
+            if part in model:
+                return (peak_32 if dtype == "fp32" else peak_16) * 1e12
+        return None
+
+    peaks: tuple[tuple[str, float, float], ...] = ()
+
+    def model_name(self) -> str:
+        """The device's product name."""
+        return self.name
+
     def record_memory_history(self, stacks: str, max_entries: int | None) -> None:  # noqa: B027
         """Start recording the device allocator's events (tools.json: memory_profile)."""
 

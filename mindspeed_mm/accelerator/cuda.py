@@ -15,12 +15,27 @@ class CUDAAccelerator(Accelerator):
 
     name = "cuda"
     collective_backend = "nccl"
+    # part of the product name, dense bf16/fp16 and fp32 peaks in TFLOP/s. Source: NVIDIA's data sheets
+    peaks = (
+        ("H200", 989.0, 67.0),
+        ("H100 PCIe", 756.0, 51.0),
+        ("H100", 989.0, 67.0),
+        ("H800", 989.0, 67.0),
+        ("A100", 312.0, 19.5),
+        ("A800", 312.0, 19.5),
+        ("L40S", 362.0, 91.6),
+        ("RTX 4090", 165.2, 82.6),
+        ("V100", 125.0, 15.7),
+    )
 
     def device(self) -> torch.device:
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
     def set_device(self) -> None:
         torch.cuda.set_device(self.device())
+
+    def model_name(self) -> str:
+        return torch.cuda.get_device_name()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

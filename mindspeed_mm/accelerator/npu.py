@@ -17,6 +17,8 @@ class NPUAccelerator(Accelerator):
 
     name = "npu"
     collective_backend = "hccl"
+    # part of the product name, dense fp16/bf16 and fp32 peaks in TFLOP/s. Source: Huawei's Atlas 800T A2 data sheet
+    peaks = (("910B", 376.0, 94.0),)
 
     def __init__(self) -> None:
         import torch_npu
@@ -30,6 +32,9 @@ class NPUAccelerator(Accelerator):
 
     def set_device(self) -> None:
         self._npu.set_device(self.device())
+
+    def model_name(self) -> str:
+        return self._npu.get_device_name()
 
     def synchronize(self) -> None:
         self._npu.synchronize()

@@ -20,6 +20,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context, loss_type_from_flags
 from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.build import build_optimizer
 from mindspeed_mm.optimizer.clip import (
     all_parameters,
@@ -49,6 +50,7 @@ class FSDP2Backend:
         self.args = args
         self.config = load_fsdp2_config(args.fsdp2_config_path) if args.fsdp2_config_path else Fsdp2Config()
         self._overrides = _precision_overrides(self.config, args)
+        self.compute_dtype = self._overrides.get("param_dtype") or self.config.param_dtype or "fp32"
         self.state = initialize_parallel(
             args.distributed_backend, args.distributed_timeout_minutes, needs_cpu_tensors=self.config.offload_to_cpu
         )
@@ -104,6 +106,8 @@ class FSDP2Backend:
         self.model = model
         self._root = _sharded_root(model)
         self._towers = _tower_parameters(model)
+        traits = getattr(model, "traits", None)
+        self._flops_model = flops_model(self._root, traits) if isinstance(traits, FamilyTraits) else None
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -178,6 +182,10 @@ class FSDP2Backend:
             if hasattr(module, "reshard") and hasattr(module, "unshard"):
                 module.reshard()
         return (summed[0], summed[1]) if is_sum else (summed[0], float(batches * self.data_parallel_size))
+
+    def flops(self, counts: BatchCounts) -> float | None:
+        """See the protocol."""
+        return None if self._flops_model is None else self._flops_model.of(counts)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -54,6 +54,7 @@ class Backend(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     is_logging_rank: bool
+    compute_dtype: str
 
     def setup(self, args: Any) -> None:
         """Start process groups and device meshes."""
@@ -79,6 +80,9 @@ class Backend(Protocol):
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator), global."""
+
+    def flops(self, counts: BatchCounts) -> float | None:
+        """Model FLOPs of what was counted (forward and backward, useful work only); None: unknown."""
 
     def barrier(self) -> None:
         """Wait for all ranks (at start and end, never in a step)."""

@@ -46,6 +46,9 @@ def reduce_step_sums(
             counts.rows,
             counts.tokens,
             counts.positions,
+            counts.targets,
+            counts.squared_lengths,
+            counts.patches,
             float(stop_requested),
             *(counts.media.get(m, 0) for m in modalities),
         ],
@@ -60,8 +63,7 @@ def reduce_step_sums(
         work = dist.all_reduce(host, group=state.host_group, async_op=True)
         dist.all_reduce(device_values, group=state.data_parallel_group)
         work.wait()
-    rows, tokens, positions, stop, *media = host.tolist()
-    summed = BatchCounts(
-        int(rows), int(tokens), int(positions), dict(zip(modalities, map(int, media), strict=True)), counts.wait_seconds
-    )
+    *numbers, stop = host[:7].tolist()
+    media = dict(zip(modalities, map(int, host[7:].tolist()), strict=True))
+    summed = BatchCounts(*map(int, numbers), media=media, wait_seconds=counts.wait_seconds)
     return ReducedSums(device_values, summed, stop)

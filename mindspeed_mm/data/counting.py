@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from mindspeed_mm.data.adapter import DataAdapter
 
 
 @dataclass
@@ -18,13 +20,19 @@ class BatchCounts:
         rows: real rows.
         tokens: positions that hold a token (attention_mask, or all of input_ids).
         positions: all positions of input_ids, padding included.
+        targets: positions that are trained.
+        squared_lengths: sum over rows of their tokens squared (what attention costs).
         media: modality → number of media.
+        patches: rows of the media tensors (what their towers cost).
         wait_seconds: time spent waiting for data.
     """
 
     rows: int = 0
     tokens: int = 0
     positions: int = 0
+    targets: int = 0
+    squared_lengths: int = 0
+    patches: int = 0
     media: dict[str, int] = field(default_factory=dict)
     wait_seconds: float = 0.0
 
@@ -39,23 +47,23 @@ class CountingIterator:
         self,
         source: Iterator[Any],
         micro_batch_size: int,
-        media_counts: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None,
+        adapter: DataAdapter | None = None,
     ) -> None:
         """
         Args:
             source: yields micro-batches.
             micro_batch_size: rows of a micro-batch that doesn't say.
-            media_counts: from the data adapter; None: media are not counted.
+            adapter: knows a batch's media; None: they are not counted.
         """
         self._source = source
         self._micro_batch_size = micro_batch_size
-        self._media_counts = media_counts
+        self._adapter = adapter
         self._counts = BatchCounts()
 
     @property
     def counts_media(self) -> bool:
         """Whether `take` reports media."""
-        return self._media_counts is not None
+        return self._adapter is not None
 
     def __iter__(self) -> CountingIterator:
         return self
@@ -81,7 +89,14 @@ class CountingIterator:
         counts.rows += int(batch.get("num_rows", ids.shape[0]))
         counts.positions += ids.numel()
         mask = batch.get("attention_mask")
-        counts.tokens += int(mask.sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else ids.numel()
-        if self._media_counts is not None:
-            for modality, number in self._media_counts(batch).items():
+        lengths = mask.sum(1) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.tensor([ids.numel()])
+        counts.tokens += int(lengths.sum())
+        counts.squared_lengths += int((lengths * lengths).sum())
+        labels = batch.get("labels")
+        counts.targets += int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
+        if self._adapter is not None:
+            for modality, number in self._adapter.media_counts(batch).items():
                 counts.media[modality] = counts.media.get(modality, 0) + int(number)
+            for keys in self._adapter.media_keys.values():
+                tensor = batch.get(keys[0])
+                counts.patches += tensor.shape[0] if isinstance(tensor, torch.Tensor) else 0

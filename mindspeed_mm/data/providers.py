@@ -77,7 +77,6 @@ def build_run_data(provider: Callable[..., Any], args: Any, data_parallel_rank: 
         valid_data = ValidData(loader, _global_batches(loader, args))
     iterator = _resumed(train_loader, args, data_parallel_size)
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
-    counts = getattr(adapter, "media_counts", None)
     rows = getattr(train_loader, "num_rows", None)
     if rows is None:
         rows = _length(train_loader, args.micro_batch_size * data_parallel_size)
@@ -89,7 +88,7 @@ def build_run_data(provider: Callable[..., Any], args: Any, data_parallel_rank: 
                 loader.close()
 
     return RunData(
-        CountingIterator(iterator, args.micro_batch_size, counts),
+        CountingIterator(iterator, args.micro_batch_size, adapter),
         valid_data,
         rows,
         _global_batches(train_loader, args),

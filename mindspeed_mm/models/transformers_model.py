@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig  # here, so that loader workers forked before the model is built share it
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.model_config import TransformersModelConfig
@@ -144,8 +145,6 @@ def load_hf_config(path: str) -> Any:
     Raises:
         ConfigError: the directory or its config.json is missing, or the model type is unknown to transformers.
     """
-    from transformers import AutoConfig
-
     directory = Path(path)
     if not (directory / "config.json").is_file():
         found = (

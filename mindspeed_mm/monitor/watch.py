@@ -26,7 +26,18 @@ class Watch:
         global_batch_size: int,
         tensorboard_dir: str | None = None,
         loss_scale: float = 1.0,
+        world_size: int = 1,
+        compute_dtype: str = "fp32",
     ) -> None:
+        """
+        Args:
+            is_writer: whether this rank writes at all.
+            save: run folder; None: no metrics.jsonl.
+            resumed: whether the folder's run is continued.
+            world_size: devices that share a step's FLOPs.
+            compute_dtype: bf16, fp16 or fp32: which peak MFU is measured against.
+        """
+        self._world_size, self._compute_dtype = world_size, compute_dtype
         self._is_writer = is_writer
         self._metrics = MetricsWriter(save, resumed=resumed) if is_writer and save else None
         self._tensorboard = _open_tensorboard(tensorboard_dir) if is_writer and tensorboard_dir else None
@@ -42,11 +53,12 @@ class Watch:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
         return iteration % self._log_interval == 0 or iteration == self._train_iters
 
-    def add(self, counts: BatchCounts) -> None:
-        """Add a step's counts to the interval."""
+    def add(self, counts: BatchCounts, flops: float | None) -> None:
+        """Add a step's counts, and its FLOPs over all ranks, to the interval."""
         self._steps += 1
         self._counts.tokens += counts.tokens
         self._counts.positions += counts.positions
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._counts.wait_seconds += counts.wait_seconds
 
     def log_step(
@@ -67,6 +79,8 @@ class Watch:
         elapsed = time.perf_counter() - self._started
         step_seconds = elapsed / max(1, self._steps)
         counts = self._counts
+        per_device = self._flops / elapsed / self._world_size if self._flops and elapsed else None
+        peak = accelerator.current().peak_flops(self._compute_dtype)
         record: dict[str, Any] = {
             "iteration": iteration,
             "loss": loss,
@@ -79,6 +93,8 @@ class Watch:
             "tokens_per_second": counts.tokens / elapsed if counts.tokens and elapsed else None,
             "data_wait_ms": counts.wait_seconds / max(1, self._steps) * 1000,
             "padding_fraction": 1 - counts.tokens / counts.positions if counts.positions else None,
+            "tflops_per_device": per_device / 1e12 if per_device else None,
+            "mfu": per_device / peak if per_device and peak else None,
             "memory_bytes": accelerator.current().max_memory_allocated(),
             "skipped_iterations": self.skipped_iterations,
             "nan_iterations": self.nan_iterations,
@@ -136,6 +152,7 @@ class Watch:
         self._paused = self._started
         self._steps = 0
         self._counts = BatchCounts()
+        self._flops: float | None = 0.0
 
 
 def _open_tensorboard(directory: str) -> Any:

@@ -179,12 +179,14 @@ def _post_order(module: nn.Module, seen: set[int] | None = None) -> Iterable[nn.
         yield module
 
 
-def use_summed_gradients(root: nn.Module) -> None:
+def use_summed_gradients(root: nn.Module, mesh_size: int) -> None:
     """Make every unit reduce gradients by plain sums, not means.
 
     The loss of a step is a sum over target tokens divided once by their global number, so a mean over ranks would
     have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum.
     """
+    if mesh_size == 1:
+        return  # one rank: nothing is summed, and a factor would cost a division
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -134,7 +134,7 @@ class FSDP2Mixin:
         root = module if module is not None else self._module()
         patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
         fsdp2.wrap_modules(root, expand_patterns(root, patterns or (), where="fsdp2.yaml: sub_modules_to_wrap"), plan)
-        fsdp2.use_summed_gradients(root)
+        fsdp2.use_summed_gradients(root, plan.mesh.size())
 
     def set_modules_to_prefetch(
         self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None

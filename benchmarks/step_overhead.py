@@ -1,0 +1,397 @@
+"""How much our loop costs: step time against a bare FSDP2 loop and the HF Trainer, and time to the first step.
+
+    python benchmarks/step_overhead.py            # everything, about 4 minutes on two cores
+    python benchmarks/step_overhead.py --part step --ranks 2
+
+All contenders of a ratio run in turn in the same processes (or, for the start, as processes in turn). Our step is the
+whole of it: forward_backward, the reduction, the optimizer, the log line and metrics.jsonl every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+MICRO_BATCH = 4
+ACCUMULATION = 2
+BLOCK = 10
+
+
+def main() -> None:
+    """Run the parts asked for and print their medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=["step", "trainer", "start", "all"], default="all")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--worker", choices=["step", "trainer", "start-trainer"])
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    if options.worker == "start-trainer":
+        first_step_of_trainer(options.folder)
+        return
+    if options.worker:
+        report = {"step": step_against_bare_loop, "trainer": step_against_trainer}[options.worker]
+        report(options.folder, options.rounds)
+        return
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="step-overhead-"))
+    from common import prepare
+
+    prepare(folder)
+    print(versions())
+    if options.part in ("step", "all"):
+        launch("step", folder, options.rounds, options.ranks)
+    if options.part in ("trainer", "all"):
+        launch("trainer", folder, options.rounds, 1)
+    if options.part in ("start", "all"):
+        time_to_first_step(folder, max(3, options.rounds // 2))
+
+
+def versions() -> str:
+    """Versions and threads that the numbers hold for."""
+    from importlib.metadata import version
+
+    names = ("torch", "transformers", "accelerate")
+    return ", ".join(f"{n} {version(n)}" for n in names) + f"; {os.cpu_count()} cores, one thread a rank"
+
+
+def launch(part: str, folder: Path, rounds: int, ranks: int) -> None:
+    """Run a part in `ranks` processes of one thread each."""
+    words = [str(Path(__file__).resolve()), "--worker", part, "--folder", str(folder), "--rounds", str(rounds)]
+    command = [sys.executable, *words]
+    if ranks > 1:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+class OurLoop:
+    """Our backend and loop over prepared micro-batches."""
+
+    def __init__(self, folder: Path, batches: list[dict[str, Any]], accumulation: int) -> None:
+        from common import launch_words, prepare, write_files
+
+        from mindspeed_mm import training
+        from mindspeed_mm.backends.fsdp2 import FSDP2Backend
+        from mindspeed_mm.data.adapter import DefaultAdapter
+        from mindspeed_mm.data.counting import CountingIterator
+        from mindspeed_mm.initialize import describe_run, prepare_process
+
+        hf_dir, data_file = prepare(folder)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        words = launch_words(
+            write_files(folder / f"files{rank}", hf_dir, data_file),
+            folder / f"run{rank}",
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=MICRO_BATCH * accumulation * world,
+            train_iters=100_000,
+        )
+        self.args = describe_run(words)
+        prepare_process(self.args)
+        self.backend = FSDP2Backend()
+        self.backend.setup(self.args)
+        entry = load_entry_script()
+        self.forward_step = entry.forward_step
+        self.backend.build_model(entry.model_provider, load_weights=True)
+        self.backend.build_optimizer(self.backend.model)
+        self.data = CountingIterator(endless(batches), MICRO_BATCH, DefaultAdapter())
+        self.progress = training.Progress()
+        self.watch = training._open_watch(self.backend, self.args, resumed=False)
+        self.training = training
+
+    def block(self) -> list[float]:
+        """Seconds of each of BLOCK steps."""
+        times = []
+        for _ in range(BLOCK):
+            started = time.perf_counter()
+            with redirect_stdout(io.StringIO()):
+                pending = self.training.train_step(self.forward_step, self.data, self.backend, self.args, False)
+                self.training._account(pending, self.progress, self.watch, self.backend, self.args)
+            times.append(time.perf_counter() - started)
+        return times
+
+
+class BareLoop:
+    """What one would write with PyTorch alone: fully_shard, exact token mean, clipping, AdamW."""
+
+    def __init__(self, folder: Path, batches: list[dict[str, Any]], accumulation: int) -> None:
+        import torch
+        import torch.distributed as dist
+        from common import prepare
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        hf_dir, _ = prepare(folder)
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32).train()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in (*model.model.visual.blocks, *model.model.language_model.layers):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        plain = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        self.model, self.batches, self.accumulation = model, endless(batches), accumulation
+        self.world = dist.get_world_size()
+
+    def block(self) -> list[float]:
+        """Seconds of each of BLOCK steps."""
+        import torch
+        import torch.distributed as dist
+
+        times = []
+        for _ in range(BLOCK):
+            started = time.perf_counter()
+            micro = [dict(next(self.batches)) for _ in range(self.accumulation)]
+            tokens = torch.tensor(float(sum((b["labels"][:, 1:] != -100).sum() for b in micro)))
+            dist.all_reduce(tokens)
+            total = torch.zeros(())
+            for i, batch in enumerate(micro):
+                self.model.set_is_last_backward(i == len(micro) - 1)
+                labels = batch.pop("labels")
+                batch.pop("num_rows", None)
+                logits = self.model(**batch, use_cache=False).logits
+                loss = torch.nn.functional.cross_entropy(
+                    logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+                )
+                loss = loss * self.world / tokens
+                loss.backward()
+                total += loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            dist.all_reduce(total)
+            (total / self.world).item(), norm.full_tensor().item()
+            times.append(time.perf_counter() - started)
+        return times
+
+
+def step_against_bare_loop(folder: Path, rounds: int) -> None:
+    """Median of our step ÷ median of the bare loop's, on every rank's own micro-batches."""
+    import torch
+    from common import alternate, collated_batches, median, prepare
+
+    torch.set_num_threads(1)
+    hf_dir, data_file = prepare(folder)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # every rank's micro-batches hold images: the bare loop can't do without
+    batches = [b for b in collated_batches(hf_dir, data_file, MICRO_BATCH) if "pixel_values" in b][rank::world]
+    ours = OurLoop(folder, batches, ACCUMULATION)
+    bare = BareLoop(folder, batches, ACCUMULATION)
+    ours.block(), bare.block()
+    times = alternate({"ours": ours.block, "bare": bare.block}, rounds)
+    if rank == 0:
+        mine, theirs = median(times["ours"]), median(times["bare"])
+        print(
+            f"step, {world} ranks, {MICRO_BATCH} x {ACCUMULATION} rows a rank: ours {mine * 1e3:.1f} ms, "
+            f"bare FSDP2 loop {theirs * 1e3:.1f} ms, ratio {mine / theirs:.3f} (target <= 1.02)"
+        )
+
+
+def step_against_trainer(folder: Path, rounds: int) -> None:
+    """Median of our step ÷ median of the HF Trainer's, one process, the same micro-batches."""
+    import torch
+    from common import alternate, collated_batches, median, prepare
+
+    torch.set_num_threads(1)
+    hf_dir, data_file = prepare(folder)
+    batches = collated_batches(hf_dir, data_file, MICRO_BATCH)
+    ours = OurLoop(folder, batches, ACCUMULATION)
+    theirs = TrainerLoop(folder, batches, ACCUMULATION)
+    ours.block(), theirs.block()
+    times = alternate({"ours": ours.block, "trainer": theirs.block}, rounds)
+    mine, other = median(times["ours"]), median(times["trainer"])
+    print(
+        f"step, 1 process, {MICRO_BATCH} x {ACCUMULATION} rows: ours {mine * 1e3:.1f} ms, HF Trainer {other * "
+        "1e3:.1f} ms, "
+        f"ratio {mine / other:.3f} (target <= 1.0)"
+    )
+
+
+class TrainerLoop:
+    """The HF Trainer over prepared micro-batches."""
+
+    def __init__(self, folder: Path, batches: list[dict[str, Any]], accumulation: int) -> None:
+        import torch
+        from common import prepare
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        hf_dir, _ = prepare(folder)
+        self.folder, self.accumulation = folder, accumulation
+        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32)
+        self.batches = [{k: v for k, v in b.items() if k != "num_rows"} for b in batches]
+
+    def block(self) -> list[float]:
+        """Seconds of each of BLOCK steps, from one step's end to the next's."""
+        from transformers import Trainer, TrainerCallback
+
+        ends: list[float] = []
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                ends.append(-time.perf_counter())
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                ends[-1] += time.perf_counter()
+
+        trainer = Trainer(
+            model=self.model,
+            args=trainer_arguments(self.folder, self.accumulation, BLOCK + 1),
+            train_dataset=Prepared(self.batches, (BLOCK + 1) * self.accumulation),
+            data_collator=lambda items: items[0],
+            callbacks=[Clock()],
+        )
+        with redirect_stdout(io.StringIO()):
+            trainer.train()
+        return ends[1:]
+
+
+class Prepared:
+    """Micro-batches as a data set of one 'row' each."""
+
+    def __init__(self, batches: list[dict[str, Any]], length: int) -> None:
+        self.batches, self.length = batches, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.batches[index % len(self.batches)]
+
+
+def trainer_arguments(folder: Path, accumulation: int, steps: int, rows: int = 1) -> Any:
+    """Arguments of the HF Trainer that match our flags."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        max_steps=steps,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+    )
+
+
+def time_to_first_step(folder: Path, rounds: int) -> None:
+    """Median seconds from the command to the end of the first step, ours and a Trainer script's, in turn."""
+    from common import alternate, launch_words, median, prepare, write_files
+
+    hf_dir, data_file = prepare(folder)
+    files = write_files(folder / "files", hf_dir, data_file)
+    words = launch_words(
+        files, None, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * ACCUMULATION, train_iters=1
+    )
+    ours = [sys.executable, str(ROOT / "pretrain_transformers.py"), *words]
+    theirs = [sys.executable, str(Path(__file__).resolve()), "--worker", "start-trainer", "--folder", str(folder)]
+    first_line_seconds(ours), first_line_seconds(theirs)
+    contenders = {"ours": lambda: [first_line_seconds(ours)], "trainer": lambda: [first_line_seconds(theirs)]}
+    times = alternate(contenders, rounds)
+    mine, other = median(times["ours"]), median(times["trainer"])
+    print(
+        f"command to end of first step, 1 process: ours {mine:.2f} s, HF Trainer {other:.2f} s, "
+        f"ratio {mine / other:.3f} (target <= 0.8)"
+    )
+
+
+def first_line_seconds(command: list[str]) -> float:
+    """Seconds until the command prints its first step."""
+    started = time.perf_counter()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        seconds = None
+        for line in process.stdout:
+            if seconds is None and ("iteration        1/" in line or "first step" in line):
+                seconds = time.perf_counter() - started
+        errors = process.stderr.read() if process.stderr else ""
+    if seconds is None:
+        raise RuntimeError(f"{' '.join(command)} made no step:\n{errors[-2000:]}")
+    return seconds
+
+
+def first_step_of_trainer(folder: Path) -> None:
+    """A plain HF Trainer script on the same rows: processor, collator, one step."""
+    import torch
+    from common import prepare
+    from PIL import Image
+    from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, Trainer, TrainerCallback
+
+    hf_dir, data_file = prepare(folder)
+    processor = AutoProcessor.from_pretrained(hf_dir)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        texts, images = [], []
+        for row in rows:
+            messages = []
+            for message in row["messages"]:
+                parts: list[dict[str, Any]] = [{"type": "image"}] * message["content"].count("<image>")
+                parts = [*parts, {"type": "text", "text": message["content"].replace("<image>", "")}]
+                messages.append({"role": message["role"], "content": parts})
+            texts.append(processor.apply_chat_template(messages, tokenize=False))
+            images += [Image.open(data_file.parent / p) for p in row["images"]]
+        batch = processor(text=texts, images=images or None, padding=True, padding_side="right", return_tensors="pt")
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return dict(batch)
+
+    class FirstStep(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            print("first step", flush=True)
+
+    trainer = Trainer(
+        model=model,
+        args=trainer_arguments(folder, ACCUMULATION, 1, MICRO_BATCH),
+        train_dataset=json.loads(data_file.read_text()),
+        data_collator=collate,
+        callbacks=[FirstStep()],
+    )
+    trainer.train()
+
+
+def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Cycle through `batches`."""
+    while True:
+        yield from batches
+
+
+def load_entry_script() -> Any:
+    """pretrain_transformers.py as a module."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("pretrain_transformers", ROOT / "pretrain_transformers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

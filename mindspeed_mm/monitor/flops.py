@@ -1,0 +1,74 @@
+"""Model FLOPs of a step, with the vision tower counted, for MFU.
+
+A multiply-add counts as two operations. Per token (or patch) a matrix of n weights costs 2n forward, 2n for its own
+gradient where it is trained, 2n for the gradient of its input where something below it is trained. Attention adds
+4 * length * hidden forward per layer and token (scores and values; half of it where attention is causal), twice that
+backward. Recomputed activations are not counted: MFU compares with the useful work.
+Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B, applied part by part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.transformers.family import FamilyTraits
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Cost of one unit of each kind of input.
+
+    Attributes:
+        per_token: of a text position, without attention and head.
+        per_target: of a position that the head projects.
+        per_squared_length: causal attention, per (row's tokens)².
+        per_patch: of a media patch in its tower.
+    """
+
+    per_token: float
+    per_target: float
+    per_squared_length: float
+    per_patch: float
+
+    def of(self, counts: BatchCounts) -> float:
+        """FLOPs of what was counted; on all ranks if the counts are global."""
+        return (
+            self.per_token * counts.tokens
+            + self.per_target * counts.targets
+            + self.per_squared_length * counts.squared_lengths
+            + self.per_patch * counts.patches
+        )
+
+
+def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
+    """Read the costs off a transformers model; None where its configuration lacks the usual names.
+
+    Args:
+        model: sharded or not; whole shapes are what counts.
+    """
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "text_config", config)
+    if traits.language_model is None or not hasattr(text, "num_hidden_layers"):
+        return None
+    towers = [model.get_submodule(t.path) for t in traits.towers]
+    tower_trained = any(p.requires_grad for tower in towers for p in tower.parameters())
+    language = model.get_submodule(traits.language_model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    skipped = {id(p) for m in (embedding, head) for p in m.parameters()}
+    per_token = sum(_cost(p, tower_trained) for p in language.parameters() if id(p) not in skipped)
+    language_trained = any(p.requires_grad for p in language.parameters())
+    passes = 3 if language_trained or tower_trained else 1
+    attention = 4 * text.hidden_size * text.num_hidden_layers / 2 * passes
+    per_patch = sum(_cost(p, False) for tower in towers for p in tower.parameters())
+    per_target = sum(_cost(p, language_trained or tower_trained) for p in head.parameters())
+    return FlopsModel(per_token, per_target, attention, per_patch)
+
+
+def _cost(param: nn.Parameter, input_needs_gradient: bool) -> float:
+    if param.dim() < 2:
+        return 0.0
+    return 2.0 * param.numel() * (1 + param.requires_grad + (input_needs_gradient or param.requires_grad))

@@ -1,0 +1,57 @@
+"""FLOPs against torch's own counter on a real tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.models.common.loss import select_targets
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.monitor.flops import flops_model
+
+
+def batch(config: object) -> dict[str, torch.Tensor]:
+    """One row: an image of 16 patches (4 tokens) in 64 tokens, 20 targets."""
+    ids = torch.randint(10, 200, (1, 64))
+    ids[:, 2:6] = config.image_token_id  # type: ignore[attr-defined]
+    labels = torch.full_like(ids, -100)
+    labels[:, -20:] = ids[:, -20:]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels,
+        "mm_token_type_ids": (ids == config.image_token_id).long(),  # type: ignore[attr-defined]
+        "pixel_values": torch.randn(16, 1176),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+def test_close_to_what_torch_counts(qwen2_5_vl_dir: Path) -> None:
+    model = TransformersModel({"init_from_hf_path": str(qwen2_5_vl_dir)})
+    example = batch(model.model.config)
+    iterator = CountingIterator(iter([example]), 1, DefaultAdapter())
+    rows = dict(next(iterator))
+    estimate = flops_model(model.model, model.traits)
+    assert estimate is not None
+    counts = iterator.take()
+    assert (counts.tokens, counts.targets, counts.squared_lengths, counts.patches) == (64, 20, 64 * 64, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(**rows, targets=select_targets(rows["labels"], "per_token_loss"))["loss"].backward()
+    # torch counts whole attention scores, the merger per merged patch, and not the embedding
+    assert 0.7 < estimate.of(counts) / counter.get_total_flops() < 1.3
+
+
+def test_a_frozen_tower_costs_its_forward_only(qwen2_5_vl_dir: Path) -> None:
+    whole = TransformersModel({"init_from_hf_path": str(qwen2_5_vl_dir)})
+    frozen = TransformersModel(
+        {"init_from_hf_path": str(qwen2_5_vl_dir), "image_encoder": {"vision_encoder": {"freeze": True}}}
+    )
+    frozen.model.model.visual.requires_grad_(False)
+    a, b = (flops_model(m.model, m.traits) for m in (whole, frozen))
+    assert a is not None and b is not None
+    assert b.per_patch * 3 == a.per_patch
+    assert b.per_token == a.per_token
