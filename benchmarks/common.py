@@ -14,25 +14,7 @@ import torch
 from PIL import Image
 
 WRAP = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "round",
-    "square",
-    "picture",
-    "left",
-    "right",
-    "above",
-    "below",
-    "first",
-    "second",
-    "where",
-    "what",
-    "which",
-]
+WORDS = "red green blue small large round square picture left right above below what where".split()  # noqa: SIM905
 
 
 def prepare(folder: Path, rows: int = 64, seed: int = 0) -> tuple[Path, Path]:

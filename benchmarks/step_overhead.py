@@ -38,15 +38,17 @@ def main() -> None:
     parser.add_argument("--part", choices=["step", "trainer", "start", "all"], default="all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--worker", choices=["step", "trainer", "start-trainer"])
+    parser.add_argument("--worker", choices=["step", "serve-ours", "serve-trainer", "start-trainer"])
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.worker == "start-trainer":
         first_step_of_trainer(options.folder)
         return
+    if options.worker == "step":
+        step_against_bare_loop(options.folder, options.rounds)
+        return
     if options.worker:
-        report = {"step": step_against_bare_loop, "trainer": step_against_trainer}[options.worker]
-        report(options.folder, options.rounds)
+        serve_blocks(options.worker, options.folder)
         return
     folder = options.folder or Path(tempfile.mkdtemp(prefix="step-overhead-"))
     from common import prepare
@@ -56,7 +58,7 @@ def main() -> None:
     if options.part in ("step", "all"):
         launch("step", folder, options.rounds, options.ranks)
     if options.part in ("trainer", "all"):
-        launch("trainer", folder, options.rounds, 1)
+        step_against_trainer(folder, options.rounds)
     if options.part in ("start", "all"):
         time_to_first_step(folder, max(3, options.rounds // 2))
 
@@ -204,23 +206,61 @@ def step_against_bare_loop(folder: Path, rounds: int) -> None:
 
 
 def step_against_trainer(folder: Path, rounds: int) -> None:
-    """Median of our step ÷ median of the HF Trainer's, one process, the same micro-batches."""
-    import torch
-    from common import alternate, collated_batches, median, prepare
+    """Median of our step ÷ median of the HF Trainer's, one process each, in turn, over the same micro-batches.
 
-    torch.set_num_threads(1)
-    hf_dir, data_file = prepare(folder)
-    batches = collated_batches(hf_dir, data_file, MICRO_BATCH)
-    ours = OurLoop(folder, batches, ACCUMULATION)
-    theirs = TrainerLoop(folder, batches, ACCUMULATION)
+    A process each: the Trainer would wrap its model in DDP if it found our process group.
+    """
+    from common import alternate, median
+
+    ours, theirs = BlockServer("serve-ours", folder), BlockServer("serve-trainer", folder)
     ours.block(), theirs.block()
     times = alternate({"ours": ours.block, "trainer": theirs.block}, rounds)
+    ours.close(), theirs.close()
     mine, other = median(times["ours"]), median(times["trainer"])
     print(
-        f"step, 1 process, {MICRO_BATCH} x {ACCUMULATION} rows: ours {mine * 1e3:.1f} ms, HF Trainer {other * "
-        "1e3:.1f} ms, "
-        f"ratio {mine / other:.3f} (target <= 1.0)"
+        f"step, 1 process, {MICRO_BATCH} x {ACCUMULATION} rows: ours {mine * 1e3:.1f} ms, "
+        f"HF Trainer {other * 1e3:.1f} ms, ratio {mine / other:.3f} (target <= 1.0)"
     )
+
+
+class BlockServer:
+    """A process that runs a block of steps whenever it is asked to."""
+
+    def __init__(self, worker: str, folder: Path) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", worker, "--folder", str(folder)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+
+    def block(self) -> list[float]:
+        """Seconds of each of BLOCK steps."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("times "):
+                return json.loads(line.removeprefix("times "))
+        raise RuntimeError(f"{self.process.args} ended")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve_blocks(worker: str, folder: Path) -> None:
+    """Run blocks of steps on request (see BlockServer)."""
+    import torch
+    from common import collated_batches, prepare
+
+    torch.set_num_threads(1)
+    batches = collated_batches(*prepare(folder), MICRO_BATCH)
+    loop = {"serve-ours": OurLoop, "serve-trainer": TrainerLoop}[worker](folder, batches, ACCUMULATION)
+    for _ in sys.stdin:
+        print("times " + json.dumps(loop.block()), flush=True)
 
 
 class TrainerLoop:

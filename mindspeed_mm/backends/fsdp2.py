@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
@@ -132,7 +131,8 @@ class FSDP2Backend:
         """See the protocol."""
         if self._pending is not None:
             self._pending.result()  # by now long done on the device: tells whether the schedule may go on
-        sum_plain_gradients(self._parameters, self.state.data_parallel_group)
+        if self.data_parallel_size > 1:
+            sum_plain_gradients(self._parameters, self.state.data_parallel_group)
         squared = local_squared_norm(self._parameters, self.state.world_size, self._sum_dtype)
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
         squared = zero if squared is None else squared.to(self.state.device)
@@ -301,11 +301,8 @@ def _call_provider(provider: ModelProvider) -> Any:
 
 
 def _sharded_root(model: nn.Module) -> nn.Module:
-    """The module that holds the parameters under their own names: the model, or the one it delegated sharding to."""
-    if isinstance(model, FSDPModule):
-        return model
-    inner = [child for child in model.children() if isinstance(child, FSDPModule)]
-    return inner[0] if len(inner) == 1 else model
+    """The module that holds the parameters under their own names: the model, or the one it delegates sharding to."""
+    return getattr(model, "sharded_module", model)
 
 
 def _precision_overrides(config: Fsdp2Config, args: Any) -> dict[str, Any]:

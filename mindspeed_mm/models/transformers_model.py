@@ -106,6 +106,11 @@ class TransformersModel(MultiModalModule):
     weights_come_later: bool = False
     fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def sharded_module(self) -> torch.nn.Module:
+        """The module that `fully_shard` works on, whose parameter names checkpoints use."""
+        return self.model
+
     def load_initial_weights(self) -> None:
         """Fill a model that was built on meta and sharded: from the HF directory, or with random values."""
         from mindspeed_mm.parallel.materialize import copy_from_whole_model

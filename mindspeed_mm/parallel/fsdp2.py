@@ -37,6 +37,13 @@ class ShardPlan:
     reshard_after_forward: bool | int
     ignored_params: set[nn.Parameter] = field(default_factory=set)
 
+    @property
+    def has_an_effect(self) -> bool:
+        """Whether fully_shard would do anything: one rank without casts and offload computes the same without it."""
+        policy = self.mp_policy
+        casts = {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} - {None, torch.float32}
+        return self.mesh.size() > 1 or bool(casts) or isinstance(self.offload_policy, CPUOffloadPolicy)
+
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `torch.distributed.fsdp.fully_shard`."""
         return {
@@ -101,11 +108,13 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
 
 
 def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan) -> None:
-    """Call fully_shard on each of `modules`, children before parents, then on `root`.
+    """Call fully_shard on each of `modules`, children before parents, then on `root`; not at all if in vain.
 
     Modules that share a parameter (tied embeddings and head) become one unit: apart, the second one would be left
     without the tensor that the first one sharded.
     """
+    if not plan.has_an_effect:
+        return
     # transformers outputs carry views (features of each image); torch warns of in-place use, and there is none
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for unit in _units(root, modules):

@@ -1,0 +1,91 @@
+"""`mindspeed-mm`: command lines that need no training run. `mindspeed-mm doctor` looks at the machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+from mindspeed_mm.utils.errors import MMError
+
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "transformers",
+    "diffusers",
+    "megatron-core",
+    "safetensors",
+    "pyarrow",
+    "av",
+    "torch_npu",
+    "mindspeed",
+    "flash_attn",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="mindspeed-mm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="say what this machine can train with, and what hinders it")
+    options = parser.parse_args(argv)
+    try:
+        return {"doctor": doctor}[options.command]()
+    except MMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def doctor() -> int:
+    """Print versions, the device and its collectives, and settings known to hurt.
+
+    Returns:
+        0, or 1 if something would keep a run from starting.
+    """
+    from mindspeed_mm.utils.torch_import import import_torch
+
+    print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    for name in _PACKAGES:
+        print(f"  {name:<14} {_version(name)}")
+    torch = import_torch()
+    from mindspeed_mm import accelerator
+
+    device = accelerator.current()
+    print(f"device: {device.name} ({device.model_name()}), collectives: {device.collective_backend}")
+    if device.name != "cpu":
+        print(f"  {torch.accelerator.device_count()} devices")
+    peak = device.peak_flops("bf16")
+    print(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")
+    problems = _problems()
+    for problem in problems:
+        print(f"problem: {problem}")
+    if not problems:
+        print("nothing hinders a run")
+    return 1 if problems else 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _problems() -> list[str]:
+    found = []
+    if importlib.util.find_spec("torchvision") is None:
+        found.append(
+            "torchvision is missing: image processors would change their pixel values without a word, and no "
+            "video processor can be built; install the version that belongs to this torch"
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 serialises FSDP2's communication with its compute; set it to 2")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
