@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import mindspeed_mm  # noqa: F401  (first: it makes `megatron.training` answer)
+import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.models.common.loss import select_targets

@@ -314,7 +314,7 @@ class Prepared:
         return self.batches[index % len(self.batches)]
 
 
-def trainer_arguments(folder: Path, accumulation: int, steps: int, rows: int = 1) -> Any:
+def trainer_arguments(folder: Path, accumulation: int, steps: int, rows: int = 1, workers: int = 0) -> Any:
     """Arguments of the HF Trainer that match our flags."""
     from transformers import TrainingArguments
 
@@ -334,7 +334,7 @@ def trainer_arguments(folder: Path, accumulation: int, steps: int, rows: int = 1
         remove_unused_columns=False,
         disable_tqdm=True,
         use_cpu=True,
-        dataloader_num_workers=0,
+        dataloader_num_workers=workers,
         dataloader_pin_memory=False,
     )
 
@@ -346,7 +346,12 @@ def time_to_first_step(folder: Path, rounds: int) -> None:
     hf_dir, data_file = prepare(folder)
     files = write_files(folder / "files", hf_dir, data_file)
     words = launch_words(
-        files, None, micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * ACCUMULATION, train_iters=1
+        files,
+        None,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * ACCUMULATION,
+        train_iters=1,
+        num_workers=1,
     )
     ours = [sys.executable, str(ROOT / "pretrain_transformers.py"), *words]
     theirs = [sys.executable, str(Path(__file__).resolve()), "--worker", "start-trainer", "--folder", str(folder)]
@@ -407,7 +412,7 @@ def first_step_of_trainer(folder: Path) -> None:
 
     trainer = Trainer(
         model=model,
-        args=trainer_arguments(folder, ACCUMULATION, 1, MICRO_BATCH),
+        args=trainer_arguments(folder, ACCUMULATION, 1, MICRO_BATCH, workers=1),
         train_dataset=json.loads(data_file.read_text()),
         data_collator=collate,
         callbacks=[FirstStep()],

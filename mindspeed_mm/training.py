@@ -91,6 +91,7 @@ def pretrain(
         backend.build_optimizer(model)
         if found is not None:
             _load(found, progress, backend, args)
+        _collect_garbage(args)
         train(forward_step_func, data, backend, args, progress, memory)
 
 
@@ -112,7 +113,6 @@ def train(
     watch = _open_watch(backend, args, resumed=progress.iteration > 0)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started = time.time()
-    _collect_garbage_by_hand(args)
     profiler.start()
     with StopSignal() as stop:
         while progress.iteration < args.train_iters:
@@ -268,7 +268,11 @@ def _must_exit(iteration: int, started: float, args: Any) -> bool:
     return False
 
 
-def _collect_garbage_by_hand(args: Any) -> None:
+def _collect_garbage(args: Any) -> None:
+    """From here on collect what steps leave behind, on time or (--manual-gc) by hand; what start-up made stays."""
     if args.manual_gc:
         gc.disable()
         gc.collect()
+    else:
+        gc.freeze()  # no collection ever walks through the imported modules again
+        gc.enable()

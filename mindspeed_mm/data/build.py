@@ -50,12 +50,12 @@ def build_dataset(
     encoder = LazyEncoder(param, max_length, DefaultAdapter() if adapter is None else adapter)
 
     source, rows = _open(param, basic.dataset, basic.max_samples)
-    if basic.val_max_samples == 0 or not (basic.val_dataset or basic.val_rate):
-        return RecordDataset(source, encoder, rows)
-    if basic.val_dataset:
+    if basic.val_dataset and basic.val_max_samples != 0:
         val_source, val_rows = _open(param, basic.val_dataset, None)
-    else:
+    elif basic.val_rate and basic.val_max_samples != 0:
         val_source, (rows, val_rows) = source, _split(rows, basic.val_rate, seed)
+    else:
+        return RecordDataset(source, encoder, rows)
     return RecordDataset(source, encoder, rows), RecordDataset(val_source, encoder, val_rows[: basic.val_max_samples])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ IGNORE_INDEX = -100
 Sample = dict[str, torch.Tensor]
 
 
-class Encoded(NamedTuple):
+@dataclass
+class Encoded:
     """A sample, and for each assistant message the number of tokens up to the end of its target."""
 
     sample: Sample
@@ -77,7 +79,7 @@ class Encoder:
     def filler(self) -> Sample:
         """A text of two padding tokens without targets: it stands where a batch has no row."""
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
-        return self._with_types({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, typed=False)
+        return self._typed({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, torch.zeros_like(ids))
 
     def encode(
         self, conversation: Conversation, load_image: Callable[[ImageRef], Image.Image]
@@ -124,9 +126,9 @@ class Encoder:
             tokens = self.tokenizer(text, pictures)
         except (ValueError, RuntimeError, TypeError) as error:
             raise DataError(f"{conversation.where}: the processor refuses this row: {error}") from error
-        return self._label(tokens, turns, messages, conversation.where)
+        return self._label(tokens, turns, messages)
 
-    def _label(self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message], where: Place) -> Encoded:
+    def _label(self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message]) -> Encoded:
         masks = {turn: (tokens.starts < turn.end) & (tokens.ends > turn.start) for turn in turns}
         trained = {turn for turn in turns if messages[turn.message].train}
         if self.mask_history:
@@ -140,16 +142,12 @@ class Encoder:
         ids = torch.from_numpy(tokens.ids)
         labels = torch.where(torch.from_numpy(target), ids, IGNORE_INDEX)
         media = {key: tokens.media[key] for key in self._media_keys if key in tokens.media}
-        sample = self._with_types({"input_ids": ids, "labels": labels, **media}, typed=bool(tokens.media))
+        sample = self._typed({"input_ids": ids, "labels": labels, **media}, torch.from_numpy(tokens.types))
         ends = {turn.message: int(np.flatnonzero(mask)[-1]) + 1 for turn, mask in masks.items() if mask.any()}
         return Encoded(sample, ends)
 
-    def _with_types(self, sample: Sample, typed: bool) -> Sample:
-        if self._types_tokens:
-            ids = sample["input_ids"]
-            kinds = self.tokenizer.processor.create_mm_token_type_ids([ids.tolist()])[0] if typed else [0] * len(ids)
-            sample["mm_token_type_ids"] = torch.tensor(kinds, dtype=torch.int64)
-        return sample
+    def _typed(self, sample: Sample, types: torch.Tensor) -> Sample:
+        return {**sample, "mm_token_type_ids": types} if self._types_tokens else sample
 
     def _as_template_input(self, message: Message, where: Place) -> dict[str, Any]:
         hide, template = self.tokenizer.hide, self.template

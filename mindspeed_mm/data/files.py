@@ -96,8 +96,9 @@ class JsonFile:
         return {**self.__dict__, "_descriptor": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class ParquetFile:

@@ -53,7 +53,8 @@ def load_image(
     try:
         with Image.open(io.BytesIO(ref.content) if ref.content is not None else path) as opened:
             opened.load()
-            picture = to_rgb(ImageOps.exif_transpose(opened))
+            ImageOps.exif_transpose(opened, in_place=True)  # in place: without orientation nothing is copied
+            picture = to_rgb(opened)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         name = path if ref.content is None else f"the bytes of {ref.path}"
         raise DataError(f"{where}: {name} can't be decoded as an image: {error}") from None

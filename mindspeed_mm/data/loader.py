@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,10 +53,20 @@ def _as_it_is(batch: Any) -> Any:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
-    # Schedulers signal every process of a job, and the run then still needs batches up to its checkpoint. A second
-    # SIGTERM ends a worker: when the run ends, multiprocessing sends as many as it takes.
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    gc.freeze()  # what the parent had is shared memory: a collection that walks through it would copy it
+    gc.enable()  # the parent may have turned it off for its start
+    # Schedulers signal every process of a job, and the run then still needs batches up to its checkpoint: a worker
+    # ends when its parent says so, or is gone (which torch looks after).
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _start(loader: DataLoader) -> Iterator[Any]:
@@ -167,11 +179,14 @@ class MMDataLoader:
         while self._turn == turn:
             try:
                 batch = next(running)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+                # A batch of a worker that died is lost in one of several ways: it never came, or its memory is gone.
+                if not self.num_workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
                     raise
+                self.close()
                 raise DataError(
-                    f"a data worker died ({error}); if memory ran out, use fewer --num-workers or smaller images"
+                    f"a data worker died ({type(error).__name__}: {error}); if memory ran out, use fewer --num-workers "
+                    "or smaller images"
                 ) from error
             if isinstance(batch, _Failure):
                 self.close()

@@ -54,7 +54,9 @@ class RunData:
     close: Callable[[], None]
 
 
-def build_run_data(provider: Callable[..., Any], args: Any, data_parallel_rank: int, data_parallel_size: int) -> RunData:
+def build_run_data(
+    provider: Callable[..., Any], args: Any, data_parallel_rank: int, data_parallel_size: int
+) -> RunData:
     """Call the provider and bring its answer into form.
 
     Args:
@@ -124,8 +126,8 @@ def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) ->
     if hasattr(data, "__iter__"):
         return data
     raise ConfigError(
-        f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a length, a "
-        "DataLoader, another iterable of batches, or None"
+        f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a length, "
+        "a DataLoader, another iterable of batches, or None"
     )
 
 

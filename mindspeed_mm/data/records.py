@@ -105,7 +105,7 @@ class RecordReader:
                 raise DataError(f"{where}: {_missing_column(key, name, found)}")
 
     def _looks_misspelt(self, name: str, found: Iterable[str]) -> bool:
-        """Whether a column that nothing else is mapped to has nearly this name ('images' is near to 'messages', too)."""
+        """Whether a column that nothing is mapped to has nearly this name ('images' is near to 'messages', too)."""
         mapped = {getattr(self.attr, key) for key in type(self.attr).model_fields}
         return bool(difflib.get_close_matches(name, [column for column in found if column not in mapped], cutoff=0.8))
 
@@ -188,9 +188,9 @@ class RecordReader:
 
     def _alpaca(self, row: Mapping[str, Any]) -> list[Message]:
         attr, messages = self.attr, []
-        for key in ("prompt", "response"):
-            if getattr(attr, key) not in row:
-                raise _Fault(_missing_column(key, getattr(attr, key), row))
+        for key, name in (("prompt", attr.prompt), ("response", attr.response)):
+            if name not in row:
+                raise _Fault(_missing_column(key, name, row))
         for pair in (row.get(attr.history) if attr.history else None) or ():
             if not isinstance(pair, list) or len(pair) != 2:
                 raise _Fault(f"column '{attr.history}': expected [question, answer] pairs, found {_short(pair)}")
@@ -198,8 +198,9 @@ class RecordReader:
             messages.append(Message("assistant", [_as_text(pair[1], attr.history)]))
         query = [_as_text(row[name], name) for name in (attr.prompt, attr.query) if name and row.get(name)]
         messages.append(Message("user", ["\n".join(query)]))
-        if row[attr.response] is not None:
-            messages.append(Message("assistant", [_as_text(row[attr.response], attr.response)]))
+        answer = row.get(attr.response) if attr.response else None
+        if answer is not None:
+            messages.append(Message("assistant", [_as_text(answer, attr.response)]))
         return messages
 
     def _image_column(self, row: Mapping[str, Any]) -> list[ImageRef]:
@@ -330,7 +331,7 @@ def _place_images(messages: list[Message], images: list[ImageRef]) -> None:
     if not images:
         return
     placing = [message for message in messages if message.role in _PLACING_ROLES]
-    found = sum(part.count(IMAGE_TAG) for message in placing for part in message.parts)
+    found = sum(part.count(IMAGE_TAG) for message in placing for part in message.parts if isinstance(part, str))
     if found != len(images):
         raise _Fault(
             f"{found} {IMAGE_TAG} placeholder(s) in user and tool turns for {len(images)} image(s); the counts must be "
@@ -341,7 +342,7 @@ def _place_images(messages: list[Message], images: list[ImageRef]) -> None:
     for message in placing:
         parts: list[Part] = []
         for part in message.parts:
-            for number, piece in enumerate(part.split(IMAGE_TAG)):
+            for number, piece in enumerate(part.split(IMAGE_TAG) if isinstance(part, str) else ()):
                 if number:
                     parts.append(next(supply))
                 if piece:

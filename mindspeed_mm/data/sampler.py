@@ -61,8 +61,8 @@ class GlobalOrderBatchSampler:
         if drop_last and num_rows < global_batch_size:
             raise DataError(
                 f"the data set has {num_rows} row(s), fewer than one global batch of {global_batch_size}, and "
-                "drop_last leaves out what doesn't fill one, so that no step could be made; use a --global-batch-size of "
-                f"at most {num_rows}, or set dataloader_param.drop_last to false"
+                "drop_last leaves out what doesn't fill one, so that no step could be made; use a --global-batch-size "
+                f"of at most {num_rows}, or set dataloader_param.drop_last to false"
             )
         if consumed_samples < 0:
             raise DataError(f"consumed_samples {consumed_samples}: expected 0 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # place, and its tokens are made of the plain text afterwards.
 _FIRST_PRIVATE = 0xF0000
 
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, each [L] int64
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
 
 
 @dataclass
@@ -28,12 +29,14 @@ class Tokens:
         ids: [L] int64.
         starts: [L] int64, first character of each token in the text before media were expanded.
         ends: [L] int64, one past its last character.
+        types: [L] int64, 0 for text, 1 for image, 2 for video, 3 for audio tokens.
         media: Tensors of the media, as the processor names them; empty without media.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    types: np.ndarray
     media: dict[str, torch.Tensor]
 
 
@@ -63,17 +66,18 @@ class Tokenizer:
         self._typed = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
         self._hidden = re.compile(f"([{''.join(self._literal)}])" if self._literal else "(?!)")
         self._fast: bool | None = None
+        self._kinds: dict[int, int] = {}
+        for kind, name in enumerate(("image", "video", "audio"), start=1):
+            found = [
+                getattr(processor, f"{name}_token_id", None),
+                *(getattr(processor, f"{name}_token_ids", None) or []),
+            ]
+            self._kinds.update({token: kind for token in found if isinstance(token, int)})
 
     @property
     def media_ids(self) -> list[int]:
         """Ids of the tokens that media are replaced by."""
-        found: list[int] = []
-        for name in ("image", "video", "audio"):
-            one = getattr(self.processor, f"{name}_token_id", None)
-            several = getattr(self.processor, f"{name}_token_ids", None)
-            found += [one] if isinstance(one, int) else []
-            found += [token for token in several or [] if isinstance(token, int)]
-        return sorted(set(found))
+        return sorted(self._kinds)
 
     def hide(self, text: str) -> str:
         """Put private characters for the special tokens that a person typed into a message."""
@@ -86,15 +90,21 @@ class Tokenizer:
         parts, media = self._with_images(segments, pictures) if pictures else (self._plain(segments), {})
         base, whole = 0, []
         for number, segment in enumerate(segments):
-            ids, starts, ends = parts[number]
-            whole.append((ids, starts + base, ends + base))
+            ids, starts, ends, types = parts[number]
+            whole.append((ids, starts + base, ends + base, types))
             base += len(segment)
             if number < len(literals):
                 ids = self._as_text(self._literal[literals[number]])
-                whole.append((ids, np.full(len(ids), base), np.full(len(ids), base + 1)))
+                whole.append((ids, np.full_like(ids, base), np.full_like(ids, base + 1), np.zeros_like(ids)))
                 base += 1
-        ids, starts, ends = (np.concatenate(column).astype(np.int64) for column in zip(*whole, strict=True))
-        return Tokens(ids, starts, ends, media)
+        ids, starts, ends, types = (np.concatenate(column) for column in zip(*whole, strict=True))
+        return Tokens(ids, starts, ends, types, media)
+
+    def _types(self, ids: np.ndarray) -> np.ndarray:
+        types = np.zeros_like(ids)
+        for token, kind in self._kinds.items():
+            types[ids == token] = kind
+        return types
 
     def _adds_specials(self, segments: Sequence[str]) -> bool:
         """As transformers does: a processor lets its tokenizer add them unless the template wrote the first one."""
@@ -133,10 +143,10 @@ class Tokenizer:
         moves = [
             [(move["span"], move["replacement"]) for move in moves] for moves in result["text_replacement_offsets"]
         ]
-        parts = [
-            _unexpanded(_columns(ids, offsets), move)
-            for ids, offsets, move in zip(result["input_ids"], result["offset_mapping"], moves, strict=True)
-        ]
+        columns = map(_columns, result["input_ids"], result["offset_mapping"])
+        parts = [_unexpanded(part, move) for part, move in zip(columns, moves, strict=True)]
+        for number, own in enumerate(result.get("mm_token_type_ids", [])):
+            parts[number] = (*parts[number][:3], np.asarray(own, dtype=np.int64))
         return parts, {key: value for key, value in result.items() if isinstance(value, torch.Tensor)}
 
     def _by_parts(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
@@ -145,12 +155,13 @@ class Tokenizer:
         token = self.processor.image_token
         expanded, moves = [], []
         for segment in segments:
+            between = segment.split(token)
+            texts = [next(written) for _ in between[1:]]
+            expanded.append("".join(itertools.chain.from_iterable(zip(between, [*texts, ""], strict=True))))
             places = [match.span() for match in re.finditer(re.escape(token), segment)]
-            moves.append([(span, next(written)) for span in places])
-            texts = iter([text for _, text in moves[-1]])
-            expanded.append(re.sub(re.escape(token), lambda _, texts=texts: next(texts), segment))
+            moves.append(list(zip(places, texts, strict=True)))
         parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
-        return parts, dict(media)
+        return [(ids, starts, ends, self._types(ids)) for ids, starts, ends, _ in parts], dict(media)
 
     def _image_text(self, media: Mapping[str, Any], number: int) -> str:
         """What the image token is replaced by for one image."""
@@ -168,6 +179,9 @@ class Tokenizer:
             return False
         if not all(ids.tolist() == list(own) for (ids, *_), own in zip(parts, whole["input_ids"], strict=True)):
             return False
+        types = whole.get("mm_token_type_ids")
+        if types is not None and [own.tolist() for *_, own in parts] != [list(own) for own in types]:
+            return False
         tensors = {key: value for key, value in whole.items() if isinstance(value, torch.Tensor)}
         return tensors.keys() == media.keys() and all(torch.equal(tensors[key], media[key]) for key in media)
 
@@ -178,17 +192,17 @@ def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
     # Tokens of trimmed space get an empty span at its end: they stand for the character before it.
     empty = (starts == ends) & (ends > 0)
     starts[empty] -= 1
-    return np.asarray(ids, dtype=np.int64), starts, ends
+    return np.asarray(ids, dtype=np.int64), starts, ends, np.zeros_like(starts)
 
 
 def _unexpanded(columns: Columns, moves: Sequence[tuple[tuple[int, int], str]]) -> Columns:
     """Bring positions in a text with expanded media back to the text before.
 
     Args:
-        columns: ids, starts and ends in the expanded text.
+        columns: Ids, starts and ends in the expanded text, types.
         moves: For each medium, its span in the text before and the text written there.
     """
-    ids, starts, ends = columns
+    ids, starts, ends, types = columns
     if not moves:
         return columns
     old = np.asarray([span for span, _ in moves], dtype=np.int64)
@@ -199,4 +213,4 @@ def _unexpanded(columns: Columns, moves: Sequence[tuple[tuple[int, int], str]]) 
     shift = np.concatenate(([0], growth))[passed]
     at = np.minimum(passed, len(old) - 1)
     inside = (passed < len(old)) & (starts >= new_starts[at])
-    return ids, np.where(inside, old[at, 0], starts - shift), np.where(inside, old[at, 1], ends - shift)
+    return ids, np.where(inside, old[at, 0], starts - shift), np.where(inside, old[at, 1], ends - shift), types

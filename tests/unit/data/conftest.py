@@ -1,4 +1,4 @@
-"""Models without weights and data files for the tests of the data room: a real tokenizer, a real Qwen2.5-VL processor."""
+"""Model directories without weights (a real tokenizer, a real Qwen2.5-VL processor) and data files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,11 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AddedToken, Qwen2Tokenizer
 
-    text = ["the quick brown fox jumps over the lazy dog", "which digit is in the image? a seven, an eight", "图片里有什么"]
+    text = [
+        "the quick brown fox jumps over the lazy dog",
+        "which digit is in the image? a seven, an eight",
+        "图片里有什么",
+    ]
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -26,3 +28,8 @@ def targets(sample: dict[str, Any], tokenizer: Any) -> str:
         else:
             runs[-1].append(token)
     return "|".join(tokenizer.decode(run) for run in runs if run)
+
+
+def flat(lists: Iterable[list[Any]]) -> list[Any]:
+    """One list of several."""
+    return list(itertools.chain.from_iterable(lists))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.encode import Sample
 from mindspeed_mm.utils.errors import ConfigError, DataError
-from tests.unit.data.data_rows import talk
+from tests.unit.data.data_rows import flat, talk
 
 IN_ORDER = {"sampler_type": "SequentialSampler"}
 
@@ -67,7 +69,9 @@ def test_pad_options() -> None:
 
 
 def test_media_are_stacked_in_row_order() -> None:
-    one, two = ({"pixel_values": torch.full((n, 3), float(n)), "image_grid_thw": torch.tensor([[1, 1, n]])} for n in (4, 8))
+    one, two = (
+        {"pixel_values": torch.full((n, 3), float(n)), "image_grid_thw": torch.tensor([[1, 1, n]])} for n in (4, 8)
+    )
     batch = _collate([_sample(2, **two), _sample(2), _sample(2, **one)])
     assert batch["pixel_values"][:, 0].tolist() == [8.0] * 8 + [4.0] * 4
     assert batch["image_grid_thw"].tolist() == [[1, 1, 8], [1, 1, 4]]
@@ -97,9 +101,7 @@ def test_loader_hands_out_the_samplers_rows(param: Any, rows: list[Any], workers
     """In this process and in workers: the same endless sequence, epoch after epoch."""
     dataset = build_mm_dataset(param(rows))
     loader = build_mm_dataloader(dataset, None, micro_batch_size=2, global_batch_size=4, num_workers=workers)
-    expected = [
-        [dataset[i]["input_ids"].tolist() for i in batch] for batch in itertools.islice(loader.sampler, 7)
-    ]
+    expected = [[dataset[i]["input_ids"].tolist() for i in batch] for batch in itertools.islice(loader.sampler, 7)]
     assert _ids(loader, 7) == expected
     assert (loader.num_rows, loader.rows_per_epoch, loader.global_batches_per_epoch) == (6, 4, 1)
     loader.close()
@@ -127,7 +129,7 @@ def test_position_moves_by_global_batches_and_is_the_whole_state(param: Any, row
         assert again.consumed_samples == 14
         again.close()
     paired = build_mm_dataloader(dataset, None, micro_batch_size=2, global_batch_size=2, consumed_samples=8)
-    assert sum(_ids(paired, 3), []) == sum(whole[8:14], [])
+    assert flat(_ids(paired, 3)) == flat(whole[8:14])
 
 
 def test_resume_in_epoch_two(param: Any) -> None:
@@ -166,7 +168,7 @@ def test_evaluation_begins_anew_with_every_iterator(param: Any, rows: list[Any],
     sizes = {"micro_batch_size": 2, "global_batch_size": 4, "num_workers": workers}
     loader = build_mm_dataloader(dataset, {"shuffle": True}, **sizes, train=False)
     first = _ids(loader, 3)
-    assert sum(first, []) == [dataset[i]["input_ids"].tolist() for i in range(6)]
+    assert flat(first) == [dataset[i]["input_ids"].tolist() for i in range(6)]
     pids = _worker_pids(loader)
     assert _ids(loader, 3) == first
     assert _worker_pids(loader) == pids
@@ -216,13 +218,25 @@ def test_workers_outlive_the_signals_of_a_scheduler(param: Any, rows: list[Any])
     iterator = iter(loader)
     next(iterator)
     (pid,) = _worker_pids(loader)
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGUSR1)
+    for name in ("TERM", "USR1"):
+        subprocess.run(["kill", f"-{name}", str(pid)], check=True)  # not from the parent
     for _ in range(10):
         assert next(iterator)["num_rows"] == 1
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)  # from the parent
     assert _gone([pid])
     loader.close()
+
+
+def test_a_loader_that_nobody_closed_doesnt_hold_up_the_end() -> None:
+    code = (
+        "from mindspeed_mm.data import build_mm_dataloader as build\n"
+        "from tests.unit.data.test_data_loader import _Threads\n"
+        "loader = build(_Threads(), {'collate_param': {'pad_id': 0}}, micro_batch_size=1, global_batch_size=1, "
+        "num_workers=2)\n"
+        "iterator = iter(loader); next(iterator)\n"
+        "import builtins; builtins.kept = loader, iterator\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def _gone(pids: list[int]) -> bool:
@@ -272,7 +286,7 @@ def test_a_users_own_data_set(param: Any) -> None:
 
 def test_long_rows_are_counted_in_the_log(param: Any, said: list[str]) -> None:
     rows = [talk("q", "a"), talk("q", "long " * 50), talk("q", "long " * 60)]
-    dataset = build_mm_dataset(param(rows), max_length=40)
+    dataset = build_mm_dataset(param(rows), max_length=60)
     loader = build_mm_dataloader(dataset, IN_ORDER, micro_batch_size=1, global_batch_size=1)
     batches = list(itertools.islice(loader, 3))
     assert all(set(batch) == set(batches[0]) for batch in batches)  # the notes are not handed on
@@ -330,9 +344,7 @@ def test_config_reader_is_accepted(param: Any) -> None:
 
 
 def test_importing_the_room_is_light() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, mindspeed_mm.data; print([m for m in ('torch', 'transformers', 'pyarrow', 'PIL') if m in sys.modules])"
+    heavy = ("torch", "transformers", "pyarrow", "PIL")
+    code = f"import sys, mindspeed_mm.data; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")

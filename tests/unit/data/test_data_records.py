@@ -39,7 +39,10 @@ def _shown(conversation: Conversation) -> list[tuple[str, str]]:
 def test_tag_without_media_is_text() -> None:
     """D01: <image>, <video>, <audio> in a row without media are what was written."""
     row = talk("write <image>, <video> or <audio>", "<video src=x> and <image>", images=[])
-    assert _shown(_read(row)) == [("user", "write <image>, <video> or <audio>"), ("assistant", "<video src=x> and <image>")]
+    assert _shown(_read(row)) == [
+        ("user", "write <image>, <video> or <audio>"),
+        ("assistant", "<video src=x> and <image>"),
+    ]
 
 
 def test_tag_beside_media_binds_in_questions_only() -> None:
@@ -236,7 +239,9 @@ def test_validation_rows(param: Any, tmp_path: Any) -> None:
     assert splits[0] == splits[1] != splits[2]
     assert len(build_mm_dataset(param(rows, val_rate=0.5, val_max_samples=3))[1]) == 3
     assert len(build_mm_dataset(param(rows, val_rate=0.5, val_max_samples=0))) == 40
-    (tmp_path / "val.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}')
+    (tmp_path / "val.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}'
+    )
     train, valid = build_mm_dataset(param(rows, val_dataset="val.jsonl"))
     assert (len(train), len(valid)) == (40, 1)
     with pytest.raises(DataError, match="can't be split"):

@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from tests.unit.data.data_rows import flat
 
 
 def _take(count: int, **options: Any) -> list[list[int]]:
@@ -24,8 +25,8 @@ def _global_rows(batches: int, dp_size: int, **options: Any) -> list[list[int]]:
         sampler = GlobalOrderBatchSampler(dp_rank=rank, dp_size=dp_size, **options)
         each = sampler.micro_batches_per_global_batch
         taken = list(itertools.islice(sampler, batches * each))
-        ranks.append([sum(taken[i * each : (i + 1) * each], []) for i in range(batches)])
-    return [sorted(sum((rank[i] for rank in ranks), [])) for i in range(batches)]
+        ranks.append([flat(taken[i * each : (i + 1) * each]) for i in range(batches)])
+    return [sorted(flat(rank[i] for rank in ranks)) for i in range(batches)]
 
 
 @pytest.mark.parametrize("stop", [5, 16, 21, 37])
@@ -33,16 +34,16 @@ def test_resume_continues_the_unbroken_sequence(stop: int) -> None:
     """S01: 16 rows, shuffled, stopped in epoch 1 and in epoch 2: the same sequence as unbroken."""
     whole = _take(48)
     assert whole[:stop] + _take(48 - stop, consumed_samples=stop) == whole
-    assert sorted(sum(whole[16:32], [])) == list(range(16))
+    assert sorted(flat(whole[16:32])) == list(range(16))
 
 
 def test_orders_differ_by_epoch_and_repeat_by_seed() -> None:
     """S03: 6 rows, 3 epochs: complete, different, repeatable."""
-    ids = sum(_take(18, num_rows=6), [])
+    ids = flat(_take(18, num_rows=6))
     epochs = [ids[i : i + 6] for i in (0, 6, 12)]
     assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert sum(_take(18, num_rows=6), []) == ids != sum(_take(18, num_rows=6, seed=7), [])
+    assert flat(_take(18, num_rows=6)) == ids != flat(_take(18, num_rows=6, seed=7))
 
 
 def test_order_is_fixed_for_good() -> None:
@@ -56,7 +57,7 @@ EPOCH_1 = [1, 2, 5, 3, 6, 0, 4, 7]
 
 
 def test_without_shuffle_file_order() -> None:
-    assert sum(_take(8, num_rows=4, shuffle=False), []) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert flat(_take(8, num_rows=4, shuffle=False)) == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -92,7 +93,7 @@ def test_fewer_rows_than_a_global_batch() -> None:
     """H04: 3 rows, accumulation 4: refused with the numbers, or one step with a filler."""
     with pytest.raises(DataError, match=r"3 row\(s\).*global batch of 4.*at most 3.*drop_last to false"):
         _take(1, num_rows=3, global_batch_size=4)
-    rows = sum(_take(8, num_rows=3, global_batch_size=4, drop_last=False), [])
+    rows = flat(_take(8, num_rows=3, global_batch_size=4, drop_last=False))
     assert [sorted(rows[:4]), sorted(rows[4:])] == [[-1, 0, 1, 2]] * 2
 
 
@@ -101,7 +102,7 @@ def test_resume_in_the_second_epoch() -> None:
     options = {"num_rows": 4, "micro_batch_size": 2, "global_batch_size": 2}
     whole = _take(6, **options)
     assert _take(3, consumed_samples=6, **options) == whole[3:]
-    assert sorted(sum(whole[2:4], [])) == [0, 1, 2, 3]
+    assert sorted(flat(whole[2:4])) == [0, 1, 2, 3]
 
 
 def test_position_inside_a_global_batch_goes_to_the_next_one() -> None:

@@ -119,7 +119,9 @@ def test_a_limit_inside_an_image_takes_the_whole_turn(
     note = cut.pop("note")
     assert cut.keys() == first.keys() and all(torch.equal(cut[key], first[key]) for key in first)
     assert "row 1" in note
-    assert int(cut["mm_token_type_ids"].sum()) == int(cut["image_grid_thw"].prod()) // 4 == len(cut["pixel_values"]) // 4
+    assert (
+        int(cut["mm_token_type_ids"].sum()) == int(cut["image_grid_thw"].prod()) // 4 == len(cut["pixel_values"]) // 4
+    )
 
 
 def test_row_whose_first_answer_doesnt_fit_trains_nothing(param: Any, images: list[str]) -> None:

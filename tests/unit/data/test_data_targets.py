@@ -34,7 +34,9 @@ def _trained(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any 
 
 def _scan(ids: list[int], tokenizer: Any, skip: str = "") -> list[int]:
     """Labels by looking for `<|im_start|>assistant\\n` … `<|im_end|>`; `skip` after the header isn't trained."""
-    header, skipped = (tokenizer(text, add_special_tokens=False).input_ids for text in ("<|im_start|>assistant\n", skip))
+    header, skipped = (
+        tokenizer(text, add_special_tokens=False).input_ids for text in ("<|im_start|>assistant\n", skip)
+    )
     end, labels, at = tokenizer.convert_tokens_to_ids("<|im_end|>"), [-100] * len(ids), 0
     while at < len(ids):
         if ids[at : at + len(header)] != header:
@@ -91,7 +93,9 @@ def test_masks_equal_an_independent_derivation_vision(param: Any, images: list[s
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_masks_equal_an_independent_derivation_thinking(param: Any, text_dir: Path, tokenizer: Any, thinking: bool) -> None:
+def test_masks_equal_an_independent_derivation_thinking(
+    param: Any, text_dir: Path, tokenizer: Any, thinking: bool
+) -> None:
     """200 generated conversations through a template that rewrites earlier turns; with an empty thought in the prompt
     (enable_thinking false) that thought is not a target."""
     rng = random.Random(2)
@@ -226,7 +230,8 @@ def test_tool_calls_are_trained_to_the_end_of_the_turn() -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {"x": "<tool>"}}}
     messages = [
         turn("user", "q"), turn("assistant", "", tool_calls=[call, call]), turn("tool", "r"), turn("assistant", "done"),
-        turn("user", "again"), turn("assistant", "I call", tool_calls=[call]), turn("tool", "r"), turn("assistant", "so"),
+        turn("user", "again"), turn("assistant", "I call", tool_calls=[call]), turn("tool", "r"),
+        turn("assistant", "so"),
     ]  # fmt: skip
     template = _template(THINKING)
     trained = _trained(template, messages, [{"name": "look"}])
