@@ -132,10 +132,14 @@ def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) ->
 
 
 def _resumed(loader: Any, args: Any, size: int) -> Iterator[Any]:
-    """An endless iterator that continues after the consumed samples."""
-    if isinstance(loader, MMDataLoader):
-        return iter(loader)
+    """An endless iterator that continues after the consumed samples.
+
+    Workers start with the first batch that is asked for, after the model has been built: they then share, instead of
+    importing it once more, what the model's modules and the processor's have in common.
+    """
     iterator = _endless(loader)
+    if isinstance(loader, MMDataLoader):
+        return iterator
     if args.consumed_train_samples and not getattr(loader, "mm_positioned", False):
         skip = args.consumed_train_samples // (args.micro_batch_size * size)
         notice(f"the training loader keeps no position of its own: {skip} micro-batches are read and skipped")
