@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
+from mindspeed_mm import accelerator
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.models.common.loss import select_targets
@@ -24,7 +25,7 @@ def get_batch(data_iterator: Any, model: TransformersModel) -> dict[str, Any]:
     batch = dict(next(data_iterator))
     batch.pop("num_rows", None)
     batch["targets"] = select_targets(batch["labels"], model.loss_options.loss_type)
-    return move_to_device(batch)
+    return move_to_device(batch, accelerator.current().device())
 
 
 def loss_func(output: dict[str, Any]) -> Any:
