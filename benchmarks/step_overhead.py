@@ -283,11 +283,8 @@ class TrainerLoop:
         ends: list[float] = []
 
         class Clock(TrainerCallback):
-            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-                ends.append(-time.perf_counter())
-
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                ends[-1] += time.perf_counter()
+                ends.append(time.perf_counter())
 
         trainer = Trainer(
             model=self.model,
@@ -298,7 +295,7 @@ class TrainerLoop:
         )
         with redirect_stdout(io.StringIO()):
             trainer.train()
-        return ends[1:]
+        return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
 
 
 class Prepared:
