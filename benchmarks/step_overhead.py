@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ class TrainerLoop:
         )
         with redirect_stdout(io.StringIO()):
             trainer.train()
-        return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(ends)]
 
 
 class Prepared:
