@@ -10,10 +10,11 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.data.foreign import ForeignLoader, loader_generator
 from mindspeed_mm.data.loader import MMDataLoader
 from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
-from mindspeed_mm.utils.log import info_rank0, notice
+from mindspeed_mm.utils.log import info_rank0
 
 
 @dataclass
@@ -30,7 +31,7 @@ class ValidData:
 
     def fresh_iterator(self) -> Iterator[Any]:
         """Micro-batches from the start, pass after pass."""
-        return _endless(self.loader)
+        return _from_start(self.loader)
 
     def limit_batches(self, wanted: int) -> int:
         """`wanted` global batches, at most one pass."""
@@ -76,12 +77,10 @@ def build_run_data(
     valid_data = None
     if valid is not None and args.eval_iters and args.eval_interval:
         loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, training=False)
-        valid_data = ValidData(loader, _global_batches(loader, args))
+        valid_data = ValidData(loader, loader.global_batches_per_epoch)
     iterator = _resumed(train_loader, args, data_parallel_size)
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
-    rows = getattr(train_loader, "num_rows", None)
-    if rows is None:
-        rows = _length(train_loader, args.micro_batch_size * data_parallel_size)
+    rows = _rows(train_loader, args, data_parallel_size)
     info_rank0(f"training data: {rows if rows is not None else 'unknown number of'} rows")
 
     def close() -> None:
@@ -93,7 +92,7 @@ def build_run_data(
         CountingIterator(iterator, args.micro_batch_size, adapter),
         valid_data,
         rows,
-        _global_batches(train_loader, args),
+        train_loader.global_batches_per_epoch,
         close,
     )
 
@@ -106,8 +105,10 @@ def _wanted_samples(args: Any) -> list[int]:
 
 
 def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) -> Any:
-    if isinstance(data, (MMDataLoader, DataLoader)):
+    if isinstance(data, MMDataLoader):
         return data
+    if isinstance(data, DataLoader):
+        return ForeignLoader(data, args.num_microbatches, args.seed)
     if isinstance(data, Dataset) and hasattr(data, "__len__"):
         sampler = GlobalOrderBatchSampler(
             len(data),  # type: ignore[arg-type]
@@ -120,15 +121,29 @@ def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) ->
             drop_last=True,
             consumed_samples=args.consumed_train_samples if training else 0,
         )
-        loader = DataLoader(data, batch_sampler=sampler, num_workers=args.num_workers)
-        loader.mm_positioned = True  # type: ignore[attr-defined]
-        return loader
+        # without a generator of its own the loader draws from the global random state, after a resume has restored it
+        loader = DataLoader(
+            data, batch_sampler=sampler, num_workers=args.num_workers, generator=loader_generator(args.seed)
+        )
+        return PositionedLoader(loader, sampler)
     if hasattr(data, "__iter__"):
-        return data
+        return ForeignLoader(data, args.num_microbatches, args.seed)
     raise ConfigError(
         f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a length, "
         "a DataLoader, another iterable of batches, or None"
     )
+
+
+class PositionedLoader:
+    """A DataLoader over one of our samplers: endless, and at its position."""
+
+    def __init__(self, loader: DataLoader, sampler: GlobalOrderBatchSampler) -> None:
+        self._loader = loader
+        self.num_rows = sampler.num_rows
+        self.global_batches_per_epoch = sampler.global_batches_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 def _resumed(loader: Any, args: Any, size: int) -> Iterator[Any]:
@@ -137,47 +152,19 @@ def _resumed(loader: Any, args: Any, size: int) -> Iterator[Any]:
     Workers start with the first batch that is asked for, after the model has been built: they then share, instead of
     importing it once more, what the model's modules and the processor's have in common.
     """
-    iterator = _endless(loader)
-    if isinstance(loader, MMDataLoader):
-        return iterator
-    if args.consumed_train_samples and not getattr(loader, "mm_positioned", False):
-        skip = args.consumed_train_samples // (args.micro_batch_size * size)
-        notice(f"the training loader keeps no position of its own: {skip} micro-batches are read and skipped")
-        for _ in range(skip):
-            next(iterator)
-    return iterator
+    if isinstance(loader, ForeignLoader):
+        return loader.batches(args.consumed_train_samples // (args.micro_batch_size * size))
+    return _from_start(loader)
 
 
-def _endless(loader: Any) -> Iterator[Any]:
-    if isinstance(loader, MMDataLoader) or getattr(loader, "mm_positioned", False):
-        yield from loader
-        return
-    epoch = 0
-    while True:
-        sampler = getattr(loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise DataError("the data loader yields no batch")
-        epoch += 1
+def _from_start(loader: Any) -> Iterator[Any]:
+    yield from loader.batches() if isinstance(loader, ForeignLoader) else loader
 
 
-def _length(loader: Any, rows_per_batch: int) -> int | None:
+def _rows(loader: Any, args: Any, size: int) -> int | None:
+    if not isinstance(loader, ForeignLoader):
+        return loader.num_rows
     try:
-        return len(loader) * rows_per_batch
-    except TypeError:
-        return None
-
-
-def _global_batches(loader: Any, args: Any) -> int | None:
-    own = getattr(loader, "global_batches_per_epoch", None)
-    if own is not None:
-        return own
-    try:
-        return max(1, len(loader) // args.num_microbatches)
+        return len(loader.loader) * args.micro_batch_size * size
     except TypeError:
         return None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.parallel.patterns import expand_patterns
@@ -73,8 +74,6 @@ def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[
         if config.pin_memory and not pin:
             notice("fsdp2.yaml: pin_memory has no effect here: there is no accelerator to copy to")
         offload = CPUOffloadPolicy(pin_memory=pin)
-    elif config.pin_memory:
-        notice("fsdp2.yaml: pin_memory has no effect without offload_to_cpu: true")
     return ShardPlan(mesh, mp_policy, offload, _reshard(config.reshard_after_forward, mesh), ignored_params)
 
 
@@ -86,7 +85,7 @@ def _reshard(value: bool | int, mesh: DeviceMesh) -> bool | int:
         # the ends of the range are the two booleans: keep the whole, or free down to this rank's shard
         return value == shard_size
     if value < 1 or shard_size % value:
-        valid = [n for n in range(1, shard_size + 1) if shard_size % n == 0]
+        valid = [n for n in range(2, shard_size + 1) if shard_size % n == 0]
         raise ConfigError(
             f"fsdp2.yaml: reshard_after_forward is {value}, which does not divide the sharding size {shard_size}; "
             f"valid here: true, false, {', '.join(map(str, valid))}"
@@ -120,12 +119,45 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     for unit in _units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, **plan.kwargs())
+    _refuse_calls_inside(root, modules)
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs()
         if kwargs["reshard_after_forward"] is True:
             # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
             kwargs["reshard_after_forward"] = None
         fully_shard(root, **kwargs)
+
+
+def _refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """During the first forward of `root`, refuse a call of a unit's child from outside.
+
+    The unit's parameters are not gathered then, and torch's own error names no module.
+    """
+    handles: list[Any] = []
+
+    def watch(unit: str, path: str, child: nn.Module) -> None:
+        def check(module: nn.Module, args: Any) -> None:
+            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+                raise ConfigError(
+                    f"fsdp2.yaml: '{path}' is called by the model while '{unit}', the unit that holds its parameters, "
+                    f"is not running; add '{path}' to sub_modules_to_wrap"
+                )
+
+        handles.append(child.register_forward_pre_hook(check))
+
+    nearest = _nearest_listed(root, {id(m): path for path, m in modules.items()})
+    names = {id(m): path for path, m in modules.items()}
+    for path, child in root.named_modules():
+        unit = nearest[id(child)]
+        if unit is not None and unit is not child and child._parameters:
+            watch(names[id(unit)], path, child)
+    if handles:
+        handles.append(root.register_forward_hook(lambda *_: _remove(handles)))
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _units(root: nn.Module, modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, ...]]:

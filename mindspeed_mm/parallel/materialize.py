@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.seeds import seeded
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
@@ -59,6 +59,8 @@ def initialize_from_names(
     seed: int,
     *,
     storage_is_empty: bool,
+    buffers_only: bool = False,
+    unfilled_buffers_are_fine: bool = False,
 ) -> None:
     """Give every parameter of `root` random values that depend on `seed` and its name only.
 
@@ -68,33 +70,49 @@ def initialize_from_names(
 
     Args:
         init_function: (module, its name) → the function that initialises a module's own tensors in place.
-        storage_is_empty: the parameters were materialised from meta, so that none holds its constructor's value.
+        storage_is_empty: the tensors were materialised from meta, so that none holds its constructor's value.
+        buffers_only: leave parameters alone (a checkpoint or a HF directory brings them; only the persistent buffers).
+        unfilled_buffers_are_fine: someone will fill those that the init functions leave out (they hold NaN).
 
     Raises:
-        ConfigError: a parameter with empty storage is left untouched by its init function.
+        ConfigError: a tensor with empty storage is left untouched by its init function.
     """
     done: set[int] = set()
     for name, module in root.named_modules():
         own = {n: p for n, p in module._parameters.items() if p is not None and id(p) not in done}
         buffers = {n: b for n, b in module._buffers.items() if b is not None}
-        if not own and not buffers:
+        if not buffers and (buffers_only or not own):
             continue
         done.update(id(p) for p in own.values())
-        with _whole_tensors(module, own, buffers, storage_is_empty) as was_touched, seeded(seed, name):
-            init_function(module, name)(module)
-            untouched = [n for n in own if not was_touched(n)]
+        with _whole_tensors(module, own, buffers, storage_is_empty, keep_parameters=buffers_only) as tensors:
+            with seeded(seed, name):
+                init_function(module, name)(module)
+            untouched = [n for n, t in tensors() if storage_is_empty and bool(torch.isnan(t).any())]
+        if buffers_only:
+            # parameters and persistent buffers come later
+            untouched = [n for n in untouched if n in module._non_persistent_buffers_set]
+        if unfilled_buffers_are_fine:
+            untouched = [n for n in untouched if n in own]
         if untouched:
             raise ConfigError(
-                f"parameter '{name}.{untouched[0]}' ({type(module).__name__}) is given no value by the model's weight "
+                f"'{name}.{untouched[0]}' ({type(module).__name__}) is given no value by the model's weight "
                 "initialisation; override _init_weights for it, or build without --init-model-with-meta-device"
             )
 
 
 @contextmanager
 def _whole_tensors(
-    module: nn.Module, own: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor], storage_is_empty: bool
-) -> Iterator[Callable[[str], bool]]:
-    """Let `module` hold whole host copies of its own tensors meanwhile; copy them back afterwards."""
+    module: nn.Module,
+    own: dict[str, nn.Parameter],
+    buffers: dict[str, torch.Tensor],
+    storage_is_empty: bool,
+    *,
+    keep_parameters: bool,
+) -> Iterator[Callable[[], list[tuple[str, torch.Tensor]]]]:
+    """Let `module` hold whole host copies of its own tensors meanwhile; copy them back afterwards.
+
+    Copies of tensors without a value hold NaN, so that whatever an init function leaves out can be told.
+    """
     for name, param in own.items():
         if storage_is_empty or isinstance(param, DTensor):
             value = torch.full(param.shape, torch.nan, dtype=param.dtype)
@@ -102,25 +120,22 @@ def _whole_tensors(
             value = param.detach().cpu().clone()
         module._parameters[name] = nn.Parameter(value, requires_grad=param.requires_grad)
     host_buffers = {name: b.detach().cpu().clone() for name, b in buffers.items()}
+    for buffer in host_buffers.values():
+        if storage_is_empty and buffer.is_floating_point():
+            buffer.fill_(torch.nan)
     module._buffers.update(host_buffers)
     try:
-        yield lambda name: not (storage_is_empty and bool(torch.isnan(module._parameters[name]).any()))
+        yield lambda: [
+            (n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if n in own or n in buffers
+        ]
         for name, param in own.items():
-            copy_whole(param, module._parameters[name].detach())
+            if not keep_parameters:
+                copy_whole(param, module._parameters[name].detach())
         for name, buffer in buffers.items():
             buffer.copy_(host_buffers[name])
     finally:
         module._parameters.update(own)
         module._buffers.update(buffers)
-
-
-@contextmanager
-def seeded(seed: int, name: str) -> Iterator[None]:
-    """Run the body with the host's default generator seeded from (seed, name); restore it afterwards."""
-    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
 
 
 @torch.no_grad()

@@ -87,19 +87,25 @@ class FSDP2Mixin:
         device = accelerator.current().device()
         if has_meta_tensors(module):
             materialize(module, torch.device("cpu") if config.offload_to_cpu else device, device)
-            if not self.weights_come_later:
-                self.draw_weights(storage_is_empty=True)
+            self.draw_weights(storage_is_empty=True, buffers_only=self.weights_come_later)
             self.post_meta_init()
         elif device.type != "cpu" and not config.offload_to_cpu:
             module.to(device)
 
-    def draw_weights(self, *, storage_is_empty: bool) -> None:
-        """Give every parameter random values that depend on the run's seed and its name, not on the layout."""
+    def draw_weights(self, *, storage_is_empty: bool, buffers_only: bool = False) -> None:
+        """Give every parameter random values that depend on the run's seed and its name, not on the layout.
+
+        Args:
+            storage_is_empty: the model was materialised from meta.
+            buffers_only: only the buffers (rotary tables): a checkpoint will bring the parameters.
+        """
         initialize_from_names(
             self._module(),
             functools.partial(_init_function, self._module()),
             current_build_context().seed,
             storage_is_empty=storage_is_empty,
+            buffers_only=buffers_only,
+            unfilled_buffers_are_fine=type(self).post_meta_init is not FSDP2Mixin.post_meta_init,
         )
 
     def set_recompute_modules_to_wrap(

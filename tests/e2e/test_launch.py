@@ -1,0 +1,233 @@
+"""A run's end and its continuation, with real torchrun processes: killed, resumed, asked to stop.
+
+One command is launched and killed with SIGKILL, then launched again on its run folder, and on a copy of it: one of them
+is ended by a SIGTERM to torchrun, the other by a SIGTERM to its workers. What they logged must be, bit for bit, what an
+unbroken run logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.monitor.metrics import read_metrics
+from tests.support.launch import ROOT, WRAP_TEXT, launch_flags, run_entry, write_run_files
+from tests.support.tiny import write_mixed_dataset
+from tests.support.workers import RankPool
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+SAVE_INTERVAL = 8  # the kill comes a few steps after a save, and long before the next
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+
+def processes_below(pid: int) -> dict[int, list[int]]:
+    """Process id → ids of its children, for `pid` and all below it."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found: dict[int, list[int]] = {}
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        found[one] = children.get(one, [])
+        waiting += found[one]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@dataclass
+class Launch:
+    """One launch of the command.
+
+    Attributes:
+        words: of the command line, after the script's name.
+        run: the run folder.
+        log: what it printed.
+        ranks, loaders: ids of the training processes and of their data loaders' workers.
+        status: torchrun's exit status; negative: ended by that signal.
+    """
+
+    words: list[str]
+    run: Path
+    log: Path
+    ranks: list[int] = field(default_factory=list)
+    loaders: list[int] = field(default_factory=list)
+    status: int = 0
+
+    def __post_init__(self) -> None:
+        with open(self.log, "wb") as output:
+            self.process = subprocess.Popen(
+                [*TORCHRUN, str(ROOT / "pretrain_transformers.py"), *self.words],
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.run / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
+
+    def last(self) -> int:
+        """The last iteration that was logged."""
+        return max((r["iteration"] for r in self.records()[-1:]), default=0)
+
+    def saved(self) -> int:
+        """The iteration of the visible checkpoint."""
+        tracker = self.run / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else 0
+
+    def wait_for_step(self, number: int, after_save: int = 0) -> None:
+        """Wait until iteration `number` is logged, and `after_save` more than a checkpoint has."""
+        deadline = time.monotonic() + 60
+        while not (self.last() >= number and (not after_save or 0 < self.saved() <= self.last() - after_save)):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"ended or hangs:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+        tree = processes_below(self.process.pid)
+        self.ranks = tree[self.process.pid]
+        self.loaders = [pid for rank in self.ranks for pid in tree[rank]]
+
+    def kill_at_once(self) -> None:
+        """SIGKILL to torchrun and its ranks; the loaders' workers are left to themselves."""
+        for pid in (self.process.pid, *self.ranks):
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, self.ranks)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def stop_torchrun(self) -> None:
+        """SIGTERM to torchrun."""
+        os.kill(self.process.pid, signal.SIGTERM)
+
+    def stop_workers(self) -> None:
+        """SIGTERM to each rank's process group, its loader's workers included, as a scheduler signals a whole job."""
+        for pid in self.ranks:
+            os.killpg(pid, signal.SIGTERM)
+
+    def wait(self) -> None:
+        self.status = self.process.wait(timeout=60)
+
+    def leave_nothing(self) -> None:
+        """End what is still there, whatever failed."""
+        tree = processes_below(self.process.pid) if self.process.poll() is None else {}
+        for pid in {*tree, *self.ranks, *self.loaders}:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclass
+class Story:
+    """The launches, and what the first one had logged and saved when it was killed."""
+
+    killed: Launch
+    torchrun_stopped: Launch
+    workers_stopped: Launch
+    killed_last: int
+    killed_saved: int
+
+
+@pytest.fixture(scope="module")
+def story(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("launch")
+    data = write_mixed_dataset(folder / "data", rows=14, images=False)
+    files = write_run_files(folder, qwen3_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+    run, copy = folder / "run", folder / "copy"
+    settings: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 100_000}
+    settings |= {"save_interval": SAVE_INTERVAL, "num_workers": 1}
+    words = launch_flags(files, **settings, save=run, load=run)
+    launches = []
+    try:
+        launches.append(killed := Launch(words, run, folder / "killed.txt"))
+        killed.wait_for_step(1, after_save=2)
+        killed.kill_at_once()
+        killed.wait()
+        last, saved = killed.last(), killed.saved()
+        shutil.copytree(run, copy)
+        launches.append(first := Launch(words, run, folder / "torchrun.txt"))
+        launches.append(
+            second := Launch(launch_flags(files, **settings, save=copy, load=copy), copy, folder / "workers.txt")
+        )
+        first.wait_for_step(last + 2)
+        first.stop_torchrun()
+        second.wait_for_step(last + 2)
+        second.stop_workers()
+        first.wait()
+        second.wait()
+        yield Story(killed, first, second, last, saved)
+    finally:
+        for launch in launches:
+            launch.leave_nothing()
+
+
+def test_killed_and_resumed_goes_on_bit_for_bit(story: Story, ranks2: RankPool) -> None:
+    """Iterations that were done again and those after them have the losses and norms of an unbroken run."""
+    assert story.killed_saved % SAVE_INTERVAL == 0 and story.killed_saved + 2 <= story.killed_last
+    last = max(story.torchrun_stopped.last(), story.workers_stopped.last())
+    unbroken = story.killed.run.with_name("unbroken")
+    words = [str(unbroken) if word == str(story.killed.run) else word for word in story.killed.words]
+    words[words.index("--num-workers") + 1] = "0"
+    words[words.index("--save-interval") + 1] = "1000000"
+    ranks2.run(run_entry, [*words, "--exit-interval", str(last)])
+    expected = {r["iteration"]: (r["loss"], r["grad_norm"]) for r in read_metrics(unbroken / "metrics.jsonl")}
+    assert len(expected) == last
+    for launch in (story.torchrun_stopped, story.workers_stopped):
+        found = [(r["iteration"], (r["loss"], r["grad_norm"])) for r in launch.records()]
+        assert [f for f in found if f[1] != expected[f[0]]] == []
+        again = list(range(1, story.killed_last + 1)) + list(range(story.killed_saved + 1, launch.last() + 1))
+        assert [iteration for iteration, _ in found] == again
+
+
+@pytest.mark.parametrize("name", ["torchrun_stopped", "workers_stopped"])
+def test_a_stop_leaves_a_checkpoint_of_the_last_step(story: Story, name: str) -> None:
+    launch: Launch = getattr(story, name)
+    assert launch.saved() == launch.last() > story.killed_last
+    checkpoint = launch.run / f"iter_{launch.saved():07d}"
+    assert (checkpoint / ".metadata").exists()
+    assert f"saved checkpoint {checkpoint}" in launch.log.read_text()
+
+
+def test_exit_status(story: Story) -> None:
+    """Workers that were asked to stop exit with 0, and so does torchrun; asked itself, torchrun reports the signal."""
+    assert story.killed.status == -signal.SIGKILL
+    assert story.workers_stopped.status == 0
+    assert "Traceback" not in story.workers_stopped.log.read_text()
+    assert story.torchrun_stopped.status == 1
+    output = story.torchrun_stopped.log.read_text()
+    assert output.count("Traceback") == 1  # its own
+    assert f"SignalException: Process {story.torchrun_stopped.process.pid} got signal: 15" in output
+
+
+@pytest.mark.parametrize("name", ["killed", "torchrun_stopped", "workers_stopped"])
+def test_no_process_is_left(story: Story, name: str) -> None:
+    """Data workers end with their rank, even when it was killed and could not tell them (torch looks every 5 s)."""
+    launch: Launch = getattr(story, name)
+    assert len(launch.ranks) == len(launch.loaders) == 2
+    deadline = time.monotonic() + 15
+    while any(map(is_alive, launch.ranks + launch.loaders)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in launch.ranks + launch.loaders if is_alive(pid)] == []
