@@ -20,7 +20,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.build import ensure_state
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.files import write_json
+from mindspeed_mm.utils.files import fsync_path, write_json
 from mindspeed_mm.utils.log import notice
 
 _FORMAT = 1
@@ -49,7 +49,9 @@ def save(
         tensors |= optimizer_tensors(model, optimizer)
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory, sync_files=True))
     if save_rng:
-        save_file(_random_state(), directory / f"rng_{state.rank:05d}.safetensors")
+        path = directory / f"rng_{state.rank:05d}.safetensors"
+        save_file(_random_state(), path)
+        fsync_path(path)
     if state.rank == 0:
         content = {"format": _FORMAT, "world_size": state.world_size, "has_optimizer": optimizer is not None, **extra}
         write_json(directory / "state.json", content)

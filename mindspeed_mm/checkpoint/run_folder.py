@@ -98,7 +98,11 @@ class CheckpointWriter:
         self._keep = keep or 0
 
     def write(self, iteration: int, save: Callable[[Path], None]) -> Path:
-        """Call `save(folder)` on every rank, then make the result visible as `iteration`."""
+        """Call `save(folder)` on every rank, then make the result visible as `iteration`.
+
+        Args:
+            save: writes this rank's files, durably.
+        """
         final = iteration_directory(self.root, iteration)
         working = self.root / f".{final.name}.saving"
         if self._first:
@@ -106,10 +110,10 @@ class CheckpointWriter:
             shutil.rmtree(working, ignore_errors=True)
             working.mkdir()
         self._barrier()
-        save(working)
-        fsync_tree(working)
+        save(working)  # each rank forces its own files to disk: others may still be writing theirs
         self._barrier()
         if self._first:
+            fsync_tree(working)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(working, final)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.checkpoint import run_folder
 from mindspeed_mm.checkpoint.run_folder import CheckpointWriter, find_checkpoint, has_checkpoint
 from mindspeed_mm.utils.errors import CheckpointError
 
@@ -43,6 +44,17 @@ def test_a_kill_during_the_save_leaves_the_old_one(tmp_path: Path) -> None:
     assert not (tmp_path / "iter_0000006").exists()
     w.write(6, save)  # what the killed one left is in nobody's way
     assert sorted(p.name for p in (tmp_path / "iter_0000006").iterdir()) == [".metadata"]
+
+
+def test_no_rank_walks_through_what_another_one_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files come and go in the folder until every rank has saved: only then, and on one rank, is it gone through."""
+    events: list[str] = []
+    monkeypatch.setattr(run_folder, "fsync_tree", lambda *a, **k: events.append("walk"))
+    (tmp_path / ".iter_0000003.saving").mkdir()
+    CheckpointWriter(tmp_path, is_first_rank=False, barrier=lambda: events.append("barrier")).write(3, save)
+    assert "walk" not in events
+    CheckpointWriter(tmp_path, is_first_rank=True, barrier=lambda: events.append("barrier")).write(3, save)
+    assert events[3:6] == ["barrier", "barrier", "walk"]
 
 
 def test_old_ones_are_forgotten_only_after_the_new_one_is_visible(tmp_path: Path) -> None:
