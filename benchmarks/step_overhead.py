@@ -115,6 +115,7 @@ class OurLoop:
         self.progress = training.Progress()
         self.watch = training._open_watch(self.backend, self.args, resumed=False)
         self.training = training
+        training._collect_garbage(self.args)  # as pretrain does before the first step
 
     def block(self) -> list[float]:
         """Seconds of each of BLOCK steps."""
