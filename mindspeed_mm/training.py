@@ -235,6 +235,7 @@ def _load(found: FoundCheckpoint, progress: Progress, backend: Backend, args: An
         found.directory,
         optimizer=not (only_weights or args.no_load_optim),
         rng=not (only_weights or args.no_load_rng),
+        schedule=not only_weights,  # the iteration goes on, and with it the learning rate
     )
     info_rank0(f"loaded {found.directory}; continuing after iteration {progress.iteration}")
 

@@ -203,12 +203,12 @@ class FSDP2Backend:
             state=self.state,
         )
 
-    def load(self, directory: Path, *, optimizer: bool, rng: bool) -> dict[str, Any]:
+    def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
         """See the protocol."""
         extra = dcp.load(
             directory, model=self._root, optimizer=self.optimizer if optimizer else None, load_rng=rng, state=self.state
         )
-        if optimizer:
+        if schedule:
             self.schedule.load_state_dict(extra["schedule"])
         return extra
 

@@ -90,8 +90,8 @@ class Backend(Protocol):
     def save(self, directory: Any, extra: dict[str, Any]) -> None:
         """Write model, optimizer, schedule and random states into `directory`, durably, all ranks together."""
 
-    def load(self, directory: Any, *, optimizer: bool, rng: bool) -> dict[str, Any]:
-        """Read what `save` wrote; returns `extra`."""
+    def load(self, directory: Any, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
+        """Read what `save` wrote, all of it or only weights and what is asked for; returns `extra`."""
 
     def export_hf(self, directory: Any) -> None:
         """Write the weights in the hub's layout."""

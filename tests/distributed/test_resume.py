@@ -56,6 +56,25 @@ def test_resume_needs_no_weights_of_the_hub_directory(ranks2: RankPool, qwen2_5_
     assert len(metrics_of(run)[0]) == 3
 
 
+def test_without_the_optimizer_the_schedule_still_goes_on(
+    ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path
+) -> None:
+    """--no-save-optim --no-load-optim: the iteration goes on, so the learning rate must not start anew."""
+    rates = {}
+    for name in ("whole", "parts"):
+        run = tmp_path / name
+        shape = {"lr_decay_style": "linear", "train_iters": 4, "no_save_optim": True, "no_save_rng": True}
+        stop = {"exit_interval": 2} if name == "parts" else {}
+        ranks2.run(run_entry, flags_of(tmp_path, qwen2_5_vl_dir, run, {}, **shape, **stop), timeout=120)
+        if name == "parts":
+            back = {"load": run, "no_load_optim": True, "no_load_rng": True}
+            ranks2.run(run_entry, flags_of(tmp_path, qwen2_5_vl_dir, run, {}, **shape, **back), timeout=120)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rates[name] = [r["learning_rate"] for r in records]
+    assert rates["parts"] == rates["whole"]
+    assert len(set(rates["whole"])) == 4
+
+
 def _send_later(pid: int, number: int, path: Path) -> None:
     while not path.exists() or not path.read_text().count("\n"):
         time.sleep(0.01)
