@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 MICRO_BATCH = 4
 ACCUMULATION = 2
-BLOCK = 10
+BLOCK = 8  # steps: every micro-batch of the data set once, for every contender
 
 
 def main() -> None:
@@ -288,7 +288,11 @@ class TrainerLoop:
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 ends.append(time.perf_counter())
 
-        trainer = Trainer(
+        class InOrder(Trainer):
+            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+                return range((BLOCK + 1) * ACCUMULATION)
+
+        trainer = InOrder(
             model=self.model,
             args=trainer_arguments(self.folder, self.accumulation, BLOCK + 1),
             train_dataset=Prepared(self.batches, (BLOCK + 1) * self.accumulation),
