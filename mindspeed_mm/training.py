@@ -158,6 +158,8 @@ def evaluate(
     loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * args.num_microbatches)
     loss = loss_sum / denominator if denominator else float("nan")
     watch.log_evaluation(iteration, batches, loss)
+    if args.manual_gc and args.manual_gc_eval:
+        gc.collect()
     return loss
 
 

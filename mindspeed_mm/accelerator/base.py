@@ -17,6 +17,8 @@ class Accelerator(ABC):
     name: str
     collective_backend: str
     has_streams: bool = True
+    sum_dtype: torch.dtype = torch.float32
+    """Widest dtype in which this device sums a step's figures."""
 
     @abstractmethod
     def device(self) -> torch.device:

@@ -17,6 +17,7 @@ class CPUAccelerator(Accelerator):
     name = "cpu"
     collective_backend = "gloo"
     has_streams = False
+    sum_dtype = torch.float64
 
     def device(self) -> torch.device:
         return torch.device("cpu")

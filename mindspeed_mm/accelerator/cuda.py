@@ -15,6 +15,7 @@ class CUDAAccelerator(Accelerator):
 
     name = "cuda"
     collective_backend = "nccl"
+    sum_dtype = torch.float64
     # part of the product name, dense bf16/fp16 and fp32 peaks in TFLOP/s. Source: NVIDIA's data sheets
     peaks = (
         ("H200", 989.0, 67.0),

@@ -17,7 +17,7 @@ from mindspeed_mm.backends.sums import reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
-from mindspeed_mm.models.common.build_context import BuildContext, build_context, loss_type_from_flags
+from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.build import build_optimizer
@@ -56,7 +56,7 @@ class FSDP2Backend:
         self.data_parallel_rank = self.state.data_parallel_rank
         self.data_parallel_size = self.state.data_parallel_size
         self.is_logging_rank = self.state.is_logging_rank
-        self._sum_dtype = torch.float64 if self.state.device.type in ("cpu", "cuda") else torch.float32
+        self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._start_sums()
 
@@ -76,7 +76,7 @@ class FSDP2Backend:
             load_weights=load_weights,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
-            loss_type=loss_type_from_flags(args),
+            flags=args,
         )
         on_meta = args.init_model_with_meta_device
         accelerator.current().manual_seed(args.seed)

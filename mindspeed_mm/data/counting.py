@@ -60,11 +60,6 @@ class CountingIterator:
         self._adapter = adapter
         self._counts = BatchCounts()
 
-    @property
-    def counts_media(self) -> bool:
-        """Whether `take` reports media."""
-        return self._adapter is not None
-
     def __iter__(self) -> CountingIterator:
         return self
 

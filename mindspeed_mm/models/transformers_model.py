@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig  # here, so that loader workers forked before the model is built share it
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
@@ -56,7 +56,7 @@ class TransformersModel(MultiModalModule):
         self._freeze(described)
         self.model.train()
         self.loss_options = LossOptions(
-            loss_type=current_build_context().loss_type or described.loss_cfg.loss_type or "per_token_loss",
+            loss_type=choose_loss_type(current_build_context().flags, described.loss_cfg),
             compute_mode=described.loss_cfg.compute_mode,
             chunk_size=described.loss_cfg.effective_chunk_size,
         )

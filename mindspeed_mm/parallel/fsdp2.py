@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
-from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -250,8 +249,3 @@ def set_gradient_sync(root: nn.Module, is_last: bool, defer: bool) -> None:
             else:
                 module.set_requires_all_reduce(is_last, recurse=False)
             module.set_is_last_backward(is_last)
-
-
-def resolve_wrap_paths(root: nn.Module, config: Fsdp2Config) -> dict[str, nn.Module]:
-    """Modules that fsdp2.yaml's sub_modules_to_wrap names, by path."""
-    return expand_patterns(root, config.sub_modules_to_wrap or (), where="fsdp2.yaml: sub_modules_to_wrap")

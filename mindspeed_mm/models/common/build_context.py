@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
-
-from mindspeed_mm.configs.model_config import LossType
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,13 +17,13 @@ class BuildContext:
         load_weights: fill the model from init_from_hf_path (or with random values); False where a checkpoint will.
         seed: of random weights.
         trust_remote_code: whether modelling files of the checkpoint may run.
-        loss_type: asked for by a flag (--calculate-per-token-loss and the like); None: as model.json says.
+        flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
     """
 
     load_weights: bool = True
     seed: int = 1234
     trust_remote_code: bool = False
-    loss_type: LossType | None = None
+    flags: Namespace = field(default_factory=Namespace)
 
 
 _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_context", default=None)
@@ -45,13 +43,3 @@ def build_context(context: BuildContext) -> Iterator[None]:
     finally:
         _current.reset(token)
 
-
-def loss_type_from_flags(args: Any) -> LossType | None:
-    """The loss type that --calculate-…-loss asks for, if one does."""
-    flags: dict[str, LossType] = {
-        "calculate_per_token_loss": "per_token_loss",
-        "calculate_per_sample_loss": "per_sample_loss",
-        "calculate_square_loss": "square_loss",
-        "calculate_token_loss": "token_loss",
-    }
-    return next((loss_type for flag, loss_type in flags.items() if getattr(args, flag, False)), None)
