@@ -7,21 +7,18 @@ Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from mindspeed_mm import accelerator
-from mindspeed_mm.optimizer.build import ensure_state
+from mindspeed_mm.checkpoint.rng import random_state, restore_random_state
+from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import fsync_path, write_json
-from mindspeed_mm.utils.log import notice
 
 _FORMAT = 1
 
@@ -50,7 +47,7 @@ def save(
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory, sync_files=True))
     if save_rng:
         path = directory / f"rng_{state.rank:05d}.safetensors"
-        save_file(_random_state(), path)
+        save_file(random_state(), path)
         fsync_path(path)
     if state.rank == 0:
         content = {"format": _FORMAT, "world_size": state.world_size, "has_optimizer": optimizer is not None, **extra}
@@ -88,7 +85,7 @@ def load(
     except (CheckpointException, RuntimeError, ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"checkpoint '{directory}' does not fit this model: {_first_line(error)}") from error
     if load_rng:
-        _restore_random_state(directory, state, int(extra.get("world_size", state.world_size)))
+        restore_random_state(directory, state, int(extra.get("world_size", state.world_size)))
     return extra
 
 
@@ -99,57 +96,6 @@ def read_state(directory: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{path}' can't be read ({error}); the checkpoint is not whole") from error
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once) and persistent buffers, by name, as they are: sharded ones stay sharded."""
-    tensors: dict[str, torch.Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"model.{module_name}.{name}" if module_name else f"model.{name}"] = buffer
-    return tensors
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the optimizer's state, by parameter name; state that no step has made yet is made."""
-    ensure_state(optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
-    return tensors
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    del version, gauss, kind
-    return {
-        **{f"torch.{name}": value for name, value in accelerator.current().rng_state().items()},
-        "python": torch.tensor(words, dtype=torch.int64),
-        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-    }
-
-
-def _restore_random_state(directory: Path, state: ParallelState, saved_ranks: int) -> None:
-    path = directory / f"rng_{state.rank:05d}.safetensors"
-    if saved_ranks != state.world_size or not path.is_file():
-        notice(
-            f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has "
-            f"{state.world_size}"
-        )
-        return
-    saved = load_file(path)
-    accelerator.current().set_rng_state(
-        {k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")}
-    )
-    random.setstate((3, tuple(saved["python"].tolist()), None))
-    position, has_gauss, cached = saved["numpy.rest"].tolist()
-    keys = saved["numpy.keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
 
 
 def _first_line(error: BaseException) -> str:

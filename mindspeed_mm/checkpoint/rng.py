@@ -1,0 +1,44 @@
+"""Random states of a rank: torch's (host and device), Python's, numpy's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.utils.log import notice
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    del version, gauss, kind
+    return {
+        **{f"torch.{name}": value for name, value in accelerator.current().rng_state().items()},
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+
+
+def restore_random_state(directory: Path, state: ParallelState, saved_ranks: int) -> None:
+    path = directory / f"rng_{state.rank:05d}.safetensors"
+    if saved_ranks != state.world_size or not path.is_file():
+        notice(
+            f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has "
+            f"{state.world_size}"
+        )
+        return
+    saved = load_file(path)
+    accelerator.current().set_rng_state(
+        {k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")}
+    )
+    random.setstate((3, tuple(saved["python"].tolist()), None))
+    position, has_gauss, cached = saved["numpy.rest"].tolist()
+    keys = saved["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
