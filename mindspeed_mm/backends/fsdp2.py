@@ -15,6 +15,8 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
 from mindspeed_mm.backends.sums import reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
+from mindspeed_mm.checkpoint.sources import open_weights
+from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
@@ -74,6 +76,7 @@ class FSDP2Backend:
         args = self.args
         context = BuildContext(
             load_weights=load_weights,
+            defer_weights=True,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
             flags=args,
@@ -95,15 +98,16 @@ class FSDP2Backend:
                     "derive "
                     "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
                 )
-            fills_itself = on_meta and hasattr(model, "load_initial_weights")
-            model.weights_come_later = on_meta and (fills_itself or not load_weights)
+            waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
+            # weights that a checkpoint may lack (--no-strict-load) need a value first
+            model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
             model.fsdp2_overrides = self._overrides
             model.fully_shard(process_group=self.state.data_parallel_group, fsdp2_config_path=args.fsdp2_config_path)
-            if fills_itself and load_weights:
-                model.load_initial_weights()
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
         self.model = model
         self._root = _sharded_root(model)
+        for module, directory in waiting.items() if load_weights else ():
+            self._load_weights_of(_sharded_root(module), Path(directory))
         self._towers = _tower_parameters(model)
         traits = getattr(model, "traits", None)
         self._flops_model = flops_model(self._root, traits) if isinstance(traits, FamilyTraits) else None
@@ -212,11 +216,21 @@ class FSDP2Backend:
             self.schedule.load_state_dict(extra["schedule"])
         return extra
 
+    def load_weights(self, directory: Path) -> None:
+        """See the protocol."""
+        self._load_weights_of(self._root, directory)
+
     def export_hf(self, directory: Path) -> None:
         """See the protocol."""
         source = getattr(self.model, "source", None)
         dtype = getattr(self.model, "source_dtype", None)
         hf_export.export(self._root, directory, source, self.state, dtype)
+
+    def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
+        args = self.args
+        source = open_weights(directory, allow_pickle=args.allow_unsafe_pickle)
+        plan = load_weights(module, source, strict=not args.no_strict_load, downcast=args.downcast_to_bf16)
+        report_loaded(source, plan)
 
     def _start_sums(self) -> None:
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)

@@ -93,6 +93,9 @@ class Backend(Protocol):
     def load(self, directory: Any, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
         """Read what `save` wrote, all of it or only weights and what is asked for; returns `extra`."""
 
+    def load_weights(self, directory: Any) -> None:
+        """Fill the model's weights, and nothing else, from a HF directory or any checkpoint folder."""
+
     def export_hf(self, directory: Any) -> None:
         """Write the weights in the hub's layout."""
 

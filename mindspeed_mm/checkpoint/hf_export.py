@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import fsync_tree
@@ -31,7 +32,7 @@ def export(
         source: the HF directory that the model was built from; its small files are copied.
         dtype: of the written weights; None: as trained.
     """
-    hf_class = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+    hf_class = type_without_fsdp(model)
     if not hasattr(hf_class, "save_pretrained"):
         raise ConfigError(
             f"--save-hf: {hf_class.__name__} is no transformers model, so it has no hub layout to be written in"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mindspeed_mm.checkpoint.lazy import Region, whole
 from mindspeed_mm.optimizer.build import ensure_state
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once) and persistent buffers, by name, as they are: sharded ones stay sharded."""
-    tensors: dict[str, torch.Tensor] = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"model.{module_name}.{name}" if module_name else f"model.{name}"] = buffer
-    return tensors
+    """Parameters (a tied one once) and persistent buffers, under the keys of a checkpoint."""
+    return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(model).items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -27,3 +25,27 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
     return tensors
+
+
+def persistent_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, as they are: sharded ones stay sharded.
+
+    Args:
+        tied_once: name a tied parameter once, or under each of its names.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=tied_once))
+    for module_name, module in model.named_modules(remove_duplicate=tied_once):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"{module_name}.{name}" if module_name else name] = buffer
+    return tensors
+
+
+@torch.no_grad()
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
+    """This rank's part of a tensor, to be written into, and which region of the whole it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, whole(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # the very tensor: to_local() makes a new one, whose storage could not be exchanged
+    return tensor._local_tensor, tuple(zip(offset, shape))

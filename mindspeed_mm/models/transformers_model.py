@@ -111,17 +111,10 @@ class TransformersModel(MultiModalModule):
         """The module that `fully_shard` works on, whose parameter names checkpoints use."""
         return self.model
 
-    def load_initial_weights(self) -> None:
-        """Fill a model that was built on meta and sharded: from the HF directory, or with random values."""
-        from mindspeed_mm.parallel.materialize import copy_from_whole_model
-
-        if self.described.train_from_scratch:
-            self.model.draw_weights(storage_is_empty=True)
-            return
-        donor = load_pretrained(type_without_fsdp(self.model), self.model.config, self.source)
-        missing = copy_from_whole_model(self.model, donor)
-        if missing:
-            raise CheckpointError(f"{self.source}: no value for {missing[0]} ({len(missing)} in all)")
+    @property
+    def pending_weights(self) -> str | None:
+        """The HF directory whose weights a model built on meta waits for; None: it draws random ones by itself."""
+        return None if self.described.train_from_scratch else self.source
 
     def _freeze(self, described: TransformersModelConfig) -> None:
         said = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
@@ -137,11 +130,6 @@ class TransformersModel(MultiModalModule):
                 )
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ConfigError(f"model.json: everything is frozen ({', '.join(done)}); nothing would be trained")
-
-
-def type_without_fsdp(model: torch.nn.Module) -> Any:
-    """The model's class before fully_shard derived `FSDP<Name>` from it."""
-    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
 
 
 def load_hf_config(path: str) -> Any:
@@ -205,7 +193,10 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
 def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig) -> Any:
     context = current_build_context()
     on_meta = torch.get_default_device().type == "meta"
-    if on_meta or not context.load_weights:
+    if on_meta or context.defer_weights:
+        with torch.device("meta"):
+            return _structure(model_class, hf_config)
+    if not context.load_weights:
         return _structure(model_class, hf_config)
     if described.train_from_scratch:
         model = _structure(model_class, hf_config)

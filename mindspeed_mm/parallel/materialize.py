@@ -136,20 +136,3 @@ def _whole_tensors(
     finally:
         module._parameters.update(own)
         module._buffers.update(buffers)
-
-
-@torch.no_grad()
-def copy_from_whole_model(root: nn.Module, donor: nn.Module) -> list[str]:
-    """Copy the parameters and buffers of `donor` (same names, whole, on the host) into the sharded `root`.
-
-    Returns:
-        names in `root` that `donor` does not have.
-    """
-    whole = dict(donor.named_parameters(remove_duplicate=False)) | dict(donor.named_buffers(remove_duplicate=False))
-    missing = []
-    for name, target in (*root.named_parameters(), *root.named_buffers()):
-        if name in whole:
-            copy_whole(target.detach(), whole[name].detach())
-        else:
-            missing.append(name)
-    return missing

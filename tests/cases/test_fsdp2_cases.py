@@ -123,6 +123,8 @@ def test_f01_one_rank_has_no_image(
 
 def tied_storage(hf_dir: str) -> dict[str, Any]:
     """Build a tied model on meta, shard, load: what is shared."""
+    from mindspeed_mm.checkpoint.sources import open_weights
+    from mindspeed_mm.checkpoint.weights import load_weights
     from mindspeed_mm.models.transformers_model import TransformersModel
 
     with torch.device("meta"):
@@ -130,7 +132,7 @@ def tied_storage(hf_dir: str) -> dict[str, Any]:
     model.weights_come_later = True
     model.fsdp2_overrides = {"sub_modules_to_wrap": WRAP, "sharding_size": "auto"}
     model.fully_shard()
-    model.load_initial_weights()
+    load_weights(model.model, open_weights(hf_dir))
     head, embedding = model.model.lm_head.weight, model.model.get_input_embeddings().weight
     return {
         "one parameter": head is embedding,

@@ -61,6 +61,8 @@ def test_meta_init_buffers_are_those_of_a_plain_load(ranks2: RankPool, qwen2_5_v
 
 def meta_buffers(hf_dir: str) -> dict[str, torch.Tensor]:
     """Build on meta, shard, load; return this rank's buffers."""
+    from mindspeed_mm.checkpoint.sources import open_weights
+    from mindspeed_mm.checkpoint.weights import load_weights
     from mindspeed_mm.models.transformers_model import TransformersModel
 
     with torch.device("meta"):
@@ -68,7 +70,7 @@ def meta_buffers(hf_dir: str) -> dict[str, torch.Tensor]:
     model.weights_come_later = True
     model.fsdp2_overrides = {"param_dtype": "bf16", "sub_modules_to_wrap": WRAP, "sharding_size": "auto"}
     model.fully_shard()
-    model.load_initial_weights()
+    load_weights(model.model, open_weights(hf_dir))
     return {n: b.clone() for n, b in model.model.named_buffers()}
 
 

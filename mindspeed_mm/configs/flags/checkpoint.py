@@ -32,6 +32,12 @@ class CheckpointArguments:
     no_save_rng: Annotated[bool, flag("leave random states out of checkpoints")] = False
     no_load_optim: Annotated[bool, flag("don't load the optimizer")] = False
     no_load_rng: Annotated[bool, flag("don't load random states")] = False
+    no_strict_load: Annotated[
+        bool, flag("ours: weights may be missing (they keep random values) or left over; both are listed")
+    ] = False
+    allow_unsafe_pickle: Annotated[
+        bool, flag("ours: also unpickle .bin weights that hold more than tensors; this can run code that they bring")
+    ] = False
     async_save: Annotated[
         bool, no_effect("a checkpoint is whole before the next step starts")("save in the background")
     ] = False

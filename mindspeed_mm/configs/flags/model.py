@@ -74,7 +74,7 @@ class PrecisionArguments:
         ),
     ] = False
     downcast_to_bf16: Annotated[
-        bool, no_effect("loaded weights keep their values in fp32 master weights")("round loaded weights to bfloat16")
+        bool, flag("round the weights that a run starts from through bfloat16; they stay float32")
     ] = False
     allow_tf32: Annotated[bool, no_effect("matrix products keep PyTorch's own precision setting")("TF32 products")] = (
         False

@@ -15,12 +15,14 @@ class BuildContext:
 
     Attributes:
         load_weights: fill the model from init_from_hf_path (or with random values); False where a checkpoint will.
+        defer_weights: build the structure only, on meta; whoever builds fills each rank's part after sharding.
         seed: of random weights.
         trust_remote_code: whether modelling files of the checkpoint may run.
         flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
     """
 
     load_weights: bool = True
+    defer_weights: bool = False
     seed: int = 1234
     trust_remote_code: bool = False
     flags: Namespace = field(default_factory=Namespace)
@@ -42,4 +44,3 @@ def build_context(context: BuildContext) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-

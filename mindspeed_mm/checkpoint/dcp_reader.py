@@ -1,0 +1,175 @@
+"""Read tensors, or regions of them, from a folder of torch's distributed checkpoint format, safely and by itself.
+
+Each rank reads just what it needs; nothing is agreed on between ranks. torch unpickles `.metadata` without asking what
+is in it; here only torch's own metadata classes are admitted.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from mindspeed_mm.checkpoint.lazy import Region
+from mindspeed_mm.utils.errors import CheckpointError
+
+METADATA = ".metadata"
+
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# what a `.metadata` file is made of: nothing here runs code of the file's own choosing
+_ADMITTED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ADMITTED.get(module, ()):
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which has no place in checkpoint metadata")
+        return super().find_class(module, name)
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read `.metadata` of a folder, admitting torch's metadata classes only.
+
+    Raises:
+        CheckpointError: it is missing, torn, holds anything else, or names files outside the folder.
+    """
+    path = directory / METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"'{directory}' has no {METADATA}: it is no torch_dcp checkpoint, or was not finished"
+        ) from None
+    except Exception as error:  # a torn pickle raises almost anything
+        raise CheckpointError(f"'{path}' is refused or damaged: {error or type(error).__name__}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(
+            f"'{path}' holds {type(metadata).__name__}; expected the metadata of a torch_dcp checkpoint"
+        )
+    for info in metadata.storage_data.values():
+        _check_inside(directory, info.relative_path)
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _check_inside(directory: Path, relative: Any) -> None:
+    parts = PurePosixPath(str(relative)).parts
+    if not parts or parts[0] == "/" or ".." in parts:
+        raise CheckpointError(f"'{directory / METADATA}' names the file '{relative}', outside its folder; refused")
+
+
+@dataclass
+class ReadRequest:
+    """A region of a stored tensor and where to put it.
+
+    Attributes:
+        name: key in the checkpoint.
+        region: (start, length) of each dimension.
+        out: receives the values, converted to its dtype and moved to its device.
+    """
+
+    name: str
+    region: Region
+    out: torch.Tensor
+
+
+class _SafeReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+class _Placer:
+    """The part of torch's load planner that a reader asks for: where a piece goes."""
+
+    def __init__(self, targets: dict[tuple[str, torch.Size], torch.Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        target = self._targets[item.dest_index.fqn, item.dest_index.offset]  # type: ignore[index]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class DcpReader:
+    """Tensors of a torch_dcp folder.
+
+    Attributes:
+        directory: the folder.
+        tensors: key → its metadata (`size`, `properties.dtype`, `chunks`).
+        other_keys: entries that are no tensors; they are pickles, and never read.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.metadata = read_metadata(self.directory)
+        entries = self.metadata.state_dict_metadata
+        self.tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
+        self.other_keys = sorted(k for k in entries if k not in self.tensors)
+        self._reader = _SafeReader(self.directory)
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a stored tensor."""
+        return tuple(self.tensors[name].size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a stored tensor."""
+        return self.tensors[name].properties.dtype
+
+    def read_into(self, requests: Iterable[ReadRequest]) -> None:
+        """Read regions; each file is opened once. At most one stored piece is in memory at a time.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        targets: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        items: list[ReadItem] = []
+        for request in requests:
+            start = torch.Size([s for s, _ in request.region])
+            length = torch.Size([n for _, n in request.region])
+            if 0 in length:
+                continue
+            targets[request.name, start] = request.out
+            items += create_read_items_for_chunk_list(
+                request.name, self.tensors[request.name], [ChunkStorageMetadata(start, length)]
+            )
+        try:
+            with torch.no_grad():
+                self._reader.read_data(LoadPlan(items), _Placer(targets))  # type: ignore[arg-type]
+        except (RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"checkpoint '{self.directory}' can't be read: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,219 @@
+"""Weights into a model that is already sharded: each rank reads its own part of what the files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, forget, whole
+from mindspeed_mm.checkpoint.sources import WeightSource, shown
+from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
+from mindspeed_mm.models.transformers.twin import meta_twin
+from mindspeed_mm.utils.errors import CheckpointError
+from mindspeed_mm.utils.log import info_rank0, notice
+
+# what writers of torch_dcp folders put before a model's own names; the best fit is taken
+_PREFIXES = ("model.", "", "module.", "model.module.", "model.model.", "state_dict.")
+
+
+@dataclass
+class WeightPlan:
+    """How a model's tensors come out of a source's.
+
+    Attributes:
+        values: name in the model → expression over the source's tensors; shapes are the whole tensors'.
+        missing: names in the model that the source has nothing for.
+        unexpected: names in the source that the model has no place for.
+        mismatched: (name, shape in the source, shape in the model).
+        conversions: transformers' weight conversions that applied, for the way back to the hub's layout.
+    """
+
+    values: dict[str, Node] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    conversions: list[Any] | None = None
+
+    @property
+    def problems(self) -> int:
+        """How many tensors don't fit."""
+        return len(self.missing) + len(self.unexpected) + len(self.mismatched)
+
+
+def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
+    """Find for every tensor of `model` what it is made from.
+
+    A source in the hub's layout goes through transformers' conversions for the model's class (renamed, stacked, tied).
+    One in a model's own layout is taken name by name, under the prefix that fits best; names of an older layout of the
+    class are converted as well.
+    """
+    found = source.tensors()
+    twin = meta_twin(model)
+    if source.in_hub_layout:
+        return _plan(model, twin, found)
+    best: WeightPlan | None = None
+    for prefix in _PREFIXES:
+        stripped = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        if not stripped:
+            continue
+        exact = _plan_exact(model, stripped)
+        plan = exact if twin is None or not exact.missing else _plan(model, meta_twin(model), stripped)
+        plan = min((exact, plan), key=lambda p: p.problems)
+        if best is None or plan.problems < best.problems:
+            best = plan
+        if not plan.missing and not plan.mismatched:
+            break
+    return best or WeightPlan(missing=sorted(persistent_tensors(model)))
+
+
+def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True, downcast: bool = False) -> WeightPlan:
+    """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`.
+
+    On the host, a parameter whose region lies in one piece in a safetensors file of the same dtype becomes a private
+    mapping of it (pages are copied when training first writes to them), as transformers' own loading does.
+
+    Args:
+        strict: refuse if a tensor is missing or left over; else both are told, and missing ones keep their values.
+        downcast: round floating-point values through bfloat16 (--downcast-to-bf16).
+
+    Raises:
+        CheckpointError: tensors missing, left over, or of another shape; nothing has been changed then.
+    """
+    plan = plan_weights(model, source)
+    refuse_misfits(plan, model, source, strict=strict)
+    with torch.no_grad():
+        for names, target in _targets(model):
+            node = next((plan.values[n] for n in names if n in plan.values), None)
+            if node is not None:
+                _fill(target, _rounded(node) if downcast and node.dtype.is_floating_point else node)
+    forget()
+    return plan
+
+
+def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, strict: bool) -> None:
+    """Raise or tell what does not fit between a source and a model."""
+    name = type(model).__name__.removeprefix("FSDP")
+    if plan.mismatched:
+        key, found, expected = plan.mismatched[0]
+        raise CheckpointError(
+            f"'{source.path}': {key} has shape {found}, {name} needs {expected} ({len(plan.mismatched)} such tensors); "
+            "the model's configuration and these weights don't belong together"
+        )
+    said = []
+    if plan.missing:
+        said.append(f"lacks {len(plan.missing)} of {name}'s tensors: {shown(plan.missing)}")
+    if plan.unexpected:
+        said.append(f"holds {len(plan.unexpected)} that {name} has no place for: {shown(plan.unexpected)}")
+    if not said:
+        return
+    text = f"'{source.path}' " + " and ".join(said)
+    if strict:
+        raise CheckpointError(f"{text}; if that is meant, add --no-strict-load (what is missing keeps random values)")
+    notice(text, key=f"misfits {source.path}")
+
+
+def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan:
+    plan = WeightPlan()
+    taken: set[str] = set()
+    for names, target in _targets(model):
+        name = next((n for n in names if n in found), None)
+        taken.update(n for n in names if n in found)
+        if name is None:
+            plan.missing.append(names[0])
+        elif tuple(found[name].shape) != tuple(target.shape):
+            plan.mismatched.append((names[0], tuple(found[name].shape), tuple(target.shape)))
+        else:
+            plan.values[names[0]] = found[name].node
+    plan.unexpected = sorted(k for k in found if k not in taken and not k.endswith("_extra_state"))
+    return plan
+
+
+def _plan(model: nn.Module, twin: Any, found: Mapping[str, LazyTensor]) -> WeightPlan:
+    """Let transformers convert lazy tensors into a twin without storage; what its modules then hold are expressions."""
+    if twin is None:
+        return _plan_exact(model, found)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging as transformers_logging
+
+    mapping = get_model_conversion_mapping(twin, getattr(type(twin), "_checkpoint_conversion_mapping", None) or None)
+    settings = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=mapping)
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        info, _ = convert_and_load_state_dict_in_model(twin, dict(found), settings, None)
+    finally:
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
+    if info.conversion_errors:
+        name, error = next(iter(info.conversion_errors.items()))
+        raise CheckpointError(f"weight '{name}' can't be converted to the layout of {type(twin).__name__}: {error}")
+    twin._adjust_missing_and_unexpected_keys(info)
+    plan = WeightPlan(unexpected=sorted(info.unexpected_keys), conversions=twin._weight_conversions)
+    plan.mismatched = [(n, tuple(a), tuple(b)) for n, a, b in sorted(info.mismatched_keys)]
+    lazy = {n: t for n, t in persistent_tensors(twin, tied_once=False).items() if isinstance(t, LazyTensor)}
+    for names, target in _targets(model):
+        made = [n for n in names if n in lazy]
+        if made:
+            _refuse_different_ties(names, [lazy[n].node for n in made])
+            plan.values[names[0]] = lazy[made[0]].node
+        elif names[0] in info.missing_keys or target.is_meta:
+            plan.missing.append(names[0])
+    return plan
+
+
+def _refuse_different_ties(names: Sequence[str], nodes: Sequence[Node]) -> None:
+    first, *others = nodes
+    for other in others:
+        if not all(torch.equal(a, b) for a, b in zip(_rows(first), _rows(other))):
+            raise CheckpointError(
+                f"{' and '.join(names)} are tied by the model's configuration, but the files hold different values for "
+                'them; set "tie_word_embeddings": false in config.json to train both, or remove one'
+            )
+
+
+def _rows(node: Node, count: int = 4096) -> Iterator[torch.Tensor]:
+    rows = node.shape[0] if node.shape else 1
+    for start in range(0, rows, count):
+        region = ((start, min(count, rows - start)), *whole(node.shape)[1:]) if node.shape else ()
+        yield node.read(region)
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Each parameter and persistent buffer once, with all of its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in persistent_tensors(model, tied_once=False).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        yield names[key], tensor
+
+
+def _fill(target: torch.Tensor, node: Node) -> None:
+    local, region = local_part(target)
+    if 0 in local.shape:
+        return
+    if local.device.type == "cpu" and local.dtype == node.dtype and isinstance(target, nn.Parameter):
+        value = node.read(region)
+        if value.is_contiguous():
+            local.data = value
+            return
+        local.copy_(value)
+        return
+    node.read_into(region, local)
+
+
+def _rounded(node: Node) -> Node:
+    lazy = LazyTensor(node)
+    return lazy.to(torch.bfloat16).to(node.dtype).node  # type: ignore[attr-defined]
+
+
+def report_loaded(source: WeightSource, plan: WeightPlan) -> None:
+    """Say on rank 0 what was loaded from where."""
+    info_rank0(f"weights: {len(plan.values)} tensors from '{source.path}'")

@@ -1,0 +1,27 @@
+"""A transformers model's class and its twin without storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def type_without_fsdp(model: nn.Module) -> Any:
+    """The model's class before fully_shard derived `FSDP<Name>` from it."""
+    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+
+
+def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A model of the same class and configuration on the meta device, unsharded; None if it is no transformers model.
+
+    Args:
+        dtype: of its parameters; None: those of `model`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    with torch.device("meta"):
+        return type_without_fsdp(model)._from_config(model.config, dtype=dtype or own)
