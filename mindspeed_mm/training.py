@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend, ForwardStep, ModelProvider, PendingStep
+from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
 from mindspeed_mm.checkpoint.dcp import read_state
-from mindspeed_mm.checkpoint.run_folder import CheckpointWriter, FoundCheckpoint, find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.saver import CheckpointSaver
+from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
@@ -20,8 +22,8 @@ from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sent
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.watch import Watch
-from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.log import info_rank0, notice
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import info_rank0
 
 
 @dataclass
@@ -82,15 +84,15 @@ def pretrain(
         args.data_parallel_rank, args.data_parallel_size = backend.data_parallel_rank, backend.data_parallel_size
         memory = MemorySnapshots(args.tools.memory_profile, backend.data_parallel_rank)
         memory.step()
-        found, progress = _find_start(args)
+        start, progress = _find_start(args, backend)
         data = build_run_data(
             train_valid_test_datasets_provider, args, backend.data_parallel_rank, backend.data_parallel_size
         )
         args.train_iters = resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch)
-        model = backend.build_model(model_provider, load_weights=found is None)
+        model = backend.build_model(model_provider, load_weights=start.directory is None)
         backend.build_optimizer(model)
-        if found is not None:
-            _load(found, progress, backend, args)
+        if start.directory is not None:
+            _load(start, progress, backend, args)
         _collect_garbage(args)
         train(forward_step_func, data, backend, args, progress, memory)
 
@@ -105,18 +107,16 @@ def train(
 ) -> None:
     """Step until --train-iters, a stop request or a time limit; save and export at the end."""
     assert forward_step is not None, "pretrain() was given no forward_step function"
-    writer = (
-        CheckpointWriter(args.save, int(os.environ["RANK"]) == 0, backend.barrier, args.save_total_limit)
-        if args.save
-        else None
-    )
+    epoch_samples = _epoch_samples(data, args)
+    saver = _open_saver(args, progress.last_saved)
     watch = _open_watch(backend, args, resumed=progress.iteration > 0)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started = time.time()
     profiler.start()
-    with StopSignal() as stop:
+    with StopSignal() as stop, saver or nullcontext():
         while progress.iteration < args.train_iters:
-            pending = train_step(forward_step, data.train, backend, args, stop.requested)
+            wants_stop = stop.requested or _time_is_up(started, args) or (saver is not None and saver.asks_to_stop)
+            pending = train_step(forward_step, data.train, backend, args, wants_stop)
             _account(pending, progress, watch, backend, args)
             profiler.step()
             memory.step()
@@ -124,17 +124,23 @@ def train(
                 watch.pause_clock()
                 evaluate(forward_step, data.valid, backend, args, watch, progress.iteration)
                 watch.restart_clock()
-            if pending.stop or _must_exit(progress.iteration, started, args):
+            if saver:
+                saver.poll()
+            if pending.stop or _is_due(progress.iteration, args.exit_interval):
+                why = "a stop was asked for, or the time is up" if pending.stop else "--exit-interval"
+                info_rank0(f"exiting after iteration {progress.iteration} ({why})")
                 break
-            if writer and _is_due(progress.iteration, args.save_interval):
+            if saver and progress.iteration < args.train_iters and _save_is_due(progress, epoch_samples, args):
                 watch.pause_clock()
-                _save(writer, backend, progress, args)
+                _save(saver, backend, progress, args)
                 watch.restart_clock()
             if args.manual_gc and _is_due(progress.iteration, args.manual_gc_interval):
                 gc.collect()
         profiler.stop()
-        if writer and progress.last_saved != progress.iteration:
-            _save(writer, backend, progress, args)
+        if saver:
+            saver.wait()
+            if saver.last_saved != progress.iteration:
+                _save(saver, backend, progress, args, is_last=True)
         if progress.iteration >= args.train_iters:
             _finish(forward_step, data, backend, args, watch, progress)
     watch.close()
@@ -193,53 +199,87 @@ def _finish(
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
-def _save(writer: CheckpointWriter, backend: Backend, progress: Progress, args: Any) -> None:
+def _save(saver: CheckpointSaver, backend: Backend, progress: Progress, args: Any, *, is_last: bool = False) -> None:
     extra = {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
-        "global_batch_size": args.global_batch_size,
-        "seed": args.seed,
+        "settings": run_settings(args),
     }
-    folder = writer.write(progress.iteration, lambda directory: backend.save(directory, extra))
-    progress.last_saved = progress.iteration
-    info_rank0(f"saved checkpoint {folder}")
-    if args.save_hf and progress.iteration % args.save_hf == 0:
+    outcome = saver.save(
+        progress.iteration, lambda detached: backend.snapshot(extra, detached=detached), is_last=is_last
+    )
+    failed = outcome is not None and outcome.failure is not None
+    if args.save_hf and progress.iteration % args.save_hf == 0 and not failed:
         backend.export_hf(Path(args.save) / f"hf_iter_{progress.iteration:07d}")
 
 
-def _find_start(args: Any) -> tuple[FoundCheckpoint | None, Progress]:
-    """Where to start from: a checkpoint of --load, or the weights that model.json names."""
+def _open_saver(args: Any, last_saved: int) -> CheckpointSaver | None:
+    if not args.save:
+        return None
+    return CheckpointSaver(
+        args.save,
+        in_background=args.async_save,
+        keep=args.save_total_limit,
+        exit_on_failure=args.on_save_failure == "exit",
+        timeout_minutes=args.distributed_timeout_minutes,
+        last_saved=last_saved,
+    )
+
+
+def _epoch_samples(data: RunData, args: Any) -> int | None:
+    """Rows between two checkpoints of --save-epochs."""
+    if args.save_epochs is None or not args.save:
+        return None
+    if not data.global_batches_per_epoch:
+        raise ConfigError(
+            f"--save-epochs {args.save_epochs} needs a data set with a length, and this one is streamed; "
+            "give --save-interval (optimizer steps) instead"
+        )
+    return args.save_epochs * data.global_batches_per_epoch * args.global_batch_size
+
+
+def _save_is_due(progress: Progress, epoch_samples: int | None, args: Any) -> bool:
+    if _is_due(progress.iteration, args.save_interval):
+        return True
+    now = progress.consumed_samples
+    return epoch_samples is not None and now // epoch_samples > (now - args.global_batch_size) // epoch_samples
+
+
+def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
+    """Where to start from: a checkpoint or weights of --load, or the weights that model.json names."""
+    start = find_start(args.load, args.save, args.ckpt_step, args.finetune)
+    if start.directory is not None:
+        refuse_damaged(
+            start.directory,
+            args.rank,
+            args.world_size,
+            backend.gather_objects,
+            checksums=not args.no_verify_checkpoint,
+        )
     progress = Progress()
-    args.iteration, args.consumed_train_samples = 0, 0
-    if not args.load:
-        return None, progress
-    if not has_checkpoint(args.load):
-        is_own_folder = args.save and Path(args.load).resolve() == Path(args.save).resolve()
-        if not Path(args.load).is_dir() and not is_own_folder:
-            raise CheckpointError(f"--load '{args.load}' does not exist; expected the --save folder of an earlier run")
-        notice(f"--load '{args.load}' holds no run to resume; starting from model.json's init_from_hf_path")
-        return None, progress
-    found = find_checkpoint(args.load, args.ckpt_step)
-    if found.iteration is not None and not args.finetune:
-        saved = read_state(found.directory)
+    if start.resumes and start.directory is not None:
+        saved = read_state(start.directory)
         progress.iteration = int(saved["iteration"])
         progress.consumed_samples = int(saved["consumed_samples"])
         progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
         progress.last_saved = progress.iteration
-        args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    return found, progress
+        tell_changes(saved.get("settings", {}), run_settings(args))
+    args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
+    return start, progress
 
 
-def _load(found: FoundCheckpoint, progress: Progress, backend: Backend, args: Any) -> None:
-    only_weights = args.finetune or found.iteration is None
-    backend.load(
-        found.directory,
-        optimizer=not (only_weights or args.no_load_optim),
-        rng=not (only_weights or args.no_load_rng),
-        schedule=not only_weights,  # the iteration goes on, and with it the learning rate
-    )
-    info_rank0(f"loaded {found.directory}; continuing after iteration {progress.iteration}")
+def _load(start: Start, progress: Progress, backend: Backend, args: Any) -> None:
+    if start.resumes:
+        backend.load(
+            start.directory,
+            optimizer=not args.no_load_optim,
+            rng=not args.no_load_rng,
+            schedule=True,  # the iteration goes on, and with it the learning rate
+        )
+        info_rank0(f"loaded {start.directory}; continuing after iteration {progress.iteration}")
+    else:
+        backend.load_weights(start.directory)
 
 
 def _open_watch(backend: Backend, args: Any, *, resumed: bool) -> Watch:
@@ -261,14 +301,9 @@ def _is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
-def _must_exit(iteration: int, started: float, args: Any) -> bool:
-    if _is_due(iteration, args.exit_interval):
-        info_rank0(f"exiting after iteration {iteration} (--exit-interval)")
-        return True
-    if args.exit_duration_in_mins and (time.time() - started) / 60 > args.exit_duration_in_mins:
-        info_rank0(f"exiting after iteration {iteration} (--exit-duration-in-mins)")
-        return True
-    return False
+def _time_is_up(started: float, args: Any) -> bool:
+    """Whether --exit-duration-in-mins is over by this rank's clock; a stop request, as clocks differ."""
+    return bool(args.exit_duration_in_mins) and (time.time() - started) / 60 > args.exit_duration_in_mins
 
 
 def _collect_garbage(args: Any) -> None:

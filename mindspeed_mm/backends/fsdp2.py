@@ -15,6 +15,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
 from mindspeed_mm.backends.sums import reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
+from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
@@ -60,6 +61,7 @@ class FSDP2Backend:
         self.is_logging_rank = self.state.is_logging_rank
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
+        self._conversions: list[Any] | None = None
         self._start_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
@@ -119,6 +121,12 @@ class FSDP2Backend:
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._fused = bool(self.optimizer.defaults.get("fused"))
+        self._snapshots = Snapshots(
+            self._root,
+            None if self.args.no_save_optim else self.optimizer,
+            save_rng=not self.args.no_save_rng,
+            state=self.state,
+        )
         return self.optimizer
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
@@ -191,26 +199,31 @@ class FSDP2Backend:
         """See the protocol."""
         return None if self._flops_model is None else self._flops_model.of(counts)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See the protocol."""
+        gathered: list[Any] = [None] * self.state.world_size
+        torch.distributed.all_gather_object(gathered, value, group=self.state.host_group)
+        return gathered
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         torch.distributed.barrier()
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+    def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
         """See the protocol."""
-        args = self.args
-        dcp.save(
-            directory,
-            model=self._root,
-            optimizer=None if args.no_save_optim else self.optimizer,
-            extra={**extra, "schedule": self.schedule.state_dict()},
-            save_rng=not args.no_save_rng,
-            state=self.state,
-        )
+        if self._pending is not None:
+            self._pending.result()  # a step that is not logged may not have moved the schedule yet
+        return self._snapshots.take({**extra, "schedule": self.schedule.state_dict()}, detached=detached)
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
         """See the protocol."""
         extra = dcp.load(
-            directory, model=self._root, optimizer=self.optimizer if optimizer else None, load_rng=rng, state=self.state
+            directory,
+            model=self._root,
+            optimizer=self.optimizer if optimizer else None,
+            load_rng=rng,
+            state=self.state,
+            strict=not self.args.no_strict_load,
         )
         if schedule:
             self.schedule.load_state_dict(extra["schedule"])
@@ -224,13 +237,15 @@ class FSDP2Backend:
         """See the protocol."""
         source = getattr(self.model, "source", None)
         dtype = getattr(self.model, "source_dtype", None)
-        hf_export.export(self._root, directory, source, self.state, dtype)
+        hf_export.export(self._root, directory, source, self.state.host_group, dtype, self._conversions)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         args = self.args
         source = open_weights(directory, allow_pickle=args.allow_unsafe_pickle)
         plan = load_weights(module, source, strict=not args.no_strict_load, downcast=args.downcast_to_bf16)
         report_loaded(source, plan)
+        if module is self._root and source.in_hub_layout:
+            self._conversions = plan.conversions
 
     def _start_sums(self) -> None:
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)

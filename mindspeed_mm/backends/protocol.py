@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
 
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
@@ -84,14 +85,25 @@ class Backend(Protocol):
     def flops(self, counts: BatchCounts) -> float | None:
         """Model FLOPs of what was counted (forward and backward, useful work only); None: unknown."""
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank (at start and end, never in a step)."""
+
     def barrier(self) -> None:
         """Wait for all ranks (at start and end, never in a step)."""
 
-    def save(self, directory: Any, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule and random states into `directory`, durably, all ranks together."""
+    def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
+        """Take hold of model, optimizer, schedule and random states as they are after the last step.
+
+        What it returns is written by `CheckpointSaver`, on this thread or on another one, all ranks together.
+
+        Args:
+            extra: JSON values that `load` will return.
+            detached: the snapshot must stay as it is while training goes on, until the next detached one is taken: copy
+                what a step changes. False: training waits until it is written, and tensors need no copy.
+        """
 
     def load(self, directory: Any, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
-        """Read what `save` wrote, all of it or only weights and what is asked for; returns `extra`."""
+        """Read what a snapshot wrote, all of it or only weights and what is asked for; returns `extra`."""
 
     def load_weights(self, directory: Any) -> None:
         """Fill the model's weights, and nothing else, from a HF directory or any checkpoint folder."""

@@ -11,47 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from mindspeed_mm.checkpoint.rng import random_state, restore_random_state
-from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
+from mindspeed_mm.checkpoint.rng import restore_random_state
+from mindspeed_mm.checkpoint.sources import shown
+from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.files import fsync_path, write_json
-
-_FORMAT = 1
-
-
-def save(
-    directory: Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any],
-    save_rng: bool,
-    state: ParallelState,
-) -> None:
-    """Write this rank's part into `directory`; all ranks together.
-
-    Args:
-        model: names of its parameters are the keys.
-        optimizer: None: not saved.
-        extra: JSON values, returned by `load`.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    tensors = model_tensors(model)
-    if optimizer is not None:
-        tensors |= optimizer_tensors(model, optimizer)
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory, sync_files=True))
-    if save_rng:
-        path = directory / f"rng_{state.rank:05d}.safetensors"
-        save_file(random_state(), path)
-        fsync_path(path)
-    if state.rank == 0:
-        content = {"format": _FORMAT, "world_size": state.world_size, "has_optimizer": optimizer is not None, **extra}
-        write_json(directory / "state.json", content)
+from mindspeed_mm.utils.log import notice
 
 
 def load(
@@ -61,32 +29,65 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     load_rng: bool,
     state: ParallelState,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Read into the tensors of `model` and `optimizer`, whatever layout wrote them; returns `extra`.
 
-    Raises:
-        CheckpointError: a file or a tensor is missing, or shapes differ.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
+    Args:
+        strict: every tensor must be there, and none be left over.
 
+    Raises:
+        CheckpointError: a file or a tensor is missing or left over, or shapes differ; nothing has been changed then.
+    """
     extra = read_state(directory)
-    tensors = model_tensors(model)
+    if optimizer is not None and not extra.get("has_optimizer", True):
+        raise CheckpointError(
+            f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its weights"
+        )
+    reader = DcpReader(directory)
+    wanted = model_tensors(model)
     if optimizer is not None:
-        if not extra.get("has_optimizer", True):
-            raise CheckpointError(
-                f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its "
-                "weights"
-            )
-        tensors |= optimizer_tensors(model, optimizer)
-    try:
-        with torch.no_grad():
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory))
-    except (CheckpointException, RuntimeError, ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"checkpoint '{directory}' does not fit this model: {_first_line(error)}") from error
+        wanted |= optimizer_tensors(model, optimizer)
+    _refuse_misfits(reader, wanted, optimizer is not None, strict=strict)
+    requests = []
+    for name, tensor in wanted.items():
+        if name in reader.tensors:
+            local, region = local_part(tensor)
+            requests.append(ReadRequest(name, region, local))
+    reader.read_into(requests)
     if load_rng:
         restore_random_state(directory, state, int(extra.get("world_size", state.world_size)))
     return extra
+
+
+def _refuse_misfits(reader: DcpReader, wanted: dict[str, torch.Tensor], with_optimizer: bool, *, strict: bool) -> None:
+    where = f"checkpoint '{reader.directory}'"
+    for name, tensor in wanted.items():
+        if name in reader.tensors and reader.shape(name) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{where} does not fit this model: {name} has shape {reader.shape(name)}, the model's is "
+                f"{tuple(tensor.shape)}; is it another model, or another config.json?"
+            )
+    kinds = ("model.", "optimizer.") if with_optimizer else ("model.",)
+    missing = [n for n in wanted if n not in reader.tensors]
+    unexpected = [n for n in reader.tensors if n.startswith(kinds) and n not in wanted]
+    said = []
+    if missing:
+        said.append(f"lacks {len(missing)} tensors of this run: {shown(missing)}")
+    if unexpected:
+        said.append(f"holds {len(unexpected)} that this run has no place for: {shown(unexpected)}")
+    if not said:
+        return
+    text = f"{where} " + " and ".join(said)
+    if strict:
+        only_optimizer = all(n.startswith("optimizer.") for n in (*missing, *unexpected))
+        advice = (
+            "other parts are frozen, or the optimizer is another one; add --no-load-optim to go on without its state"
+            if only_optimizer
+            else "is it another model? Add --no-strict-load to go on all the same"
+        )
+        raise CheckpointError(f"{text}; {advice}")
+    notice(text, key=f"misfits {reader.directory}")
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -96,11 +97,3 @@ def read_state(directory: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{path}' can't be read ({error}); the checkpoint is not whole") from error
-
-
-def _first_line(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    if failures:
-        inner = next(iter(failures.values()))
-        error = inner[0] if isinstance(inner, tuple) else inner
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

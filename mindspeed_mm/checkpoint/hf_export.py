@@ -1,77 +1,361 @@
-"""Write a sharded model as a HF directory in the hub's layout."""
+"""Write a model as a HF directory in the hub's layout: hub names, shards with an index, and the small files beside.
+
+Weights stream: tensors of the model are gathered one after the other, each to the rank that writes the file it belongs
+to. No rank holds more than its shard and a few tensors.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import queue
 import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.models.transformers.twin import type_without_fsdp
-from mindspeed_mm.parallel.state import ParallelState
-from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.files import fsync_tree
+from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
+from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
+from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
+from mindspeed_mm.checkpoint.sources import WeightSource, has_weight_files, open_weights
+from mindspeed_mm.checkpoint.tensors import persistent_tensors
+from mindspeed_mm.checkpoint.weights import plan_weights, refuse_misfits
+from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0
 
-# what a HF directory holds beside weights and the files that save_pretrained writes itself
+# what a HF directory holds beside weights and the files that are written anew
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_LARGEST_FILE = 5_000_000_000  # as on the hub
+_SMALLEST_FILE = 1_000_000_000
+
+Progress = Callable[[int], None]
+
+
+class _Fetcher(Protocol):
+    """Makes tensors of the model readable, all ranks together."""
+
+    def tensors(self) -> dict[str, LazyTensor]: ...
+
+    def fetch(self, names: set[str], owner: int) -> None:
+        """Before rank `owner` reads these; the tensors fetched before may be forgotten."""
+
+
+class _FromModel:
+    """Gathers sharded parameters from all ranks."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self._tensors = persistent_tensors(model, tied_once=False)
+        self._rank = rank
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        return {n: leaf(n, t.shape, t.dtype, self._read) for n, t in self._tensors.items()}
+
+    def fetch(self, names: set[str], owner: int) -> None:
+        if self._rank == owner:
+            self._whole = {}
+        for name in sorted(names):
+            tensor = self._tensors[name].detach()
+            value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self._rank == owner:
+                self._whole[name] = value.to("cpu")
+
+    def _read(self, name: str, region: Region) -> torch.Tensor:
+        value = self._whole[name]
+        for dim, (start, length) in enumerate(region):
+            value = value.narrow(dim, start, length)
+        return value
+
+
+class _FromSource:
+    """Reads from files, in a single process."""
+
+    def __init__(self, values: Mapping[str, LazyTensor]) -> None:
+        self._values = dict(values)
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        return self._values
+
+    def fetch(self, names: set[str], owner: int) -> None:
+        pass
+
+
+@dataclass
+class _File:
+    """A file to be written.
+
+    Attributes:
+        tensors: hub name → (expression, dtype to write).
+    """
+
+    name: str
+    tensors: dict[str, tuple[LazyTensor, torch.dtype]]
+
+    def runs(self) -> Iterator[tuple[set[str], list[str]]]:
+        """Hub names that follow each other and come from the same tensors of the model, with these."""
+        by_leaves = itertools.groupby(self.tensors, key=lambda n: self.tensors[n][0].node.leaves())
+        for leaves, names in by_leaves:
+            yield leaves, list(names)
 
 
 def export(
-    model: nn.Module, directory: Path, source: str | None, state: ParallelState, dtype: torch.dtype | None
+    model: nn.Module,
+    directory: Path,
+    source: str | None,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None,
+    conversions: list[Any] | None = None,
 ) -> None:
-    """Gather `model` to rank 0 and write it to `directory`, with the source's tokenizer, processor and templates.
+    """Write `model` to `directory`, with the source's tokenizer, processor and templates; all ranks call.
 
     Args:
-        model: a transformers model, sharded or not; all ranks call.
-        source: the HF directory that the model was built from; its small files are copied.
-        dtype: of the written weights; None: as trained.
+        model: a transformers model, sharded or not.
+        source: the HF directory that the model was built from; its small files are copied, its dtypes kept.
+        group: for messages between hosts.
+        dtype: of written weights that the source has not; None: as trained.
+        conversions: transformers' weight conversions that applied when the model was loaded; None: found from `source`.
+
+    Raises:
+        ConfigError: it is no transformers model.
+        CheckpointError: a rank could not write; nothing is visible then.
     """
-    hf_class = type_without_fsdp(model)
-    if not hasattr(hf_class, "save_pretrained"):
+    agreement = Agreement(group, directory.parent)
+    fetcher = _FromModel(model, agreement.rank)
+    hub = _hub_layout(model, fetcher.tensors(), source, conversions)
+    _write_directory(model, directory, source, hub, fetcher, dtype, agreement)
+    info_rank0(f"exported to {directory} (loads with from_pretrained)")
+
+
+def export_from(
+    source: WeightSource,
+    model: nn.Module,
+    directory: Path,
+    small_files: str,
+    dtype: torch.dtype | None,
+    progress: Progress | None = None,
+) -> int:
+    """Write what `source` holds as a HF directory, in one process and tensor by tensor; returns the number of tensors.
+
+    Args:
+        model: of the right class and configuration, on meta.
+        small_files: a HF directory whose tokenizer and so on are copied, and whose dtypes are kept.
+        progress: called with the bytes written.
+    """
+    plan = plan_weights(model, source)
+    refuse_misfits(plan, model, source, strict=True)
+    values = {name: LazyTensor(node) for name, node in plan.values.items()}
+    hub = _hub_layout(model, values, small_files, None)
+    _write_directory(model, directory, small_files, hub, _FromSource(values), dtype, None, progress)
+    return len(hub)
+
+
+def _hub_layout(
+    model: nn.Module, tensors: dict[str, LazyTensor], source: str | None, conversions: list[Any] | None
+) -> dict[str, LazyTensor]:
+    """What the hub's tensors are made of, by hub name: transformers' conversions, run backwards."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    twin = meta_twin(model)
+    if twin is None:
         raise ConfigError(
-            f"--save-hf: {hf_class.__name__} is no transformers model, so it has no hub layout to be written in"
+            f"--save-hf: {type_without_fsdp(model).__name__} is no transformers model, so it has no hub layout to be "
+            "written in"
         )
-    weights = _gather(model, state.rank == 0, dtype)
-    if state.rank == 0:
-        working = directory.with_name(f".{directory.name}.saving")
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
-        _write(hf_class, model.config, weights, working, dtype)
-        if source is not None:
-            _copy_small_files(Path(source), working)
-        fsync_tree(working)
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(working, directory)
-        info_rank0(f"exported to {directory} (loads with from_pretrained)")
-    dist.barrier()
+    if conversions is None and source is not None and has_weight_files(Path(source)):
+        conversions = plan_weights(model, open_weights(source)).conversions
+    if conversions is not None:
+        twin._weight_conversions = conversions
+    tied = getattr(twin, "all_tied_weights_keys", None) or {}
+    ignored = twin._keys_to_ignore_on_save or ()
+    kept = {n: t for n, t in tensors.items() if n not in tied and n not in ignored}
+    return revert_weight_conversion(twin, kept)
 
 
-def _gather(model: nn.Module, keep: bool, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            whole = whole.detach().to("cpu")
-            weights[name] = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-    return weights
-
-
-def _write(
-    hf_class: Any, config: Any, weights: dict[str, torch.Tensor], directory: Path, dtype: torch.dtype | None
+def _write_directory(
+    model: nn.Module,
+    directory: Path,
+    source: str | None,
+    hub: dict[str, LazyTensor],
+    fetcher: _Fetcher,
+    dtype: torch.dtype | None,
+    agreement: Agreement | None,
+    progress: Progress | None = None,
 ) -> None:
-    with torch.device("meta"):
-        twin = hf_class._from_config(config, dtype=dtype or torch.float32)
-    for tied in getattr(twin, "all_tied_weights_keys", None) or {}:
-        weights.pop(tied, None)
-    # torch's fork-safe file writer of transformers logs nothing; shards of 5 GB are what hub checkpoints have
-    twin.save_pretrained(directory, state_dict=weights, max_shard_size="5GB")
+    rank, size = (agreement.rank, agreement.size) if agreement else (0, 1)
+
+    def step(name: str, part: Callable[[], Any]) -> None:
+        if agreement:
+            agreement.step(name, part)
+        else:
+            part()
+
+    working = directory.with_name(f".{directory.name}.saving")
+    files = _plan_files(hub, _dtypes(hub, source, dtype), size)
+    try:
+        step("preparing the folder", lambda: _make_empty(working) if rank == 0 else None)
+        step("writing weights", lambda: _write_files(files, fetcher, working, rank, size, progress))
+        step("writing config and tokenizer", lambda: _finish(model, source, files, dtype, working, directory, rank))
+    except BaseException as error:
+        if rank == 0:
+            shutil.rmtree(working, ignore_errors=True)
+        if isinstance(error, (StepFailed, OSError)):
+            raise CheckpointError(f"'{directory}' could not be exported: {error}; nothing is left of it") from error
+        raise
+    finally:
+        forget()
+
+
+def _dtypes(hub: Mapping[str, LazyTensor], source: str | None, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    known: dict[str, torch.dtype] = {}
+    if source is not None and has_weight_files(Path(source)):
+        known = {n: t.dtype for n, t in open_weights(source).tensors().items()}
+    made = {}
+    for name, tensor in hub.items():
+        wanted = known.get(name, dtype)
+        floats = wanted is not None and tensor.dtype.is_floating_point and wanted.is_floating_point
+        made[name] = wanted if floats and wanted is not None else tensor.dtype
+    return made
+
+
+def _plan_files(hub: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype], size: int) -> list[_File]:
+    bytes_of = {n: tensor_bytes(tuple(t.shape), dtypes[n]) for n, t in hub.items()}
+    largest = min(_LARGEST_FILE, max(-(-sum(bytes_of.values()) // size), _SMALLEST_FILE))
+    split = split_state_dict_into_shards_factory(
+        bytes_of,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=largest,
+    )
+    return [_File(name, {n: (hub[n], dtypes[n]) for n in names}) for name, names in split.filename_to_tensors.items()]
+
+
+def _make_empty(working: Path) -> None:
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+
+
+def _write_files(
+    files: list[_File], fetcher: _Fetcher, working: Path, rank: int, size: int, progress: Progress | None
+) -> None:
+    """File i is written by rank i modulo size. Ranks take turns at gathering, and write while others gather."""
+    problem: BaseException | None = None
+    for start in range(0, len(files), size):
+        batch = files[start : start + size]
+        mine = batch[rank] if rank < len(batch) else None
+        writer = _Writer(working, mine, progress) if mine else None
+        turns = itertools.zip_longest(*(file.runs() for file in batch))
+        for owner, run in itertools.chain.from_iterable(enumerate(turn) for turn in turns):
+            if run is None:
+                continue
+            leaves, names = run
+            fetcher.fetch(leaves, owner)
+            if owner == rank and writer is not None and problem is None:
+                try:
+                    for name in names:
+                        writer.put(name)
+                except BaseException as error:  # the others are still waiting for this rank's part in their gathers
+                    problem = error
+        if writer is not None:
+            problem = writer.close() or problem
+    if problem is not None:
+        raise problem
+
+
+class _Writer:
+    """Writes a file in a thread of its own."""
+
+    def __init__(self, working: Path, file: _File, progress: Progress | None) -> None:
+        self._file, self._progress = file, progress
+        self._path = working / file.name
+        self._queue: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=2)
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hf-export", daemon=True)
+        self._thread.start()
+
+    def put(self, name: str) -> None:
+        lazy, dtype = self._file.tensors[name]
+        if self._problem is None:
+            # converted here, as a copy: the model may go on being changed, and a gathered tensor let go
+            self._queue.put((name, lazy.node.read(whole(lazy.node.shape)).to(dtype, copy=True)))
+
+    def close(self) -> BaseException | None:
+        self._queue.put(None)
+        self._thread.join()
+        return self._problem
+
+    def _run(self) -> None:
+        try:
+            tensors = {n: (tuple(lazy.shape), dtype) for n, (lazy, dtype) in self._file.tensors.items()}
+            with SafetensorsWriter(self._path, tensors) as writer:
+                while (item := self._queue.get()) is not None:
+                    name, value = item
+                    writer.write(name, value)
+                    if self._progress is not None:
+                        self._progress(value.nbytes)
+        except BaseException as error:
+            self._problem = error
+            while self._queue.get() is not None:
+                pass
+
+
+def _finish(
+    model: nn.Module,
+    source: str | None,
+    files: list[_File],
+    dtype: torch.dtype | None,
+    working: Path,
+    directory: Path,
+    rank: int,
+) -> None:
+    if rank != 0:
+        return
+    twin = meta_twin(model)
+    twin.config.dtype = str(dtype or twin.dtype).removeprefix("torch.")
+    twin.config.architectures = [type_without_fsdp(model).__name__]
+    twin.config.save_pretrained(working)
+    if twin.can_generate():
+        twin.generation_config.save_pretrained(working)
+    if len(files) > 1:
+        total = sum(tensor_bytes(tuple(t.shape), d) for f in files for t, d in f.tensors.values())
+        parameters = sum(t.numel() for f in files for t, _ in f.tensors.values())
+        index = {
+            "metadata": {"total_parameters": parameters, "total_size": total},
+            "weight_map": {name: file.name for file in files for name in file.tensors},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (working / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    if source is not None:
+        _copy_small_files(Path(source), working)
+    for path in working.iterdir():
+        if path.suffix != ".safetensors" and path.is_file():
+            fsync_path(path)
+    _replace_folder(working, directory)
+
+
+def _replace_folder(working: Path, final: Path) -> None:
+    """Let the new folder take the place of the old one, which may be mapped by who reads from it."""
+    if final.exists() and not exchange(working, final):
+        aside = final.with_name(f".{final.name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+        os.replace(working, final)
+        shutil.rmtree(aside, ignore_errors=True)
+    elif working.exists() and final.exists():
+        shutil.rmtree(working, ignore_errors=True)
+    else:
+        os.replace(working, final)
+    fsync_path(final.parent)
 
 
 def _copy_small_files(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 # A part of a tensor: (start, length) of every dimension.
 Region = tuple[tuple[int, int], ...]
@@ -44,6 +44,23 @@ class Node:
         """Write the value of `region` into `out`, converted to its dtype and moved to its device."""
         out.copy_(self.read(region))
 
+    def inputs(self) -> Sequence[Node]:
+        """The expressions that this one is made of."""
+        parts: Sequence[Node] | None = getattr(self, "parts", None)
+        return parts if parts is not None else [self.parent]  # type: ignore[attr-defined]
+
+    def leaves(self) -> set[str]:
+        """Names of the source's tensors that this one is made of."""
+        found, todo, seen = set(), [self], set()
+        while todo:
+            node = todo.pop()
+            if isinstance(node, Leaf):
+                found.add(node.name)
+            elif id(node) not in seen:
+                seen.add(id(node))
+                todo += node.inputs()
+        return found
+
 
 class Leaf(Node):
     """A tensor of the source."""
@@ -60,6 +77,10 @@ class Leaf(Node):
     def read(self, region: Region) -> torch.Tensor:
         """See Node."""
         return self._reader(self.name, region)
+
+    def inputs(self) -> Sequence[Node]:
+        """See Node."""
+        return ()
 
 
 class _Join(Node):
@@ -213,9 +234,11 @@ class _Result(Node):
     def read(self, region: Region) -> torch.Tensor:
         value = self.call.value()
         value = value if self.index is None else value[self.index]
-        for dim, (start, length) in enumerate(region):
-            value = value.narrow(dim, start, length)
-        return value
+        return _part(value, region)
+
+    def inputs(self) -> Sequence[Node]:
+        values = tree_flatten((self.call.args, self.call.kwargs))[0]
+        return [v.node for v in values if isinstance(v, LazyTensor)]
 
 
 def _compute(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The layout of a run folder: iter_0000100/, and a tracker file that names the last durable one.
 
 A checkpoint is written into a hidden folder, synced to disk, renamed, and only then named by the tracker (itself
-replaced atomically). Killed at any instant, a run finds the last visible checkpoint whole.
+replaced atomically). An old one is hidden before it is deleted. Killed at any instant, a run finds whole what it can
+see, and the tracker names something that is there.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.files import fsync_tree, replace_file
+from mindspeed_mm.utils.files import exchange, fsync_path, replace_file, working_file
+from mindspeed_mm.utils.log import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
+_HIDDEN = re.compile(r"^\.(iter_\d{7,})\.(saving|deleting|replaced)$")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class FoundCheckpoint:
 def iteration_directory(root: Path, iteration: int) -> Path:
     """`<root>/iter_0000100` for iteration 100."""
     return root / f"iter_{iteration:07d}"
+
+
+def working_directory(root: Path, iteration: int) -> Path:
+    """The hidden folder in which a checkpoint is written."""
+    return _hidden(iteration_directory(root, iteration), "saving")
 
 
 def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoint:
@@ -65,9 +73,13 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoin
             f"{root / TRACKER} holds '{word[:40]}'; expected an iteration number or 'release'; "
             f"'{root}' holds {_listing(root)}"
         )
-    if not (found.directory / ".metadata").is_file():
+    is_hub_layout = found.iteration is None and any(found.directory.glob("*.safetensors"))
+    if not (found.directory / ".metadata").is_file() and not is_hub_layout:
+        other = next((c.iteration for c in checkpoints(root)), None)
+        advice = f"; the newest that looks whole is iteration {other}: add --ckpt-step {other}" if other else ""
         raise CheckpointError(
-            f"checkpoint '{found.directory}' is missing or not whole (no .metadata); '{root}' holds {_listing(root)}"
+            f"checkpoint '{found.directory}' is missing or not whole (no .metadata); '{root}' holds "
+            f"{_listing(root)}{advice}"
         )
     return found
 
@@ -77,55 +89,139 @@ def has_checkpoint(root: str | Path | None) -> bool:
     return bool(root) and (Path(str(root)) / TRACKER).is_file()
 
 
+def checkpoints(root: str | Path) -> list[FoundCheckpoint]:
+    """The checkpoints of a run folder that look whole, the newest first."""
+    return [FoundCheckpoint(p, n) for n, p in _iteration_folders(Path(root)) if (p / ".metadata").is_file()]
+
+
+def _iteration_folders(root: Path) -> list[tuple[int, Path]]:
+    """Visible iteration folders by number, the newest first."""
+    named = [(_ITERATION.match(p.name), p) for p in root.iterdir()] if root.is_dir() else []
+    return sorted(((int(match[1]), p) for match, p in named if match and p.is_dir()), reverse=True)
+
+
+def _hidden(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
 def _listing(root: Path) -> str:
     names = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     return ", ".join(names[:8]) + (" …" if len(names) > 8 else "") if names else "nothing"
 
 
-class CheckpointWriter:
-    """Brings checkpoints into a run folder, all ranks together; rank 0 moves folders and the tracker."""
+class RunFolder:
+    """Brings checkpoints into a run folder and old ones out of it. For one process: rank 0's."""
 
-    def __init__(
-        self, root: str | Path, is_first_rank: bool, barrier: Callable[[], None], keep: int | None = None
-    ) -> None:
+    def __init__(self, root: str | Path, keep: int | None = None) -> None:
         """
         Args:
             keep: how many iteration folders stay (--save-total-limit); None or 0: all.
         """
         self.root = Path(root)
-        self._first = is_first_rank
-        self._barrier = barrier
         self._keep = keep or 0
 
-    def write(self, iteration: int, save: Callable[[Path], None]) -> Path:
-        """Call `save(folder)` on every rank, then make the result visible as `iteration`.
+    def remove_leftovers(self) -> None:
+        """Remove what a killed run left hidden; bring back what it was about to replace and did not."""
+        if not self.root.is_dir():
+            return
+        try:
+            working_file(self.root / TRACKER).unlink(missing_ok=True)
+            for path in list(self.root.iterdir()):
+                match = _HIDDEN.match(path.name)
+                if match and match[2] == "replaced" and not (self.root / match[1]).exists():
+                    os.rename(path, self.root / match[1])
+                elif match:
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            logger.warning(f"what an earlier run left in '{self.root}' could not be removed: {error}")
 
-        Args:
-            save: writes this rank's files, durably.
+    def open(self, iteration: int) -> Path:
+        """Make the empty hidden folder for a checkpoint's files."""
+        working = working_directory(self.root, iteration)
+        self.root.mkdir(parents=True, exist_ok=True)
+        if working.exists():
+            shutil.rmtree(working)
+        working.mkdir()
+        return working
+
+    def discard(self, iteration: int) -> None:
+        """Remove the hidden folder of a checkpoint that failed."""
+        shutil.rmtree(working_directory(self.root, iteration), ignore_errors=True)
+
+    def publish(self, iteration: int) -> Path:
+        """Make the hidden folder, whose files are durable, visible as `iteration`, and let the tracker name it.
+
+        Raises:
+            OSError: nothing has become visible, and the tracker names what it named before.
         """
-        final = iteration_directory(self.root, iteration)
-        working = self.root / f".{final.name}.saving"
-        if self._first:
-            self.root.mkdir(parents=True, exist_ok=True)
+        working, final = working_directory(self.root, iteration), iteration_directory(self.root, iteration)
+        fsync_path(working)
+        if not final.exists():
+            os.rename(working, final)
+            self._track_or(iteration, lambda: os.rename(final, working))
+        elif exchange(working, final):
+            self._track_or(iteration, lambda: exchange(working, final))
             shutil.rmtree(working, ignore_errors=True)
-            working.mkdir()
-        self._barrier()
-        save(working)  # each rank forces its own files to disk: others may still be writing theirs
-        self._barrier()
-        if self._first:
-            fsync_tree(working)
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(working, final)
-            fsync_tree(self.root, files=False)
-            replace_file(self.root / TRACKER, str(iteration))
-            self._forget_old()
-        self._barrier()
+        else:
+            self._replace(iteration)
         return final
 
-    def _forget_old(self) -> None:
-        if self._keep <= 0:
+    def forget_old(self) -> None:
+        """Delete what is more than --save-total-limit: never what the tracker names, and the oldest first."""
+        if not self._keep:
             return
-        found = sorted(p for p in self.root.iterdir() if _ITERATION.match(p.name))
-        for old in found[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        try:
+            named, found = self._tracked(), _iteration_folders(self.root)
+            others = [path for number, path in found if str(number) != named]
+            for old in reversed(others[self._keep - (len(found) - len(others)) :]):
+                hidden = _hidden(old, "deleting")
+                shutil.rmtree(hidden, ignore_errors=True)
+                os.rename(old, hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
+        except OSError as error:
+            logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
+
+    def _replace(self, iteration: int) -> None:
+        """Replace a visible folder in two steps, while the tracker names another one, or none."""
+        working, final = working_directory(self.root, iteration), iteration_directory(self.root, iteration)
+        aside = _hidden(final, "replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        before = self._tracked()
+        if before == str(iteration):
+            other = next((c.iteration for c in checkpoints(self.root) if c.iteration != iteration), None)
+            self._track(other)
+
+        def undo() -> None:
+            if aside.exists():
+                if final.exists():
+                    os.rename(final, working)
+                os.rename(aside, final)
+            if before is not None:
+                self._track(before)
+
+        try:
+            os.rename(final, aside)
+            os.rename(working, final)
+        except OSError:
+            undo()
+            raise
+        self._track_or(iteration, undo)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _track_or(self, iteration: int, undo: Callable[[], object]) -> None:
+        try:
+            fsync_path(self.root)  # the folder's new name is durable before the tracker names it
+            self._track(iteration)
+        except OSError:
+            undo()
+            raise
+
+    def _track(self, value: int | str | None) -> None:
+        if value is None:
+            (self.root / TRACKER).unlink(missing_ok=True)
+        else:
+            replace_file(self.root / TRACKER, str(value))
+
+    def _tracked(self) -> str | None:
+        tracker = self.root / TRACKER
+        return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None

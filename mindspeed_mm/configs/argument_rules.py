@@ -134,8 +134,9 @@ def _say_notices(args: Namespace) -> None:
         )
     if args.ckpt_format != "torch_dcp":
         notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
-    if args.save_interval is not None and args.save is None:
-        notice("--save-interval has no effect here: there is no --save to write to")
+    for name in ("save_interval", "save_epochs", "async_save"):
+        if getattr(args, name) not in (None, False) and args.save is None:
+            notice(f"--{name.replace('_', '-')} has no effect here: there is no --save to write to")
     if args.lr_mult != 1.0 and not args.lr_scale_modules:
         notice("--lr-mult has no effect here: --lr-scale-modules names no modules")
     if args.lr_scale_modules and args.lr_mult == 1.0:

@@ -158,12 +158,7 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
     Raises:
         CheckpointError: no weight file, or weights missing from it.
     """
-    if not any(Path(path).glob("*.safetensors")):
-        raise CheckpointError(
-            f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set "
-            '"train_from_scratch": true '
-            "in model.json to start from random ones"
-        )
+    _require_weights(path)
     try:
         # a device context (meta) of the caller must not reach the weights
         with torch.device("cpu"):
@@ -194,6 +189,8 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
     context = current_build_context()
     on_meta = torch.get_default_device().type == "meta"
     if on_meta or context.defer_weights:
+        if context.load_weights and not described.train_from_scratch:
+            _require_weights(str(described.init_from_hf_path))
         with torch.device("meta"):
             return _structure(model_class, hf_config)
     if not context.load_weights:
@@ -204,6 +201,14 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
         info_rank0(f"{model_class.__name__}: random weights (train_from_scratch), seed {context.seed}")
         return model
     return load_pretrained(model_class, hf_config, str(described.init_from_hf_path))
+
+
+def _require_weights(path: str) -> None:
+    if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set "
+            '"train_from_scratch": true in model.json to start from random ones'
+        )
 
 
 def _structure(model_class: Any, hf_config: Any) -> Any:

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.utils.log import logger
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -29,18 +31,38 @@ class MetricsWriter:
                 repair_last_line(path)
             else:
                 os.replace(path, _free_name(folder))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (kept open over the run)
+        # kept open over the run; the buffer holds what a full disk doesn't take at once
+        self._file = open(path, "a", encoding="utf-8", buffering=1 << 20)  # noqa: SIM115
+        self._is_behind = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; numbers keep their full precision, non-finite ones become null."""
-        self._file.write(json.dumps(_plain(record), ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Append one record; numbers keep their full precision, non-finite ones become null.
+
+        A disk that is full (a checkpoint being written may fill it for a while) does not end the training: the record
+        follows as soon as there is space.
+        """
+        try:
+            self._file.write(json.dumps(_plain(record), ensure_ascii=False) + "\n")
+            self._file.flush()
+            self._is_behind = False
+        except OSError as error:
+            self._say(error)
 
     def close(self) -> None:
         """Force the file to disk and close it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        if not self._is_behind:
+            logger.error(
+                f"'{self._file.name}' can't be written ({error}); training goes on, and its lines follow later"
+            )
+        self._is_behind = True
 
 
 def repair_last_line(path: Path) -> None:

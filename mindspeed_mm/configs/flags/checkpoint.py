@@ -17,6 +17,9 @@ class CheckpointArguments:
     save_interval: Annotated[int | None, flag("steps between two checkpoints; absent = only at the end", minimum=1)] = (
         None
     )
+    save_epochs: Annotated[
+        int | None, flag("ours: epochs of the training data between two checkpoints; absent = none", minimum=1)
+    ] = None
     save_total_limit: Annotated[int | None, flag("ours: newest checkpoints that are kept; absent = all", minimum=1)] = (
         None
     )
@@ -32,6 +35,9 @@ class CheckpointArguments:
     no_save_rng: Annotated[bool, flag("leave random states out of checkpoints")] = False
     no_load_optim: Annotated[bool, flag("don't load the optimizer")] = False
     no_load_rng: Annotated[bool, flag("don't load random states")] = False
+    no_verify_checkpoint: Annotated[
+        bool, flag("ours: look at the sizes of a checkpoint's files only, not at their content, before loading it")
+    ] = False
     no_strict_load: Annotated[
         bool, flag("ours: weights may be missing (they keep random values) or left over; both are listed")
     ] = False
@@ -39,10 +45,14 @@ class CheckpointArguments:
         bool, flag("ours: also unpickle .bin weights that hold more than tensors; this can run code that they bring")
     ] = False
     async_save: Annotated[
-        bool, no_effect("a checkpoint is whole before the next step starts")("save in the background")
+        bool, flag("write checkpoints in the background: training waits for a copy in host memory only")
     ] = False
+    on_save_failure: Annotated[
+        Literal["continue", "exit"],
+        flag("ours: after a checkpoint that could not be written; one at the run's end is always an error"),
+    ] = "continue"
     use_persistent_ckpt_worker: Annotated[
-        bool, no_effect("checkpoints are not saved in the background")("for async-save")
+        bool, no_effect("a thread of each rank writes, and there is no worker process to keep")("for async-save")
     ] = False
     use_dist_ckpt: Annotated[bool, no_effect("checkpoints are torch_dcp")("older name of ckpt-format torch_dist")] = (
         False

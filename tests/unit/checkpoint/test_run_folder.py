@@ -1,67 +1,225 @@
-"""A checkpoint is visible only when it is whole."""
+"""A checkpoint is visible only when it is whole, and the tracker names one that is there, whenever a run is killed."""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mindspeed_mm.checkpoint import run_folder
-from mindspeed_mm.checkpoint.run_folder import CheckpointWriter, find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.run_folder import (
+    TRACKER,
+    RunFolder,
+    checkpoints,
+    find_checkpoint,
+    has_checkpoint,
+)
 from mindspeed_mm.utils.errors import CheckpointError
 
 
-def writer(root: Path, keep: int | None = None) -> CheckpointWriter:
-    return CheckpointWriter(root, is_first_rank=True, barrier=lambda: None, keep=keep)
+def put(root: Path, iteration: int, content: str = "new", keep: int | None = None) -> None:
+    """Bring a checkpoint of two files into a run folder, as the saver does."""
+    folder = RunFolder(root, keep)
+    working = folder.open(iteration)
+    (working / "data").write_text(content)
+    (working / ".metadata").write_text(content)
+    try:
+        folder.publish(iteration)
+    except OSError:
+        folder.discard(iteration)
+        raise
+    folder.forget_old()
 
 
-def save(folder: Path) -> None:
-    (folder / ".metadata").write_text("x")
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def seen(root: Path) -> dict[str, str]:
+    """Visible folders and their content; all of them must be whole."""
+    found = {}
+    for path in root.glob("iter_*"):
+        assert (path / ".metadata").read_text() == (path / "data").read_text()
+        found[path.name] = (path / "data").read_text()
+    return found
 
 
 def test_written_checkpoints_are_found(tmp_path: Path) -> None:
-    w = writer(tmp_path)
     assert not has_checkpoint(tmp_path)
-    w.write(3, save)
-    w.write(12, save)
+    assert checkpoints(tmp_path) == []
+    put(tmp_path, 3)
+    put(tmp_path, 12)
     assert has_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path).iteration == 12
     assert find_checkpoint(tmp_path, 3).directory == tmp_path / "iter_0000003"
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
-
-
-def test_a_kill_during_the_save_leaves_the_old_one(tmp_path: Path) -> None:
-    w = writer(tmp_path)
-    w.write(3, save)
-
-    def torn(folder: Path) -> None:
-        (folder / "half").write_text("x")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        w.write(6, torn)
-    assert find_checkpoint(tmp_path).iteration == 3
-    assert not (tmp_path / "iter_0000006").exists()
-    w.write(6, save)  # what the killed one left is in nobody's way
-    assert sorted(p.name for p in (tmp_path / "iter_0000006").iterdir()) == [".metadata"]
-
-
-def test_no_rank_walks_through_what_another_one_is_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files come and go in the folder until every rank has saved: only then, and on one rank, is it gone through."""
-    events: list[str] = []
-    monkeypatch.setattr(run_folder, "fsync_tree", lambda *a, **k: events.append("walk"))
-    (tmp_path / ".iter_0000003.saving").mkdir()
-    CheckpointWriter(tmp_path, is_first_rank=False, barrier=lambda: events.append("barrier")).write(3, save)
-    assert "walk" not in events
-    CheckpointWriter(tmp_path, is_first_rank=True, barrier=lambda: events.append("barrier")).write(3, save)
-    assert events[3:6] == ["barrier", "barrier", "walk"]
+    assert (tmp_path / TRACKER).read_text() == "12"
+    (tmp_path / "iter_0000020").mkdir()  # no checkpoint
+    assert [c.iteration for c in checkpoints(tmp_path)] == [12, 3]
+    assert checkpoints(tmp_path / "nowhere") == []
 
 
 def test_old_ones_are_forgotten_only_after_the_new_one_is_visible(tmp_path: Path) -> None:
-    w = writer(tmp_path, keep=2)
     for iteration in (1, 2, 3):
-        w.write(iteration, save)
-    assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
+        put(tmp_path, iteration, keep=2)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000003", TRACKER]
+
+
+@pytest.mark.parametrize("keep, left", [(1, {9}), (2, {9, 12}), (3, {9, 10, 12})])
+def test_what_the_tracker_names_is_never_forgotten(tmp_path: Path, keep: int, left: set[int]) -> None:
+    """A run that went back to iteration 8 saves 9, while folders with higher numbers are there."""
+    for iteration in (8, 10, 12):
+        put(tmp_path, iteration)
+    put(tmp_path, 9, keep=keep)
+    assert {c.iteration for c in checkpoints(tmp_path)} == left
+    assert find_checkpoint(tmp_path).iteration == 9
+
+
+def test_release_takes_no_place(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        put(tmp_path, iteration)
+    (tmp_path / TRACKER).write_text("release")
+    RunFolder(tmp_path, keep=2).forget_old()
+    assert {c.iteration for c in checkpoints(tmp_path)} == {2, 3}
+
+
+def test_leftovers_are_removed(tmp_path: Path) -> None:
+    put(tmp_path, 3, "three")
+    for name in (".iter_0000004.saving", ".iter_0000001.deleting", ".iter_0000003.replaced", ".iter_0000006.replaced"):
+        shutil.copytree(tmp_path / "iter_0000003", tmp_path / name)
+    (tmp_path / f".{TRACKER}.tmp").write_text("4")
+    (tmp_path / ".hf.saving").mkdir()  # not ours
+    RunFolder(tmp_path).remove_leftovers()
+    assert names(tmp_path) == [".hf.saving", "iter_0000003", "iter_0000006", TRACKER]
+
+
+@dataclass(frozen=True)
+class Story:
+    """A save into a folder.
+
+    Attributes:
+        there: iterations that the folder holds.
+        tracker: the one that the tracker names.
+        iteration: the one that is saved.
+        keep: newest ones that stay.
+    """
+
+    name: str
+    there: tuple[int, ...]
+    tracker: int
+    iteration: int
+    keep: int | None = None
+
+
+STORIES = [
+    Story("one_more", (8, 10), 10, 12),
+    Story("one_again", (8, 10), 8, 10),
+    Story("the_named_one_again", (8, 10), 10, 10),
+    Story("the_only_one_again", (10,), 10, 10),
+    Story("one_more_and_old_ones_less", (6, 8, 10), 10, 12, keep=2),
+]
+all_stories = pytest.mark.parametrize("story", STORIES, ids=[story.name for story in STORIES])
+NOT_REACHED, DONE, RAISED, KILLED = 0, 4, 3, 9
+
+
+def at_each_change(story: Story, root: Path, can_exchange: bool, act: Callable[[], None]) -> Iterator[int]:
+    """Do `act` before a change of the file system: before the first in one run, the second in the next, and so on."""
+    for number in range(1, 200):
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        for iteration in story.there:
+            put(root, iteration, "old")
+        (root / TRACKER).write_text(str(story.tracker))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                acted = act_before_change(number, can_exchange, act)
+                put(root, story.iteration, keep=story.keep)
+                status = DONE if acted else NOT_REACHED
+            except OSError:
+                status = RAISED
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == NOT_REACHED:
+            return
+        yield status
+
+
+def act_before_change(number: int, can_exchange: bool, act: Callable[[], None]) -> list[bool]:
+    """Watch the calls that change the file system; returns a list that is filled when `act` is called."""
+    acted: list[bool] = []
+    done = 0
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == number:
+                acted.append(True)
+                act()
+            return change(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync"):
+        setattr(os, name, watched(getattr(os, name)))
+    run_folder.exchange = watched(run_folder.exchange) if can_exchange else lambda one, other: False
+    return acted
+
+
+def hidden(root: Path) -> list[str]:
+    return [name for name in names(root) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two_steps"])
+@all_stories
+def test_killed_at_any_instant(tmp_path: Path, story: Story, can_exchange: bool) -> None:
+    root = tmp_path / "run"
+    kills = 0
+    for status in at_each_change(story, root, can_exchange, lambda: os._exit(KILLED)):
+        assert status == KILLED
+        kills += 1
+        whole = seen(root)
+        if story.name == "the_only_one_again" and not can_exchange and not has_checkpoint(root):
+            pass  # for the time of two renames there is nothing that the tracker could name
+        else:
+            assert find_checkpoint(root).directory.name in whole
+        RunFolder(root).remove_leftovers()
+        assert hidden(root) == []
+        assert whole.keys() <= seen(root).keys() and len(seen(root)) >= 1
+        put(root, 14)
+        assert find_checkpoint(root).iteration == 14
+    assert kills >= 8
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two_steps"])
+@all_stories
+def test_a_change_that_fails_at_any_instant(tmp_path: Path, story: Story, can_exchange: bool) -> None:
+    """Either the new checkpoint is there and named, or all is as it was."""
+    root = tmp_path / "run"
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    outcomes = set()
+    for status in at_each_change(story, root, can_exchange, fail):
+        outcomes.add(status)
+        assert status in (DONE, RAISED)
+        whole = seen(root)
+        if status == RAISED:
+            assert whole == {f"iter_{iteration:07d}": "old" for iteration in story.there}
+            assert find_checkpoint(root).iteration == story.tracker
+            assert hidden(root) == []
+        else:
+            assert whole[find_checkpoint(root).directory.name] == "new"
+    assert outcomes == {DONE, RAISED}
 
 
 @pytest.mark.parametrize(

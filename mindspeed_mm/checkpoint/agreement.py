@@ -1,0 +1,130 @@
+"""Steps that all ranks take together and of whose failure all of them hear.
+
+A rank that fails alone, on a full disk for instance, would leave the others waiting for it. So after each step the
+ranks tell each other how it went: either it went well on all of them, or all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step failed on a rank.
+
+    Attributes:
+        reason: one line; empty where the rank only knows that another one failed.
+    """
+
+    rank: int
+    reason: str
+
+
+class StepFailed(Exception):
+    """A step failed on at least one rank; the same on all of them."""
+
+    def __init__(self, step: str, failures: list[Failure]) -> None:
+        super().__init__(step, failures)
+        self.step = step
+        self.failures = failures
+
+    def __str__(self) -> str:
+        known = [f for f in self.failures if f.reason] or self.failures
+        by_reason: dict[str, list[int]] = {}
+        for failure in known:
+            by_reason.setdefault(failure.reason or "for a reason that it did not say", []).append(failure.rank)
+        parts = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()]
+        return f"{self.step} failed on {'; '.join(parts)}"
+
+
+class Agreement:
+    """The ranks of a group, taking steps together."""
+
+    def __init__(self, group: dist.ProcessGroup, folder: Path) -> None:
+        """
+        Args:
+            folder: where the ranks write: how much space is left there is told, if there is none.
+        """
+        self.group = group
+        self._folder = folder
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def step(self, name: str, part: Callable[[], T]) -> list[T]:
+        """Run `part` on every rank and return what each returned, by rank.
+
+        Args:
+            name: what is done, for the error, such as "writing the tensors".
+            part: what it returns must be picklable. It may use the group, if it does on every rank.
+
+        Raises:
+            StepFailed: on all ranks, if `part` raised on any; or here alone, if the others can't be heard.
+        """
+        value: T | None = None
+        failure: Failure | None = None
+        try:
+            value = part()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            failure = self._failure(error)
+        answers: list[Any] = [(value, failure)]
+        if self.size > 1:
+            answers = [None] * self.size
+            try:
+                dist.all_gather_object(answers, (value, failure), group=self.group)
+            except RuntimeError as error:
+                lost = Failure(self.rank, f"the other ranks can't be heard ({first_line(error)})")
+                raise StepFailed(name, [failure or lost]) from error
+        failures = [failed for _, failed in answers if failed is not None]
+        if failures:
+            raise StepFailed(name, failures)
+        return [answer for answer, _ in answers]
+
+    def _failure(self, error: BaseException) -> Failure:
+        shared = getattr(error, "failures", None)
+        if isinstance(shared, dict):  # torch's: what failed on which rank, known to all of them
+            if self.rank not in shared:
+                return Failure(self.rank, "")
+            error = shared[self.rank][0]
+        reason = first_line(error)
+        return Failure(self.rank, f"{reason} ({free_space(self._folder)})" if is_full(error) else reason)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that no space is left."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else ""
+    return (
+        line if isinstance(error, (OSError, RuntimeError)) and line else f"{type(error).__name__}: {line}".rstrip(": ")
+    )
+
+
+def free_space(path: Path) -> str:
+    """How much space is left where `path` is, in words."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        return f"free space in '{path}' is unknown"
+    return f"{free / 1e9:.1f} GB free in '{path}'" if free >= 1e9 else f"{free / 1e6:.1f} MB free in '{path}'"

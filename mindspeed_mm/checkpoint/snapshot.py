@@ -1,0 +1,218 @@
+"""A training state at one moment, and how it is written.
+
+Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by parameter name, in torch's distributed
+checkpoint format), `state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one
+file a rank). What is no tensor stays out of torch's format, which would pickle it.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import itertools
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.checkpoint.agreement import first_line, is_full
+from mindspeed_mm.checkpoint.rng import random_state
+from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.utils.files import fsync_path, write_json
+from mindspeed_mm.utils.log import notice
+
+_FORMAT = 1
+
+
+class Snapshot(Protocol):
+    """A training state that waits to be written."""
+
+    def write(self, directory: Path, group: dist.ProcessGroup) -> list[str]:
+        """Write this rank's part into `directory`; all ranks of `group` together.
+
+        Args:
+            group: for what the ranks must tell each other; nobody else uses it meanwhile.
+
+        Returns:
+            names of the files that this rank wrote; they are on disk, not only handed to the system.
+
+        Raises:
+            OSError, RuntimeError: something could not be written. A rank that fails takes part in all collectives
+                nevertheless.
+        """
+
+
+class Snapshots:
+    """Takes snapshots of a model and its optimizer.
+
+    It keeps from one snapshot to the next what is costly to make: the host memory for copies, whose pages the system
+    hands out at the first write only, and torch's plan of who writes what.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, save_rng: bool, state: ParallelState
+    ) -> None:
+        """
+        Args:
+            model: names of its parameters are the keys.
+            optimizer: None: not saved.
+        """
+        self._model, self._optimizer, self._save_rng, self._state = model, optimizer, save_rng, state
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._planner = _Planner()
+
+    def take(self, extra: dict[str, Any], *, detached: bool) -> TensorSnapshot:
+        """Take a snapshot.
+
+        Args:
+            extra: JSON values for state.json.
+            detached: copy the tensors, so that training may go on before the snapshot is written. The next detached
+                snapshot overwrites the copies. False: the tensors must be left alone until it is written.
+        """
+        tensors = model_tensors(self._model)
+        if self._optimizer is not None:
+            tensors |= optimizer_tensors(self._model, self._optimizer)
+        content = {
+            "format": _FORMAT,
+            "world_size": self._state.world_size,
+            "has_optimizer": self._optimizer is not None,
+            **copy.deepcopy(extra),
+        }
+        return TensorSnapshot(
+            tensors,
+            self._copies(tensors) if detached else None,
+            self._planner,
+            rank=self._state.rank,
+            state=content if self._state.rank == 0 else None,
+            random_states=random_state() if self._save_rng else None,
+        )
+
+    @torch.no_grad()
+    def _copies(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy this rank's parts into host memory that is kept."""
+        for name, tensor in tensors.items():
+            part = _local(tensor)
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+                buffer = self._buffers[name] = _host_buffer(part)
+            buffer.copy_(part, non_blocking=True)
+        accelerator.current().synchronize()
+        return {name: self._buffers[name] for name in tensors}
+
+
+class TensorSnapshot:
+    """Tensors (or host copies of this rank's parts), random states and JSON values of one moment."""
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        copies: dict[str, torch.Tensor] | None,
+        planner: _Planner,
+        *,
+        rank: int,
+        state: dict[str, Any] | None,
+        random_states: dict[str, torch.Tensor] | None,
+    ) -> None:
+        self._tensors, self._copies, self._planner = tensors, copies, planner
+        self._rank, self._state, self._random_states = rank, state, random_states
+
+    def write(self, directory: Path, group: dist.ProcessGroup) -> list[str]:
+        """See `Snapshot`."""
+        writer = _Writer(directory, sync_files=True, per_thread_copy_ahead=0 if self._copies else 10_000_000)
+        self._planner.copies = self._copies
+        try:
+            # the ranks tell each other about failures in here, so nothing of our own that can fail comes before it
+            dcp.save(self._tensors, storage_writer=writer, planner=self._planner, process_group=group)
+        except BaseException:
+            self._planner.forget()
+            raise
+        names = list(writer.written)
+        if self._random_states is not None:
+            names.append(f"rng_{self._rank:05d}.safetensors")
+            save_file(self._random_states, directory / names[-1])
+            fsync_path(directory / names[-1])
+        if self._state is not None:
+            names.append("state.json")
+            write_json(directory / names[-1], self._state)
+        return names
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Torch's planner, which remembers its plan; the data come from host copies where there are any.
+
+    Plans are made from the tensors that the model has, whatever device and mesh they are on.
+    """
+
+    _number = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self.copies: dict[str, torch.Tensor] | None = None
+        self._new_key()
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
+
+    def forget(self) -> None:
+        """Drop what is remembered: after a failure ranks may remember different things."""
+        for name, value in vars(SavePlanner).items():
+            if name.startswith("_cached_") and isinstance(value, dict):
+                value.pop(self._cached_plans_key, None)
+        self._new_key()
+
+    def _new_key(self) -> None:
+        # torch keeps plans by the planner's class, for the whole process: two models would share one
+        self._cached_plans_key = f"{type(self).__module__}.{next(self._number)}"
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Torch's writer, which remembers the names of the files that this rank wrote and raises plain errors."""
+
+    def __init__(self, directory: Path, *, sync_files: bool, per_thread_copy_ahead: int) -> None:
+        super().__init__(directory, sync_files=sync_files, per_thread_copy_ahead=per_thread_copy_ahead)
+        self.written: list[str] = []
+        self._directory = directory
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        try:
+            future = super().write_data(plan, planner)
+        except Exception as error:
+            raise _plain(error) from None
+        self.written += sorted(p.name for p in self._directory.glob(f"{plan.storage_data.prefix}*.distcp"))
+        return future
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        try:
+            super().finish(metadata, results)
+        except Exception as error:
+            raise _plain(error) from None
+        self.written.append(".metadata")
+
+
+def _plain(error: Exception) -> Exception:
+    """An error that survives the way to other ranks: its type and arguments arrive there, not what it came from."""
+    return OSError(errno.ENOSPC, first_line(error)) if is_full(error) else RuntimeError(first_line(error))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _host_buffer(part: torch.Tensor) -> torch.Tensor:
+    """Host memory of a tensor's shape; pinned if the tensor is on a device, whose own engine can then fill it."""
+    if part.device.type != "cpu":
+        try:
+            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+        except RuntimeError as error:
+            notice(f"--async-save: host memory can't be pinned, copies take longer ({first_line(error)})")
+    return torch.empty(part.shape, dtype=part.dtype)

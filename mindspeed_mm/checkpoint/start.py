@@ -1,0 +1,127 @@
+"""What --load was given: a run to go on with, weights to start from, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.manifest import has_manifest, verify
+from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
+from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
+from mindspeed_mm.utils.log import notice
+
+STATE = "state.json"
+
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        directory: a checkpoint folder or a HF directory; None: model.json says where the weights are.
+        resumes: whether the training state is taken too: iteration, optimizer, position in the data.
+    """
+
+    directory: Path | None = None
+    resumes: bool = False
+
+
+def find_start(load: str | None, save: str | None = None, step: int | None = None, finetune: bool = False) -> Start:
+    """Find out what `load` is.
+
+    A run folder (its tracker names the checkpoint, or `step` does), a torch_dcp folder (`release/`, `iter_*`), or a
+    HF directory. "" and None are nothing; so is --save's own folder as long as it holds no checkpoint.
+
+    Raises:
+        CheckpointError: there is no such directory, or nothing in it that weights can be taken from.
+    """
+    if not load:
+        return Start()
+    path = Path(load)
+    if has_checkpoint(path) or (step is not None and checkpoints(path)):
+        return _start(find_checkpoint(path, step).directory, finetune)
+    if step is not None:
+        raise CheckpointError(f"--ckpt-step {step}: --load '{load}' holds no checkpoint; it holds {listing(path)}")
+    if is_dcp(path):
+        return _start(path, finetune)
+    if has_weight_files(path):
+        return Start(path)
+    if save and path.absolute() == Path(save).absolute():
+        notice(f"--load '{load}' holds no checkpoint yet; starting from model.json's init_from_hf_path")
+        return Start()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--load '{load}' does not exist; expected a run folder (the --save of an earlier run), a torch_dcp "
+            "checkpoint, or a HF directory with *.safetensors; leave --load out to start from init_from_hf_path"
+            + _nearest(path)
+        )
+    raise CheckpointError(
+        f"--load '{load}' holds nothing to load: neither {TRACKER} (a run folder), nor .metadata (a torch_dcp "
+        f"checkpoint), nor weight files (a HF directory); it holds {listing(path)}" + _older_format(path)
+    )
+
+
+def _start(directory: Path, finetune: bool) -> Start:
+    has_state = (directory / STATE).is_file()
+    if directory.name.startswith("iter_") and not has_state and not finetune:
+        notice(
+            f"'{directory}' holds no {STATE}: another program wrote it; its weights are taken, and training starts at "
+            "iteration 0"
+        )
+    return Start(directory, resumes=has_state and directory.name != "release" and not finetune)
+
+
+def _nearest(path: Path) -> str:
+    """A nearby name that exists."""
+    names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, names)
+
+
+def _older_format(path: Path) -> str:
+    ranks = sorted(p.name for p in path.glob("mp_rank_*"))
+    return (
+        f"; {ranks[0]} is of Megatron's torch format, which is a pickle and belongs to its layout: convert it to a HF "
+        "directory with the program that wrote it"
+        if ranks
+        else ""
+    )
+
+
+def refuse_damaged(directory: Path, rank: int, size: int, gather: Gather, *, checksums: bool = True) -> None:
+    """Check a checkpoint against its manifest, all ranks together, each a part of the files.
+
+    Args:
+        gather: (value) → what every rank gave, by rank.
+        checksums: read the files; else only their sizes are looked at.
+
+    Raises:
+        CheckpointError: on all ranks: what is damaged, and which older checkpoint is whole.
+    """
+    if not has_manifest(directory):
+        if (directory / STATE).is_file():
+            notice(f"'{directory}' has no manifest.json: it can't be verified")
+        return
+    problems = _problems(directory, rank, size, gather, checksums)
+    if not problems:
+        return
+    more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+    text = f"checkpoint '{directory}' is damaged: {problems[0]}{more}"
+    for older in checkpoints(directory.parent):
+        before = older.iteration is not None and older.directory.name < directory.name
+        if before and has_manifest(older.directory) and not _problems(older.directory, rank, size, gather, checksums):
+            raise CheckpointError(
+                f"{text}; the one before, '{older.directory}', is whole: add --ckpt-step {older.iteration}"
+            )
+    raise CheckpointError(f"{text}; '{directory.parent}' holds no older one that is whole")
+
+
+def _problems(directory: Path, rank: int, size: int, gather: Gather, checksums: bool) -> list[str]:
+    found: list[str] = []
+    for part in gather(verify(directory, rank, size, checksums=checksums)):
+        found += [p for p in part if p not in found]
+    return found
