@@ -57,7 +57,7 @@ def test_own_empty_folder_starts_anew(tmp_path: Path) -> None:
 def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:
     """K09"""
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match="does not exist.*checkpoints"):
+    with pytest.raises(CheckpointError, match=r"does not exist.*checkpoints"):
         find_start(str(tmp_path / "checkpoint"))
     (tmp_path / "checkpoints" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"holds nothing to load.*it holds notes\.txt"):
@@ -66,9 +66,9 @@ def test_a_wrong_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Megatron's torch format"):
         find_start(str(tmp_path / "checkpoints"))
     run = run_folder(tmp_path / "run", 2, 4)
-    with pytest.raises(CheckpointError, match="iter_0000003.*iter_0000002"):
+    with pytest.raises(CheckpointError, match=r"iter_0000003.*iter_0000002"):
         find_start(str(run), step=3)
-    with pytest.raises(CheckpointError, match="--ckpt-step 3.*holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 3.*holds no checkpoint"):
         find_start(str(tmp_path / "checkpoints"), step=3)
 
 
@@ -96,5 +96,5 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path: Path, damage: str)
 
 def test_every_rank_hears_of_damage_that_another_found(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", 2)
-    with pytest.raises(CheckpointError, match="'b' is missing.*no older one"):
+    with pytest.raises(CheckpointError, match=r"'b' is missing.*no older one"):
         refuse_damaged(run / "iter_0000002", 0, 2, lambda value: [value, ["'b' is missing"]])
