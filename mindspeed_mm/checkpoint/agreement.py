@@ -45,7 +45,10 @@ class StepFailed(Exception):
         by_reason: dict[str, list[int]] = {}
         for failure in known:
             by_reason.setdefault(failure.reason or "for a reason that it did not say", []).append(failure.rank)
-        parts = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()]
+        parts = [
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {reason}"
+            for reason, ranks in by_reason.items()
+        ]
         return f"{self.step} failed on {'; '.join(parts)}"
 
 
@@ -99,21 +102,28 @@ class Agreement:
             if self.rank not in shared:
                 return Failure(self.rank, "")
             error = shared[self.rank][0]
-        reason = first_line(error)
-        return Failure(self.rank, f"{reason} ({free_space(self._folder)})" if is_full(error) else reason)
+        full = no_space(error)
+        if full is not None:
+            return Failure(self.rank, f"{first_line(full)} ({free_space(self._folder)})")
+        return Failure(self.rank, first_line(error))
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that no space is left."""
+def no_space(error: BaseException | None) -> OSError | None:
+    """The error that says that no space is left, if it is this one or what this one came from.
+
+    torch's writer stumbles over a full disk once more while it closes the file, and says something else then.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
-            return True
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     text = str(error).strip()
     line = text.splitlines()[0] if text else ""
     return (

@@ -66,13 +66,21 @@ class Leaf(Node):
     """A tensor of the source."""
 
     def __init__(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, reader: Callable[[str, Region], torch.Tensor]
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        reader: Callable[[str, Region], torch.Tensor],
+        keeps_dtype: bool = False,
     ) -> None:
         """
         Args:
             reader: (name, region) → its value in host memory.
+            keeps_dtype: a cast of the tensor itself does nothing: whoever reads it in the end converts it. (A loader
+                casts what it reads to its model's dtype, which here nobody has asked for yet.)
         """
         self.name, self.shape, self.dtype, self._reader = name, tuple(shape), dtype, reader
+        self.keeps_dtype = keeps_dtype
 
     def read(self, region: Region) -> torch.Tensor:
         """See Node."""
@@ -271,10 +279,19 @@ class LazyTensor(torch.Tensor):
 
 
 def leaf(
-    name: str, shape: Sequence[int], dtype: torch.dtype, reader: Callable[[str, Region], torch.Tensor]
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    reader: Callable[[str, Region], torch.Tensor],
+    keeps_dtype: bool = False,
 ) -> LazyTensor:
-    """A lazy tensor that is read from a source as it is."""
-    return LazyTensor(Leaf(name, shape, dtype, reader))
+    """A lazy tensor that is read from a source as it is; arguments as `Leaf`'s."""
+    return LazyTensor(Leaf(name, shape, dtype, reader, keeps_dtype))
+
+
+def rounded(node: Node, dtype: torch.dtype) -> Node:
+    """The expression with its values rounded through `dtype`, in its own dtype."""
+    return _Cast(_Cast(node, dtype), node.dtype)
 
 
 def _unruled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -317,7 +334,8 @@ def _same(tensor: torch.Tensor, **kwargs: Any) -> LazyTensor:
 
 def _cast(tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> LazyTensor:
     node = _node(tensor)
-    return LazyTensor(node if dtype is None or dtype == node.dtype else _Cast(node, dtype))
+    kept = dtype is None or dtype == node.dtype or (isinstance(node, Leaf) and node.keeps_dtype)
+    return LazyTensor(node if kept or dtype is None else _Cast(node, dtype))
 
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyTensor | None:

@@ -8,7 +8,6 @@ file a rank). What is no tensor stays out of torch's format, which would pickle 
 from __future__ import annotations
 
 import copy
-import errno
 import itertools
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.checkpoint.agreement import first_line, is_full
+from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.parallel.state import ParallelState
@@ -201,7 +200,8 @@ class _Writer(dcp.FileSystemWriter):
 
 def _plain(error: Exception) -> Exception:
     """An error that survives the way to other ranks: its type and arguments arrive there, not what it came from."""
-    return OSError(errno.ENOSPC, first_line(error)) if is_full(error) else RuntimeError(first_line(error))
+    full = no_space(error)
+    return RuntimeError(first_line(error)) if full is None else OSError(full.errno, full.strerror)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

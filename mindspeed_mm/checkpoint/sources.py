@@ -86,7 +86,7 @@ class SafetensorsWeights:
                     f"'{self.path}': weight '{name}' has dtype {part.get_dtype()}, which can't be read; expected one "
                     f"of {', '.join(_DTYPES)}"
                 )
-            made[name] = leaf(name, part.get_shape(), dtype, self._read)
+            made[name] = leaf(name, part.get_shape(), dtype, self._read, keeps_dtype=True)
         return made
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
@@ -108,7 +108,7 @@ class DcpWeights:
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
         return {
-            name: leaf(name, self.reader.shape(name), self.reader.dtype(name), self._read)
+            name: leaf(name, self.reader.shape(name), self.reader.dtype(name), self._read, keeps_dtype=True)
             for name in self.reader.tensors
             if not name.startswith(("optimizer.", "opt_param_scheduler."))
         }
@@ -133,7 +133,10 @@ class BinWeights:
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
-        return {name: leaf(name, value.shape, value.dtype, self._read) for name, value in self._values.items()}
+        return {
+            name: leaf(name, value.shape, value.dtype, self._read, keeps_dtype=True)
+            for name, value in self._values.items()
+        }
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
         return self._values[name][tuple(slice(start, start + length) for start, length in region)]

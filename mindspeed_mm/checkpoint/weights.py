@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, forget, whole
+from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, forget, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.transformers.twin import meta_twin
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
         for names, target in _targets(model):
             node = next((plan.values[n] for n in names if n in plan.values), None)
             if node is not None:
-                _fill(target, _rounded(node) if downcast and node.dtype.is_floating_point else node)
+                _fill(target, rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node)
     forget()
     return plan
 
@@ -207,11 +207,6 @@ def _fill(target: torch.Tensor, node: Node) -> None:
         local.copy_(value)
         return
     node.read_into(region, local)
-
-
-def _rounded(node: Node) -> Node:
-    lazy = LazyTensor(node)
-    return lazy.to(torch.bfloat16).to(node.dtype).node  # type: ignore[attr-defined]
 
 
 def report_loaded(source: WeightSource, plan: WeightPlan) -> None:

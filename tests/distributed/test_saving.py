@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import subprocess
 import threading
@@ -183,8 +184,11 @@ def test_replicas_share_the_writing_and_the_plan_is_made_once(ranks2: RankPool, 
     assert ranks2.run(plans_made, str(tmp_path), 1) == [1, 0]
     folder = find_checkpoint(tmp_path).directory
     assert verify(folder) == []
-    sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
-    assert min(sizes) > 0.7 * max(sizes)
+    reader = DcpReader(folder)
+    sizes = dict.fromkeys(("__0_0.distcp", "__1_0.distcp"), 0)
+    for index, where in reader.metadata.storage_data.items():
+        sizes[where.relative_path] += 4 * math.prod(reader.shape(index.fqn))
+    assert max(sizes.values()) - min(sizes.values()) <= 4 * 33 * 40  # the largest tensor
 
 
 @contextmanager
@@ -218,7 +222,8 @@ def failing(stage: str, rank: int) -> Iterator[None]:
             elif stage == "manifest":
                 patch(saver, "write_manifest", side_effect=full)
             elif stage == "rename":
-                patch(run_folder.os, "rename", side_effect=PermissionError(errno.EACCES, "Permission denied"))
+                denied = mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+                patch(run_folder, "os", new=mock.Mock(wraps=os, rename=denied))
             elif stage == "tracker":
                 patch(run_folder, "replace_file", side_effect=full)
         yield
@@ -226,16 +231,16 @@ def failing(stage: str, rank: int) -> Iterator[None]:
 
 STAGES = {
     "copy": (1, "copying the state failed on rank 1: MemoryError: no memory"),
-    "folder": (0, "copying the state failed on rank 0: [Errno 13] Permission denied"),
+    "folder": (0, "copying the state failed on rank 0: Permission denied"),
     "plan": (1, "writing the files failed on rank 1: ValueError: no plan"),
-    "tensors": (1, "writing the files failed on rank 1: [Errno 28] No space left on device ("),
-    "metadata": (0, "writing the files failed on rank 0: [Errno 28] No space left on device ("),
-    "rng": (1, "writing the files failed on rank 1: [Errno 28] No space left on device ("),
-    "state": (0, "writing the files failed on rank 0: [Errno 28] No space left on device ("),
-    "sums": (1, "summing the files failed on rank 1: [Errno 5] Input/output error"),
-    "manifest": (0, "making the checkpoint visible failed on rank 0: [Errno 28] No space left on device ("),
-    "rename": (0, "making the checkpoint visible failed on rank 0: [Errno 13] Permission denied"),
-    "tracker": (0, "making the checkpoint visible failed on rank 0: [Errno 28] No space left on device ("),
+    "tensors": (1, "writing the files failed on rank 1: No space left on device ("),
+    "metadata": (0, "writing the files failed on rank 0: No space left on device ("),
+    "rng": (1, "writing the files failed on rank 1: No space left on device ("),
+    "state": (0, "writing the files failed on rank 0: No space left on device ("),
+    "sums": (1, "summing the files failed on rank 1: Input/output error"),
+    "manifest": (0, "making the checkpoint visible failed on rank 0: No space left on device ("),
+    "rename": (0, "making the checkpoint visible failed on rank 0: Permission denied"),
+    "tracker": (0, "making the checkpoint visible failed on rank 0: No space left on device ("),
 }
 
 
@@ -310,7 +315,9 @@ def test_what_follows_from_a_failure(ranks2: RankPool, tmp_path: Path, in_backgr
         assert answer[1].startswith(sentence.format(2)) and "holds no checkpoint yet" in answer[1]
     for answer in ranks2.run(consequences, str(tmp_path / "b"), in_background, True):
         assert answer[0] == "asks to stop: True" if in_background else answer[0].startswith(sentence.format(1))
-        assert answer[1].startswith(sentence.format(1)) and f"--load '{tmp_path / 'b'}'" in answer[-1]
+        # in the background: the first failure ends the run before a last save is tried
+        assert answer[1].startswith(sentence.format(1 if in_background else 2))
+        assert f"--load '{tmp_path / 'b'}'" in answer[1]
 
 
 def words_of(folder: Path, hf_dir: Path, run: Path, **flags: Any) -> list[str]:
@@ -397,11 +404,11 @@ def test_a_last_save_that_fails_is_an_error(ranks2: RankPool, qwen3_dir: Path, t
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB of its own."""
+    """A file system of 2 MB of its own, which is enough for one checkpoint."""
     folder = tmp_path / "disk"
     folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if made.returncode:
         pytest.skip(f"can't mount a file system here: {made.stderr.strip()}")
@@ -421,11 +428,12 @@ def test_a_full_disk(
     with pytest.raises(RankError, match="exit code 1") as caught:
         ranks2.run(run_entry, words, timeout=120)
     text = str(caught.value)
-    assert "No space left on device" in text and f"MB free in '{run}'" in text
-    assert ("training goes on" in text) == (then == "continue")
+    assert "No space left on device" in text and f"MB free in '{run}'" in text, text
+    assert (f"'{run / 'iter_0000002'}'; training goes on" in text) == (then == "continue")
     assert "Traceback" not in text
     saved = find_checkpoint(run)
     assert verify(saved.directory) == []
+    assert saved.iteration == 2
     assert [p.name for p in run.glob(".*")] == []
     done = len(metrics_of(run)[0])
-    assert done == 7 if then == "continue" else saved.iteration < done < 7
+    assert done == 7 if then == "continue" else done == 4 if not async_save else 4 <= done <= 7

@@ -1,0 +1,264 @@
+"""`mm-convert`: weights between the hub's layout and torch_dcp, and a look into either. Needs no accelerator.
+
+    mm-convert GenericDCPConverter hf_to_dcp --hf_dir HF --dcp_dir OUT
+    mm-convert GenericDCPConverter dcp_to_hf --load_dir RUN_OR_CHECKPOINT --save_dir OUT --model_assets_dir HF
+    mm-convert info DIR
+    mm-convert verify DIR
+
+Arguments can also come from a YAML file (`--config`), or from MM_CONVERT_* variables with
+JSONARGPARSE_DEFAULT_ENV=true.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.tools.inspect_weights import info, verify
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
+from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.torch_import import import_torch
+
+
+class GenericDCPConverter:
+    """Weights of any transformers model: HF directory to torch_dcp folder and back."""
+
+    def hf_to_dcp(
+        self,
+        hf_dir: str,
+        dcp_dir: str,
+        dcp_prefix: str = "model.",
+        hf_prefix: str = "",
+        tie_weight_mapping: dict[str, str] | None = None,
+        fused_linear_names: list[str] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a HF directory's weights as a torch_dcp checkpoint to start runs from with --load.
+
+        Tensors are written one by one, under the names and in the shapes that the model has in training (experts
+        stacked, ties once), in the dtypes of the files.
+
+        Args:
+            hf_dir: HF directory with config.json and weights.
+            dcp_dir: receives release/ and latest_checkpointed_iteration.txt.
+            dcp_prefix: put before the names; runs find any common prefix.
+            hf_prefix: taken off the names in the HF files, if they have it.
+            tie_weight_mapping: no effect, config.json says what is tied.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        _tell_no_effect(tie_weight_mapping, fused_linear_names)
+        from mindspeed_mm.checkpoint.dcp_writer import write_dcp
+        from mindspeed_mm.checkpoint.lazy import forget
+        from mindspeed_mm.checkpoint.manifest import sum_file, write_manifest
+        from mindspeed_mm.checkpoint.run_folder import TRACKER
+        from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
+        from mindspeed_mm.checkpoint.sources import open_weights
+        from mindspeed_mm.checkpoint.weights import plan_weights, refuse_misfits
+        from mindspeed_mm.utils.files import fsync_path, replace_file
+
+        model = _structure(hf_dir, trust_remote_code)
+        source = _Unprefixed(open_weights(hf_dir), hf_prefix)
+        plan = plan_weights(model, source)
+        refuse_misfits(plan, model, source, strict=True)
+        values = {dcp_prefix + name: node for name, node in plan.values.items()}
+        target, root = Path(dcp_dir) / "release", Path(dcp_dir)
+        _refuse_existing(target, "--dcp_dir")
+        working = root / ".release.saving"
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir(parents=True)
+        total = sum(tensor_bytes(node.shape, node.dtype) for node in values.values())
+        with _undone_on_failure(working):
+            with _bar(f"{hf_dir} → {target}", total) as advance:
+                names = write_dcp(working, values, advance)
+            forget()
+            with _bar("checksums", sum((working / n).stat().st_size for n in names)) as advance:
+                sums = {name: sum_file(working / name, advance) for name in names}
+            write_manifest(working, 0, sums)
+            fsync_path(working)
+            os.rename(working, target)
+        replace_file(root / TRACKER, "release")
+        print(f"{len(values)} tensors, {_size(total)}, in {target}; start a run from it with --load {dcp_dir}")
+
+    def dcp_to_hf(
+        self,
+        load_dir: str,
+        save_dir: str,
+        model_assets_dir: str | None = None,
+        dtype: str | None = None,
+        dcp_prefix: str | None = None,
+        hf_prefix: str = "",
+        tie_weight_mapping: dict[str, str] | None = None,
+        fused_linear_names: list[str] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
+
+        Args:
+            load_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+            save_dir: the HF directory to write.
+            model_assets_dir: HF directory with config.json, tokenizer and so on; without it, the one that the run
+                was started from, as the checkpoint remembers it.
+            dtype: of the written weights; without it, that of the same weight in model_assets_dir, else config.json's.
+            dcp_prefix: no effect, the prefix of the names is found.
+            hf_prefix: no effect, the model's class says the hub's names.
+            tie_weight_mapping: no effect, config.json says what is tied.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        _tell_no_effect(tie_weight_mapping, fused_linear_names)
+        from mindspeed_mm.checkpoint.hf_export import export_from
+        from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
+        from mindspeed_mm.checkpoint.sources import open_weights
+        from mindspeed_mm.utils.dtypes import to_torch_dtype
+
+        directory = _checkpoint_in(load_dir)
+        assets = model_assets_dir or _remembered_source(directory)
+        model = _structure(assets, trust_remote_code)
+        source = open_weights(directory)
+        _refuse_existing(Path(save_dir), "--save_dir")
+        wanted = to_torch_dtype(dtype)
+        total = sum(tensor_bytes(tuple(t.shape), wanted or t.dtype) for t in source.tensors().values())
+        with _bar(f"{directory} → {save_dir}", total) as advance:
+            count = export_from(source, model, Path(save_dir), assets, wanted, advance)
+        print(f"{count} tensors in {save_dir}; it loads with from_pretrained")
+
+
+class _Unprefixed:
+    """A source with a prefix taken off its names."""
+
+    in_hub_layout = True
+
+    def __init__(self, source: Any, prefix: str) -> None:
+        self.path, self._source, self._prefix = source.path, source, prefix
+
+    def tensors(self) -> dict[str, Any]:
+        return {name.removeprefix(self._prefix): t for name, t in self._source.tensors().items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="mm-convert", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subcommands(dest="command")
+    converter = ArgumentParser(description=_first_line(GenericDCPConverter))
+    commands.add_subcommand("GenericDCPConverter", converter, help=converter.description)
+    directions = converter.add_subcommands(dest="direction")
+    for name in ("hf_to_dcp", "dcp_to_hf"):
+        method = ArgumentParser(description=_first_line(getattr(GenericDCPConverter, name)))
+        method.add_argument("--config", action="config", help="YAML file with the arguments")
+        method.add_method_arguments(GenericDCPConverter, name, as_positional=False)
+        directions.add_subcommand(name, method, help=method.description)
+    functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}
+    for name, function in functions.items():
+        sub = ArgumentParser(description=_first_line(function))
+        sub.add_function_arguments(function, as_positional=True)
+        commands.add_subcommand(name, sub, help=sub.description)
+    options = parser.parse_args(argv)
+    _end_quietly_with_the_reader()
+    import_torch()
+    chosen = options[options.command]
+    try:
+        if options.command in functions:
+            return functions[options.command](**chosen.as_dict())
+        arguments = chosen[chosen.direction].as_dict()
+        arguments.pop("config", None)
+        getattr(GenericDCPConverter(), chosen.direction)(**arguments)
+        return 0
+    except MMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _end_quietly_with_the_reader() -> None:
+    """`mm-convert info DIR | head` is no error."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().splitlines()[0]
+
+
+def _tell_no_effect(tie_weight_mapping: Any, fused_linear_names: Any) -> None:
+    if tie_weight_mapping:
+        notice("--tie_weight_mapping has no effect: config.json says what is tied")
+    if fused_linear_names:
+        notice("--fused_linear_names has no effect: the model's class says what is stacked")
+
+
+def _structure(hf_dir: str, trust_remote_code: bool) -> Any:
+    """The model that config.json describes, on meta."""
+    import torch
+
+    from mindspeed_mm.models.common.build_context import BuildContext, build_context
+    from mindspeed_mm.models.common.modelzoo import ModelHub
+    from mindspeed_mm.models.transformers_model import load_hf_config
+
+    with build_context(BuildContext(trust_remote_code=trust_remote_code)):
+        config = load_hf_config(hf_dir)
+    model_class: Any = ModelHub.get(None, config, where=str(Path(hf_dir) / "config.json"))
+    with torch.device("meta"):
+        return model_class._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+
+
+def _checkpoint_in(load_dir: str) -> Path:
+    from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
+
+    return find_checkpoint(load_dir).directory if has_checkpoint(load_dir) else Path(load_dir)
+
+
+def _remembered_source(directory: Path) -> str:
+    from mindspeed_mm.checkpoint.dcp import read_state
+
+    state = read_state(directory) if (directory / "state.json").is_file() else {}
+    source = state.get("source")
+    if source is None or not (Path(source) / "config.json").is_file():
+        where = f"'{source}', which it was started from, is not there" if source else "it does not say where it began"
+        raise ConfigError(
+            f"'{directory}' holds no config.json and {where}; give --model_assets_dir, the HF directory that has it"
+        )
+    return str(source)
+
+
+def _refuse_existing(path: Path, flag: str) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{flag}: '{path}' is there already; remove it, or choose another place")
+
+
+@contextmanager
+def _undone_on_failure(working: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(working, ignore_errors=True)
+        raise CheckpointError(f"'{working.parent}' can't be written: {error}; nothing is left of it") from error
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of bytes; yields what advances it."""
+    from mindspeed_mm.tools.inspect_weights import progress_bar
+
+    with progress_bar(title, total) as advance:
+        yield advance
+
+
+def _size(count: float) -> str:
+    from mindspeed_mm.tools.inspect_weights import size_words
+
+    return size_words(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
