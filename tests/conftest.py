@@ -19,6 +19,14 @@ from tests.support.workers import RankPool, forget_globals
 
 
 @pytest.fixture(scope="session")
+def ranks1() -> Iterator[RankPool]:
+    """One worker: `ranks1.run(fn, *args)`."""
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two workers with a gloo group: `ranks2.run(fn, *args)`."""
     pool = RankPool(2)

@@ -10,15 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.launch import WRAP, launch_flags, metrics_of, run_entry, write_run_files
-from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
+from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
 from tests.support.workers import RankPool, run_ranks
 
 
-def export(pool: Any, folder: Path, hf_dir: Path, model: dict[str, Any], **flags: Any) -> dict[str, torch.Tensor]:
+def export(
+    pool: Any,
+    folder: Path,
+    hf_dir: Path,
+    model: dict[str, Any],
+    wrap: list[str] = WRAP,
+    images: bool = True,
+    **flags: Any,
+) -> dict[str, torch.Tensor]:
     """Train one step with a learning rate of 0 and return the exported weights."""
-    data = write_mixed_dataset(folder / "data", rows=4, seed=1)
-    files = write_run_files(folder, hf_dir, data, model=model, fsdp2={"sub_modules_to_wrap": WRAP})
+    data = write_mixed_dataset(folder / "data", rows=4, seed=1, images=images)
+    files = write_run_files(folder, hf_dir, data, model=model, fsdp2={"sub_modules_to_wrap": wrap})
     settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 1, "save": folder / "run", "lr": 0.0}
     words = launch_flags(files, **{**settings, "weight_decay": 0.0, "save_hf": True, "no_save_optim": True, **flags})
     pool.run(run_entry, words, timeout=120)
@@ -96,6 +104,60 @@ def test_export_loads_with_transformers_alone(ranks2: RankPool, tmp_path: Path, 
         assert after.get(key) == before.get(key)
     assert after["text_config"].get("use_cache") == before["text_config"].get("use_cache")
     assert (folder / "generation_config.json").exists()
+
+
+def qwen3_moe_dir(path: Path, dtype: torch.dtype) -> Path:
+    """A Qwen3-MoE directory: the hub has one tensor an expert, the model has them stacked."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(tiny_qwen3_dir(path, tie=False))
+    shape = {k: getattr(config, k) for k in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")}
+    moe = transformers.Qwen3MoeConfig(
+        **shape,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=5,  # an odd number: the ranks' parts differ
+        num_experts_per_tok=2,
+        pad_token_id=config.pad_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    torch.manual_seed(3)
+    transformers.Qwen3MoeForCausalLM(moe).to(dtype).save_pretrained(path, max_shard_size="100KB")
+    (path / "model.safetensors").unlink()
+    return path
+
+
+def all_weights(hf_dir: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in hf_dir.glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts", "experts in bf16"])
+def test_text_models_go_through_two_ranks_unchanged(ranks2: RankPool, tmp_path: Path, kind: str) -> None:
+    """The hub's keys, dtypes and bytes; a model that from_pretrained makes of them equals that of the source."""
+    import transformers
+
+    hf_dir = tmp_path / "hf"
+    if kind.startswith("experts"):
+        qwen3_moe_dir(hf_dir, torch.bfloat16 if kind.endswith("bf16") else torch.float32)
+    else:
+        tiny_qwen3_dir(hf_dir, seed=7, tie=kind == "tied")
+    source = all_weights(hf_dir)
+    exported = export(ranks2, tmp_path / "run", hf_dir, {}, WRAP_TEXT, images=False)
+    assert exported.keys() == source.keys()
+    assert all(v.dtype == source[k].dtype and torch.equal(v, source[k]) for k, v in exported.items())
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(d, output_loading_info=True)
+        for d in (hf_dir, tmp_path / "run/run/hf")
+    ]
+    assert not models[1][1]["missing_keys"] and not models[1][1]["unexpected_keys"]
+    before, after = (model.state_dict() for model, _ in models)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items())
 
 
 def test_text_only_rows_leave_the_tower_alone(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:
