@@ -9,6 +9,7 @@ from its inputs, when one of its regions is read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -214,23 +215,24 @@ class _Cast(Node):
 
 
 class _Call:
-    """An operation without a rule of its own: computed from whole inputs, its last result kept."""
-
-    _last: tuple[_Call | None, Any] = (None, None)
+    """An operation without a rule of its own: computed from whole inputs, a thread's last result kept."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def value(self) -> Any:
-        if _Call._last[0] is not self:
+        if getattr(_kept, "call", None) is not self:
             args, kwargs = tree_map(_compute, (self.args, self.kwargs))
-            _Call._last = (self, self.func(*args, **kwargs))
-        return _Call._last[1]
+            _kept.call, _kept.value = self, self.func(*args, **kwargs)
+        return _kept.value
+
+
+_kept = threading.local()
 
 
 def forget() -> None:
-    """Let go of the last computed value."""
-    _Call._last = (None, None)
+    """Let go of this thread's last computed value."""
+    _kept.__dict__.clear()
 
 
 class _Result(Node):

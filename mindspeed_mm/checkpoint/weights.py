@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, forget, rounded, whole
+from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.transformers.twin import meta_twin
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 
+_THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
 # what writers of torch_dcp folders put before a model's own names; the best fit is taken
 _PREFIXES = ("model.", "", "module.", "model.module.", "model.model.", "state_dict.")
 
@@ -85,12 +88,14 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
     """
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=strict)
-    with torch.no_grad():
-        for names, target in _targets(model):
-            node = next((plan.values[n] for n in names if n in plan.values), None)
-            if node is not None:
-                _fill(target, rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node)
-    forget()
+    work = []
+    for names, target in _targets(model):
+        node = next((plan.values[n] for n in names if n in plan.values), None)
+        if node is not None:
+            work.append((target, rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool:
+        for _ in pool.map(lambda item: _fill(*item), work):
+            pass
     return plan
 
 
@@ -195,6 +200,7 @@ def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
         yield names[key], tensor
 
 
+@torch.no_grad()  # a thread of its own has a mode of its own
 def _fill(target: torch.Tensor, node: Node) -> None:
     local, region = local_part(target)
     if 0 in local.shape:

@@ -13,7 +13,7 @@ class CheckpointArguments:
     """Checkpoints."""
 
     save: Annotated[str | None, flag("run folder: checkpoints, metrics.jsonl", path="output")] = None
-    load: Annotated[str | None, flag("run folder to go on from; empty = none", path="directory")] = None
+    load: Annotated[str | None, flag("run folder, checkpoint or HF directory; empty = none", path="directory")] = None
     save_interval: Annotated[int | None, flag("steps between two checkpoints; absent = only at the end", minimum=1)] = (
         None
     )
