@@ -22,8 +22,8 @@ from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sent
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.watch import Watch
-from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.log import info_rank0, is_first_rank, logger
 
 
 @dataclass
@@ -174,15 +174,15 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     progress.consumed_samples += args.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    watch.add(pending.counts, backend.flops(pending.counts))
+    watch.add(pending.counts, backend.flops(pending.counts), pending.result)
     if watch.wants_result(progress.iteration) or pending.stop:
         result = pending.result()
         watch.log_step(
             progress.iteration,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            skipped=result.skipped,
             learning_rate=result.learning_rate,
+            loss_scale=result.loss_scale,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             metrics=result.metrics,
@@ -195,7 +195,7 @@ def _finish(
     if data.valid is not None and not _is_due(progress.iteration, args.eval_interval):
         evaluate(forward_step, data.valid, backend, args, watch, progress.iteration)
     if args.save_hf is not None:
-        backend.export_hf(Path(args.save) / "hf")
+        _export(backend, args, "hf", is_last=True)
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
@@ -211,7 +211,18 @@ def _save(saver: CheckpointSaver, backend: Backend, progress: Progress, args: An
     )
     failed = outcome is not None and outcome.failure is not None
     if args.save_hf and progress.iteration % args.save_hf == 0 and not failed:
-        backend.export_hf(Path(args.save) / f"hf_iter_{progress.iteration:07d}")
+        _export(backend, args, f"hf_iter_{progress.iteration:07d}", is_last=is_last)
+
+
+def _export(backend: Backend, args: Any, name: str, *, is_last: bool) -> None:
+    """Export beside the checkpoints; a failure counts as a checkpoint's does."""
+    try:
+        backend.export_hf(Path(args.save) / name)
+    except CheckpointError as error:  # the same on all ranks
+        if is_last or args.on_save_failure == "exit":
+            raise
+        if is_first_rank():
+            logger.error(f"{error}; training goes on")
 
 
 def _open_saver(args: Any, last_saved: int) -> CheckpointSaver | None:
@@ -291,7 +302,6 @@ def _open_watch(backend: Backend, args: Any, *, resumed: bool) -> Watch:
         train_iters=args.train_iters,
         global_batch_size=args.global_batch_size,
         tensorboard_dir=args.tensorboard_dir,
-        loss_scale=float(args.loss_scale or 1.0),
         world_size=args.world_size,
         compute_dtype=backend.compute_dtype,
     )

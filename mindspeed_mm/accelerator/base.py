@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -54,6 +56,20 @@ class Accelerator(ABC):
     def supports_fused_adamw(self) -> bool:
         """Whether torch.optim.AdamW(fused=True) runs on this device."""
         return True
+
+    def why_no_attention(self, implementation: str) -> str | None:
+        """Why an attention implementation (by transformers' name) can't run here; None: it can."""
+        if implementation in ("eager", "sdpa", "flex_attention"):
+            return None
+        if implementation not in self.attention_packages:
+            return f"it does not run on {self.name}"
+        package = self.attention_packages[implementation]
+        if package is None or importlib.util.find_spec(package) is not None:
+            return None
+        return f"{package} is not installed"
+
+    attention_packages: Mapping[str, str | None] = MappingProxyType({})
+    """Attention implementations beyond PyTorch's own → the package that they take (None: no further one)."""
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
         """Profiler activities of this device."""

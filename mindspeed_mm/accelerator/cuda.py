@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -27,6 +28,10 @@ class CUDAAccelerator(Accelerator):
         ("L40S", 362.0, 91.6),
         ("RTX 4090", 165.2, 82.6),
         ("V100", 125.0, 15.7),
+    )
+
+    attention_packages = MappingProxyType(
+        {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     )
 
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +20,9 @@ class NPUAccelerator(Accelerator):
     collective_backend = "hccl"
     # part of the product name, dense fp16/bf16 and fp32 peaks in TFLOP/s. Source: Huawei's Atlas 800T A2 data sheet
     peaks = (("910B", 376.0, 94.0),)
+
+    # transformers maps it to torch_npu's own fused operator
+    attention_packages = MappingProxyType({"flash_attention_2": None})
 
     def __init__(self) -> None:
         import torch_npu

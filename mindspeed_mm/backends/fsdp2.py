@@ -31,6 +31,7 @@ from mindspeed_mm.optimizer.clip import (
     scale_gradients,
     sum_plain_gradients,
 )
+from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
 from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
@@ -59,6 +60,7 @@ class FSDP2Backend:
         self.data_parallel_rank = self.state.data_parallel_rank
         self.data_parallel_size = self.state.data_parallel_size
         self.is_logging_rank = self.state.is_logging_rank
+        self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
@@ -131,18 +133,20 @@ class FSDP2Backend:
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
         """Run forward and backward of a step's micro-batches."""
+        scale = self.loss_scale.scale
         for i in range(num_microbatches):
             if num_microbatches > 1:
                 set_gradient_sync(self._root, i == num_microbatches - 1, self.config.defer_gradient_sync)
             output, loss_func = forward_step(data_iterator, self.model)
             loss, denominator, metrics = normalise_loss_output(loss_func(output))
             self._add(loss.detach(), denominator, metrics)
-            (loss * self._loss_scale if self._loss_scale != 1.0 else loss).backward()
+            (loss * scale if scale != 1.0 else loss).backward()
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
         """See the protocol."""
         if self._pending is not None:
             self._pending.result()  # by now long done on the device: tells whether the schedule may go on
+        scale = self.loss_scale.scale
         if self.data_parallel_size > 1:
             sum_plain_gradients(self._parameters, self.state.data_parallel_group)
         squared = local_squared_norm(self._parameters, self.state.world_size, self._sum_dtype)
@@ -155,7 +159,7 @@ class FSDP2Backend:
         divisor = denominator if self._is_sum else zero + self._micro_batches * self.data_parallel_size
         divisor = divisor.clamp(min=1e-30)
         loss = loss_sum / divisor
-        norm = squared.sqrt() / divisor / self._loss_scale
+        norm = squared.sqrt() / divisor / scale
         mean = self._micro_batches * self.data_parallel_size
         self._release_idle_towers(reduced.counts)
         pending = PendingFSDP2Step(
@@ -166,11 +170,12 @@ class FSDP2Backend:
             reduced.counts,
             reduced.stop > 0,
         )
-        self._step_optimizer(norm, loss, divisor * self._loss_scale)
+        self._step_optimizer(norm, loss, divisor * scale)
         self.optimizer.zero_grad(set_to_none=True)
         self._start_sums()
         self._pending = pending
-        if self.state.device.type == "cpu":
+        # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
+        if self.state.device.type == "cpu" or self.loss_scale.is_dynamic:
             pending.result()
         return pending
 
@@ -213,7 +218,13 @@ class FSDP2Backend:
         """See the protocol."""
         if self._pending is not None:
             self._pending.result()  # a step that is not logged may not have moved the schedule yet
-        return self._snapshots.take({**extra, "schedule": self.schedule.state_dict()}, detached=detached)
+        source = getattr(self.model, "source", None)
+        states = {
+            "schedule": self.schedule.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "source": str(Path(source).absolute()) if source else None,  # what an export from here on starts from
+        }
+        return self._snapshots.take({**extra, **states}, detached=detached)
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
         """See the protocol."""
@@ -227,6 +238,7 @@ class FSDP2Backend:
         )
         if schedule:
             self.schedule.load_state_dict(extra["schedule"])
+            self.loss_scale.load_state_dict(extra.get("loss_scale", {}))
         return extra
 
     def load_weights(self, directory: Path) -> None:
@@ -253,7 +265,6 @@ class FSDP2Backend:
         self._metrics: dict[str, torch.Tensor] = {}
         self._micro_batches = 0
         self._is_sum = True
-        self._loss_scale = float(self.args.loss_scale or 1.0)
 
     def _add(self, loss: torch.Tensor, denominator: torch.Tensor | None, metrics: dict[str, Any]) -> None:
         self._micro_batches += 1
@@ -312,12 +323,13 @@ class PendingFSDP2Step:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Read the figures; the first call also lets the schedule go on if the step counted."""
+        """Read the figures; the first call also tells schedule and loss scale how the step went."""
         if self._result is None:
             loss, norm, *metrics = self._values.tolist()
             skipped = not (abs(loss) < float("inf") and abs(norm) < float("inf"))
-            rate = self._backend.schedule.current_lr
-            self._result = StepResult(loss, norm, skipped, rate, dict(zip(self._names, metrics, strict=True)))
+            rate, scale = self._backend.schedule.current_lr, self._backend.loss_scale.scale
+            self._result = StepResult(loss, norm, skipped, rate, scale, dict(zip(self._names, metrics, strict=True)))
+            self._backend.loss_scale.update(overflowed=skipped)
             if not skipped:
                 self._backend.schedule.step()
         return self._result

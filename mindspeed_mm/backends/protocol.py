@@ -24,6 +24,7 @@ class StepResult:
         grad_norm: L2 norm of the gradient of exactly that loss, before clipping.
         skipped: the step changed nothing, because loss or gradient was not finite.
         learning_rate: that the step used.
+        loss_scale: that the step used (1: none).
         metrics: further figures that the loss function returned, global means.
     """
 
@@ -31,6 +32,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     learning_rate: float
+    loss_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -92,9 +94,10 @@ class Backend(Protocol):
         """Wait for all ranks (at start and end, never in a step)."""
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
-        """Take hold of model, optimizer, schedule and random states as they are after the last step.
+        """Take hold of model, optimizer, schedule, loss scale and random states as they are after the last step.
 
-        What it returns is written by `CheckpointSaver`, on this thread or on another one, all ranks together.
+        What it returns is written by `CheckpointSaver`, on this thread or on another one, all ranks together. Taking it
+        must not wait for other ranks: one of them may fail here, for want of host memory.
 
         Args:
             extra: JSON values that `load` will return.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -67,10 +67,12 @@ def read_metadata(directory: Path) -> Metadata:
         ) from None
     except Exception as error:  # a torn pickle raises almost anything
         raise CheckpointError(f"'{path}' is refused or damaged: {error or type(error).__name__}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata):
         raise CheckpointError(
             f"'{path}' holds {type(metadata).__name__}; expected the metadata of a torch_dcp checkpoint"
         )
+    if not _is_well_formed(metadata):
+        raise CheckpointError(f"'{path}' is damaged: its entries don't describe tensors and where they are")
     for info in metadata.storage_data.values():
         _check_inside(directory, info.relative_path)
     if getattr(metadata, "storage_meta", None) is None:
@@ -78,8 +80,23 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-def _check_inside(directory: Path, relative: Any) -> None:
-    parts = PurePosixPath(str(relative)).parts
+def _is_well_formed(metadata: Any) -> bool:
+    """Whether the parts are what they should be: unpickling sets attributes without looking."""
+    try:
+        tensors = [e for e in metadata.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata)]
+        pieces = [piece for entry in tensors for piece in entry.chunks]
+        sizes = [*(e.size for e in tensors), *(p.offsets for p in pieces), *(p.sizes for p in pieces)]
+        return (
+            all(isinstance(size, tuple) for size in sizes)
+            and all(isinstance(entry.properties.dtype, torch.dtype) for entry in tensors)
+            and all(isinstance(info.relative_path, str) for info in metadata.storage_data.values())
+        )
+    except (AttributeError, TypeError):
+        return False
+
+
+def _check_inside(directory: Path, relative: str) -> None:
+    parts = PurePosixPath(relative).parts
     if not parts or parts[0] == "/" or ".." in parts:
         raise CheckpointError(f"'{directory / METADATA}' names the file '{relative}', outside its folder; refused")
 
@@ -107,11 +124,12 @@ class _SafeReader(FileSystemReader):
 class _Placer:
     """The part of torch's load planner that a reader asks for: where a piece goes."""
 
-    def __init__(self, targets: dict[tuple[str, torch.Size], torch.Tensor]) -> None:
-        self._targets = targets
+    def __init__(self, requests: list[ReadRequest]) -> None:
+        self._requests = requests
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        target = self._targets[item.dest_index.fqn, item.dest_index.offset]  # type: ignore[index]
+        assert item.dest_index.index is not None  # `read_into` numbers them
+        target = self._requests[item.dest_index.index].out
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths)):
             target = target.narrow(dim, start, length)
         return target
@@ -152,22 +170,24 @@ class DcpReader:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        targets: dict[tuple[str, torch.Size], torch.Tensor] = {}
-        items: list[ReadItem] = []
-        for request in requests:
-            start = torch.Size([s for s, _ in request.region])
-            length = torch.Size([n for _, n in request.region])
-            if 0 in length:
-                continue
-            targets[request.name, start] = request.out
-            items += create_read_items_for_chunk_list(
-                request.name, self.tensors[request.name], [ChunkStorageMetadata(start, length)]
-            )
+        requests = list(requests)
         try:
+            items = [item for number, request in enumerate(requests) for item in self._pieces(number, request)]
             with torch.no_grad():
-                self._reader.read_data(LoadPlan(items), _Placer(targets))  # type: ignore[arg-type]
-        except (RuntimeError, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+                self._reader.read_data(LoadPlan(items), _Placer(requests))  # type: ignore[arg-type]
+        except Exception as error:  # damaged metadata and torn files raise almost anything
             raise CheckpointError(f"checkpoint '{self.directory}' can't be read: {_first_line(error)}") from error
+
+    def _pieces(self, number: int, request: ReadRequest) -> list[ReadItem]:
+        start = torch.Size([s for s, _ in request.region])
+        length = torch.Size([n for _, n in request.region])
+        if 0 in length:
+            return []
+        wanted = [ChunkStorageMetadata(start, length)]
+        found = create_read_items_for_chunk_list(request.name, self.tensors[request.name], wanted)
+        if sum(item.lengths.numel() for item in found) < length.numel():
+            raise ValueError(f"its files don't hold all of {request.name}")
+        return [replace(item, dest_index=replace(item.dest_index, index=number)) for item in found]
 
 
 def _first_line(error: BaseException) -> str:

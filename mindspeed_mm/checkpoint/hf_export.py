@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,10 @@ def export(
     """
     agreement = Agreement(group, directory.parent)
     fetcher = _FromModel(model, agreement.rank)
-    hub = _hub_layout(model, fetcher.tensors(), source, conversions)
-    _write_directory(model, directory, source, hub, fetcher, dtype, agreement)
+    known = _weights_of(source)
+    hub = _hub_layout(model, fetcher.tensors(), known, conversions)
+    dtypes = _dtypes(hub, known, dtype)
+    _write_directory(model, directory, source, hub, dtypes, dtype, fetcher, agreement)
     info_rank0(f"exported to {directory} (loads with from_pretrained)")
 
 
@@ -149,19 +152,27 @@ def export_from(
 
     Args:
         model: of the right class and configuration, on meta.
-        small_files: a HF directory whose tokenizer and so on are copied, and whose dtypes are kept.
+        small_files: a HF directory whose tokenizer and so on are copied.
+        dtype: of the written weights; None: that of the same weight in `small_files`, else the model's.
         progress: called with the bytes written.
     """
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=True)
     values = {name: LazyTensor(node) for name, node in plan.values.items()}
-    hub = _hub_layout(model, values, small_files, None)
-    _write_directory(model, directory, small_files, hub, _FromSource(values), dtype, None, progress)
+    known = _weights_of(small_files)
+    hub = _hub_layout(model, values, known, None)
+    wanted = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtypes = _dtypes(hub, None if dtype else known, wanted)
+    _write_directory(model, directory, small_files, hub, dtypes, wanted, _FromSource(values), None, progress)
     return len(hub)
 
 
+def _weights_of(source: str | None) -> WeightSource | None:
+    return open_weights(source) if source is not None and has_weight_files(Path(source)) else None
+
+
 def _hub_layout(
-    model: nn.Module, tensors: dict[str, LazyTensor], source: str | None, conversions: list[Any] | None
+    model: nn.Module, tensors: dict[str, LazyTensor], source: WeightSource | None, conversions: list[Any] | None
 ) -> dict[str, LazyTensor]:
     """What the hub's tensors are made of, by hub name: transformers' conversions, run backwards."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -172,14 +183,28 @@ def _hub_layout(
             f"--save-hf: {type_without_fsdp(model).__name__} is no transformers model, so it has no hub layout to be "
             "written in"
         )
-    if conversions is None and source is not None and has_weight_files(Path(source)):
-        conversions = plan_weights(model, open_weights(source)).conversions
+    there = open_weights(source) if source is not None and has_weight_files(Path(source)) else None
+    if conversions is None and there is not None:
+        conversions = plan_weights(model, there).conversions
     if conversions is not None:
         twin._weight_conversions = conversions
     tied = getattr(twin, "all_tied_weights_keys", None) or {}
     ignored = twin._keys_to_ignore_on_save or ()
     kept = {n: t for n, t in tensors.items() if n not in tied and n not in ignored}
-    return revert_weight_conversion(twin, kept)
+    hub = revert_weight_conversion(twin, kept)
+    shapes = {n: tuple(t.shape) for n, t in there.tensors().items()} if there is not None else {}
+    return {name: _as_in_source(tensor, shapes.get(name)) for name, tensor in hub.items()}
+
+
+def _as_in_source(tensor: LazyTensor, shape: tuple[int, ...] | None) -> LazyTensor:
+    """Transpose what was transposed on loading because its shape said so (experts of Qwen3-VL-MoE).
+
+    Run backwards, transformers' own conversion compares with the model's shape again and leaves it.
+    """
+    if shape is None or tuple(tensor.shape) == shape or tensor.dim() < 2:
+        return tensor
+    swapped = tensor.transpose(-1, -2)
+    return swapped if tuple(swapped.shape) == shape else tensor
 
 
 def _write_directory(
@@ -187,8 +212,9 @@ def _write_directory(
     directory: Path,
     source: str | None,
     hub: dict[str, LazyTensor],
-    fetcher: _Fetcher,
+    dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None,
+    fetcher: _Fetcher,
     agreement: Agreement | None,
     progress: Progress | None = None,
 ) -> None:
@@ -201,7 +227,7 @@ def _write_directory(
             part()
 
     working = directory.with_name(f".{directory.name}.saving")
-    files = _plan_files(hub, _dtypes(hub, source, dtype), size)
+    files = _plan_files(hub, dtypes, size)
     try:
         step("preparing the folder", lambda: _make_empty(working) if rank == 0 else None)
         step("writing weights", lambda: _write_files(files, fetcher, working, rank, size, progress))
@@ -216,10 +242,10 @@ def _write_directory(
         forget()
 
 
-def _dtypes(hub: Mapping[str, LazyTensor], source: str | None, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    known: dict[str, torch.dtype] = {}
-    if source is not None and has_weight_files(Path(source)):
-        known = {n: t.dtype for n, t in open_weights(source).tensors().items()}
+def _dtypes(
+    hub: Mapping[str, LazyTensor], source: WeightSource | None, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    known = {n: t.dtype for n, t in source.tensors().items()} if source is not None else {}
     made = {}
     for name, tensor in hub.items():
         wanted = known.get(name, dtype)
@@ -253,7 +279,7 @@ def _write_files(
     for start in range(0, len(files), size):
         batch = files[start : start + size]
         mine = batch[rank] if rank < len(batch) else None
-        writer = _Writer(working, mine, progress) if mine else None
+        writer = _Writer(working, mine, progress) if mine and problem is None else None
         turns = itertools.zip_longest(*(file.runs() for file in batch))
         for owner, run in itertools.chain.from_iterable(enumerate(turn) for turn in turns):
             if run is None:
@@ -295,17 +321,17 @@ class _Writer:
         return self._problem
 
     def _run(self) -> None:
+        items = iter(self._queue.get, None)
         try:
             tensors = {n: (tuple(lazy.shape), dtype) for n, (lazy, dtype) in self._file.tensors.items()}
             with SafetensorsWriter(self._path, tensors) as writer:
-                while (item := self._queue.get()) is not None:
-                    name, value = item
+                for name, value in items:
                     writer.write(name, value)
                     if self._progress is not None:
                         self._progress(value.nbytes)
         except BaseException as error:
             self._problem = error
-            while self._queue.get() is not None:
+            for _ in items:  # whoever puts must not wait for ever; nothing if the end has come already
                 pass
 
 
@@ -321,7 +347,7 @@ def _finish(
     if rank != 0:
         return
     twin = meta_twin(model)
-    twin.config.dtype = str(dtype or twin.dtype).removeprefix("torch.")
+    _state_dtypes(twin.config, source, dtype or twin.dtype)
     twin.config.architectures = [type_without_fsdp(model).__name__]
     twin.config.save_pretrained(working)
     if twin.can_generate():
@@ -341,6 +367,35 @@ def _finish(
         if path.suffix != ".safetensors" and path.is_file():
             fsync_path(path)
     _replace_folder(working, directory)
+
+
+def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype) -> None:
+    """Let a config name the dtypes that the source's names (training has its own), else `dtype` for the whole."""
+    path = Path(source) / "config.json" if source is not None else None
+    said = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    config.dtype = said.get("dtype", said.get("torch_dtype")) or str(dtype).removeprefix("torch.")
+    for part in config.sub_configs:
+        inner = getattr(config, part, None)
+        if inner is not None:
+            of_part = said.get(part) or {}
+            inner.dtype = of_part.get("dtype", of_part.get("torch_dtype"))
+
+
+def _main_dtype(files: list[_File]) -> torch.dtype:
+    """The dtype that most values are written in."""
+    counts: Counter[torch.dtype] = Counter()
+    for file in files:
+        for tensor, dtype in file.tensors.values():
+            counts[dtype] += tensor.numel() if dtype.is_floating_point else 0
+    return counts.most_common(1)[0][0]
+
+
+def _say_dtype(config: Any, dtype: torch.dtype) -> None:
+    config.dtype = dtype
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _say_dtype(part, dtype)  # of the run's own dtype before, which a reader may prefer to the whole's
 
 
 def _replace_folder(working: Path, final: Path) -> None:

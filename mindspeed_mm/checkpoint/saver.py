@@ -178,7 +178,7 @@ class CheckpointSaver:
             folder = self._write(running)
         except StepFailed as failure:
             running.failure = failure
-        except BaseException as error:  # on this thread nobody else would hear of it
+        except Exception as error:  # on this thread nobody else would hear of it
             running.failure = StepFailed("saving", [Failure(self._ranks.rank, first_line(error))])
         else:
             running.failure = None
@@ -204,7 +204,7 @@ class CheckpointSaver:
                 write_manifest(working, running.iteration, {name: s for part in sums for name, s in part.items()})
                 self._folder.publish(running.iteration)
 
-        ranks.step("copying the state", prepare)
+        ranks.step("preparing the save", prepare)
         names = ranks.step("writing the files", write)[ranks.rank]
         sums = ranks.step("summing the files", lambda: sum_files(working, names))
         ranks.step("making the checkpoint visible", publish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -226,15 +227,21 @@ def _indexed_files(path: Path, name: str, index: dict[str, str]) -> list[Path]:
 
 
 def _load_pickle(file: Path, allow_pickle: bool) -> dict[str, Any]:
+    mappable = zipfile.is_zipfile(file)  # what torch.save writes since torch 1.6
+    with open(file, "rb") as opened:
+        if not mappable and opened.read(1) != pickle.PROTO:
+            raise CheckpointError(
+                f"'{file}' ({file.stat().st_size} bytes) is damaged or was not written by torch.save; fetch it again"
+            )
     try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+        content = torch.load(file, map_location="cpu", mmap=mappable, weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"'{file}' holds more than tensors, and reading it could run code of its author's choosing; convert it to "
             "safetensors, or, if you trust where it comes from, add --allow-unsafe-pickle"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"'{file}' can't be read: {error}") from error
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"'{file}' can't be read: {error or type(error).__name__}") from error
     if allow_pickle:
         notice(f"'{file}' was unpickled without restriction (--allow-unsafe-pickle)")
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):

@@ -58,18 +58,16 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
     twin = meta_twin(model)
     if source.in_hub_layout:
         return _plan(model, twin, found)
+    stripped = [{k.removeprefix(p): v for k, v in found.items() if k.startswith(p)} for p in _PREFIXES]
     best: WeightPlan | None = None
-    for prefix in _PREFIXES:
-        stripped = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        if not stripped:
-            continue
-        exact = _plan_exact(model, stripped)
-        plan = exact if twin is None or not exact.missing else _plan(model, meta_twin(model), stripped)
-        plan = min((exact, plan), key=lambda p: p.problems)
-        if best is None or plan.problems < best.problems:
-            best = plan
-        if not plan.missing and not plan.mismatched:
-            break
+    # its own names first, under every prefix: transformers adds and drops prefixes too, and would find a part of them
+    for convert in (False, True) if twin is not None else (False,):
+        for part in filter(None, stripped):
+            plan = _plan(model, meta_twin(model), part) if convert else _plan_exact(model, part)
+            if best is None or plan.problems < best.problems:
+                best = plan
+            if not plan.missing and not plan.mismatched:
+                return plan
     return best or WeightPlan(missing=sorted(persistent_tensors(model)))
 
 
@@ -89,12 +87,13 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=strict)
     work = []
+    adopted: dict[int, torch.Tensor] = {}
     for names, target in _targets(model):
         node = next((plan.values[n] for n in names if n in plan.values), None)
         if node is not None:
             work.append((target, rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool:
-        for _ in pool.map(lambda item: _fill(*item), work):
+        for _ in pool.map(lambda item: _fill(*item, adopted), work):
             pass
     return plan
 
@@ -132,6 +131,8 @@ def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan
         elif tuple(found[name].shape) != tuple(target.shape):
             plan.mismatched.append((names[0], tuple(found[name].shape), tuple(target.shape)))
         else:
+            held = [n for n in names if n in found]
+            _refuse_different_ties(held, [found[n].node for n in held])
             plan.values[names[0]] = found[name].node
     plan.unexpected = sorted(k for k in found if k not in taken and not k.endswith("_extra_state"))
     return plan
@@ -175,15 +176,17 @@ def _plan(model: nn.Module, twin: Any, found: Mapping[str, LazyTensor]) -> Weigh
 def _refuse_different_ties(names: Sequence[str], nodes: Sequence[Node]) -> None:
     first, *others = nodes
     for other in others:
-        if not all(torch.equal(a, b) for a, b in zip(_rows(first), _rows(other))):
+        same = first.shape == other.shape and all(torch.equal(a, b) for a, b in zip(_rows(first), _rows(other)))
+        if not same:
             raise CheckpointError(
                 f"{' and '.join(names)} are tied by the model's configuration, but the files hold different values for "
                 'them; set "tie_word_embeddings": false in config.json to train both, or remove one'
             )
 
 
-def _rows(node: Node, count: int = 4096) -> Iterator[torch.Tensor]:
+def _rows(node: Node) -> Iterator[torch.Tensor]:
     rows = node.shape[0] if node.shape else 1
+    count = max(4096, -(-rows // 8))  # few blocks: of a torch_dcp folder, each reads a stored piece whole
     for start in range(0, rows, count):
         region = ((start, min(count, rows - start)), *whole(node.shape)[1:]) if node.shape else ()
         yield node.read(region)
@@ -201,13 +204,19 @@ def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 @torch.no_grad()  # a thread of its own has a mode of its own
-def _fill(target: torch.Tensor, node: Node) -> None:
+def _fill(target: torch.Tensor, node: Node, adopted: dict[int, torch.Tensor]) -> None:
+    """Give `target` the value of `node`.
+
+    Args:
+        adopted: address of a value → the parameter that it has become; it becomes no other (tensors of a `.bin` file
+            may share storage).
+    """
     local, region = local_part(target)
     if 0 in local.shape:
         return
     if local.device.type == "cpu" and local.dtype == node.dtype and isinstance(target, nn.Parameter):
         value = node.read(region)
-        if value.is_contiguous():
+        if value.is_contiguous() and adopted.setdefault(value.data_ptr(), target) is target:
             local.data = value
             return
         local.copy_(value)

@@ -65,8 +65,10 @@ def _check_batch(args: Namespace) -> list[str]:
 def _check_precision(args: Namespace) -> list[str]:
     if args.bf16 and args.fp16:
         return ["--bf16 and --fp16 are both given; keep one of them"]
-    if args.fp16 and args.loss_scale is None:
-        return ["--fp16 needs a fixed --loss-scale such as 1024: dynamic loss scaling is not there yet; or use --bf16"]
+    if args.loss_scale is None and args.initial_loss_scale < args.min_loss_scale:
+        return [
+            f"--initial-loss-scale {args.initial_loss_scale:g} is less than --min-loss-scale {args.min_loss_scale:g}"
+        ]
     return []
 
 
@@ -141,12 +143,15 @@ def _say_notices(args: Namespace) -> None:
         notice("--lr-mult has no effect here: --lr-scale-modules names no modules")
     if args.lr_scale_modules and args.lr_mult == 1.0:
         notice("--lr-scale-modules has no effect here: --lr-mult is 1")
-    if args.loss_scale is not None and not args.fp16:
-        notice("--loss-scale has no effect here: only --fp16 scales the loss")
     if args.manual_gc_interval and not args.manual_gc:
         notice("--manual-gc-interval has no effect here: --manual-gc is missing")
     if not args.exit_signal_handler:
         notice("--exit-signal-handler false has no effect here: SIGTERM and SIGUSR1 always save before the exit")
+    if not args.check_for_nan_in_loss_and_grad:
+        notice(
+            "--no-check-for-nan-in-loss-and-grad has no effect here: a step whose loss or gradient isn't finite is "
+            "always skipped and counted, at no cost"
+        )
 
 
 class ScheduleLengths(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -232,14 +231,8 @@ def _set_attention(hf_config: Any, described: TransformersModelConfig) -> None:
 
 
 def _usable_attention(wanted: str) -> str:
-    if wanted in ("eager", "sdpa", "flex_attention"):
+    why_not = accelerator.current().why_no_attention(wanted)
+    if why_not is None:
         return wanted
-    if wanted in ("flash_attention_2", "flash_attention_3"):
-        package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}[wanted]
-        on_npu = accelerator.current().name == "npu" and wanted == "flash_attention_2"
-        if on_npu or (accelerator.current().name == "cuda" and importlib.util.find_spec(package) is not None):
-            return wanted
-        notice(f"model.json: attn_implementation {wanted} can't run here ({package} is not installed); sdpa is used")
-        return "sdpa"
-    notice(f"model.json: attn_implementation {wanted} is not available here; sdpa is used")
+    notice(f"model.json: attn_implementation {wanted} can't run here ({why_not}); sdpa is used")
     return "sdpa"

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
+
+
+class Outcome(Protocol):
+    """What became of a step."""
+
+    @property
+    def loss(self) -> float:
+        """Of the step, global."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it changed nothing, because loss or gradient was not finite."""
 
 
 class Watch:
@@ -25,7 +38,6 @@ class Watch:
         train_iters: int,
         global_batch_size: int,
         tensorboard_dir: str | None = None,
-        loss_scale: float = 1.0,
         world_size: int = 1,
         compute_dtype: str = "fp32",
     ) -> None:
@@ -44,7 +56,6 @@ class Watch:
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
-        self._loss_scale = loss_scale
         self.skipped_iterations = 0
         self.nan_iterations = 0
         self._start_interval()
@@ -53,9 +64,16 @@ class Watch:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
         return iteration % self._log_interval == 0 or iteration == self._train_iters
 
-    def add(self, counts: BatchCounts, flops: float | None) -> None:
-        """Add a step's counts, and its FLOPs over all ranks, to the interval."""
+    def add(self, counts: BatchCounts, flops: float | None, outcome: Callable[[], Outcome]) -> None:
+        """Add a step to the interval.
+
+        Args:
+            counts: what it trained on.
+            flops: over all ranks.
+            outcome: how it went; asked for at the end of the interval only, as the device may still be at it.
+        """
         self._steps += 1
+        self._outcomes.append(outcome)
         self._counts.tokens += counts.tokens
         self._counts.positions += counts.positions
         self._flops = None if flops is None or self._flops is None else self._flops + flops
@@ -67,15 +85,14 @@ class Watch:
         *,
         loss: float,
         grad_norm: float,
-        skipped: bool,
         learning_rate: float,
+        loss_scale: float,
         consumed_samples: int,
         consumed_tokens: int,
         metrics: dict[str, float],
     ) -> None:
         """Tell about the interval that ends with this step; its line is in metrics.jsonl when this returns."""
-        self.skipped_iterations += skipped
-        self.nan_iterations += not math.isfinite(loss)
+        self._count_failures()
         elapsed = time.perf_counter() - self._started
         step_seconds = elapsed / max(1, self._steps)
         counts = self._counts
@@ -86,6 +103,7 @@ class Watch:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
+            "loss_scale": loss_scale,
             "consumed_samples": consumed_samples,
             "consumed_tokens": consumed_tokens,
             "global_batch_size": self._global_batch_size,
@@ -111,17 +129,11 @@ class Watch:
                 **record,
                 "metrics": metrics,
                 "train_iters": self._train_iters,
-                "loss_scale": self._loss_scale,
                 "data_wait_fraction": counts.wait_seconds / elapsed if elapsed else None,
                 "eta_seconds": step_seconds * (self._train_iters - iteration),
             }
             print(format_step(line), flush=True)
         self._start_interval()
-
-    def count_skipped(self, skipped: bool, loss: float) -> None:
-        """Count a step that is not logged."""
-        self.skipped_iterations += skipped
-        self.nan_iterations += not math.isfinite(loss)
 
     def log_evaluation(self, iteration: int, batches: int, loss: float) -> None:
         """Tell about an evaluation after `iteration`."""
@@ -147,10 +159,21 @@ class Watch:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
+    def _count_failures(self) -> None:
+        """Count the interval's steps that were skipped, and those of them whose loss itself was not a number.
+
+        Gradients that overflow (fp16, while the loss scale finds its height) leave the loss as it is: skipped, not nan.
+        """
+        for outcome in self._outcomes:
+            step = outcome()
+            self.skipped_iterations += step.skipped
+            self.nan_iterations += not math.isfinite(step.loss)
+
     def _start_interval(self) -> None:
         self._started = time.perf_counter()
         self._paused = self._started
         self._steps = 0
+        self._outcomes: list[Callable[[], Outcome]] = []
         self._counts = BatchCounts()
         self._flops: float | None = 0.0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
-from tests.support.workers import RankPool, run_ranks
+from tests.support.workers import RankError, RankPool, run_ranks
 
 
 def export(
@@ -158,6 +160,44 @@ def test_text_models_go_through_two_ranks_unchanged(ranks2: RankPool, tmp_path: 
     before, after = (model.state_dict() for model, _ in models)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items())
+
+
+def run_with_small_files(words: list[str], failures: int) -> None:
+    """Run the entry script; exports have many small files, and rank 1's first `failures` tensors meet a full disk."""
+    from mindspeed_mm.checkpoint import hf_export
+
+    write, left = hf_export.SafetensorsWriter.write, [failures if os.environ["RANK"] == "1" else 0]
+
+    def failing(self: Any, name: str, tensor: torch.Tensor) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_export, "_SMALLEST_FILE", 1)
+        patch.setattr(hf_export, "_LARGEST_FILE", 100_000)
+        patch.setattr(hf_export.SafetensorsWriter, "write", failing)
+        run_entry(words)
+
+
+def test_an_export_that_fails_on_a_rank_is_told_and_leaves_nothing(
+    ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path
+) -> None:
+    """On a rank that writes part of the files; training goes on and exports again when it is due."""
+    data = write_mixed_dataset(tmp_path / "data", rows=4, seed=1)
+    files = write_run_files(tmp_path, qwen2_5_vl_dir, data, fsdp2={"sub_modules_to_wrap": WRAP})
+    run = tmp_path / "run"
+    settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 3, "save": run, "save_hf": 1}
+    words = launch_flags(files, **settings, save_interval=1, no_save_optim=True)
+    ranks2.run(run_with_small_files, words, 1, timeout=120)
+    assert len(metrics_of(run)[0]) == 3
+    assert sorted(p.name for p in run.iterdir() if "hf" in p.name) == ["hf", "hf_iter_0000002", "hf_iter_0000003"]
+    assert len(list((run / "hf").glob("model-*.safetensors"))) > 4
+    index = json.loads((run / "hf/model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == all_weights(run / "hf").keys() == all_weights(qwen2_5_vl_dir).keys()
+    with pytest.raises(RankError):
+        ranks2.run(run_with_small_files, [*words, "--on-save-failure", "exit", "--load", str(run), "--finetune"], 1)
 
 
 def test_text_only_rows_leave_the_tower_alone(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:

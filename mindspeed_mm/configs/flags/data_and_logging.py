@@ -30,8 +30,10 @@ class LoggingArguments:
     ] = 1000
     eval_iters: Annotated[int, flag("global batches in one evaluation; 0 = no evaluation", minimum=0)] = 100
     tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
-    log_tps: Annotated[bool, flag("log tokens per sample")] = False
-    log_throughput: Annotated[bool, flag("log TFLOP/s per device")] = False
+    log_tps: Annotated[bool, no_effect("tokens per second are always logged")("tokens")] = False
+    log_throughput: Annotated[
+        bool, no_effect("TFLOP/s per device are always logged, where the model's FLOPs are known")("TFLOP/s per device")
+    ] = False
     tensorboard_log_interval: Annotated[
         int, no_effect("tensorboard gets what each log line says")("steps between two events")
     ] = 1

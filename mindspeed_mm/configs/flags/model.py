@@ -56,17 +56,18 @@ class PrecisionArguments:
 
     bf16: Annotated[bool, flag("compute in bfloat16, over fp32 master weights")] = False
     fp16: Annotated[bool, flag("compute in float16, over fp32 master weights")] = False
-    loss_scale: Annotated[float | None, flag("fp16: fixed factor on the loss", above=0)] = None
-    initial_loss_scale: Annotated[
-        float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")
-    ] = 2.0**32
-    min_loss_scale: Annotated[float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")] = (
-        1.0
-    )
+    loss_scale: Annotated[
+        float | None,
+        flag("fp16: fixed factor on the loss; absent = dynamic, it falls and rises as the gradients allow", above=0),
+    ] = None
+    initial_loss_scale: Annotated[float, flag("dynamic loss scale: the first one", above=0)] = 2.0**32
+    min_loss_scale: Annotated[float, flag("dynamic loss scale: the smallest one", above=0)] = 1.0
     loss_scale_window: Annotated[
-        float, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")
+        float, flag("dynamic loss scale: doubled after this many finite steps in a row", minimum=1)
     ] = 1000
-    hysteresis: Annotated[int, no_effect("the loss scale is fixed, by --loss-scale")("dynamic loss scaling")] = 2
+    hysteresis: Annotated[
+        int, flag("dynamic loss scale: halved from this overflow on, counted since it was last doubled", minimum=1)
+    ] = 2
     accumulate_allreduce_grads_in_fp32: Annotated[
         bool,
         no_effect("fsdp2.yaml's reduce_dtype says how gradients are reduced")(

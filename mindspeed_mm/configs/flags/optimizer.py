@@ -45,7 +45,7 @@ class OptimizerArguments:
     check_for_nan_in_loss_and_grad: Annotated[
         bool,
         flag(
-            "look out for losses and gradients that aren't finite",
+            "skip and count steps whose loss or gradient isn't finite; always on",
             spellings=("--check-for-nan-in-loss-and-grad",),
             off_spellings=("--no-check-for-nan-in-loss-and-grad",),
         ),

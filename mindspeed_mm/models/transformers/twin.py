@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -23,5 +24,6 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(model, PreTrainedModel):
         return None
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    config = copy.deepcopy(model.config)  # building writes the dtype into it, and into those of its parts
     with torch.device("meta"):
-        return type_without_fsdp(model)._from_config(model.config, dtype=dtype or own)
+        return type_without_fsdp(model)._from_config(config, dtype=dtype or own)

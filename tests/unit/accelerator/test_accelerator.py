@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
+from mindspeed_mm.accelerator.cuda import CUDAAccelerator
+from mindspeed_mm.accelerator.npu import NPUAccelerator
 from mindspeed_mm.utils import log
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,6 +44,42 @@ def test_backend_of_a_device_beside_the_host() -> None:
     assert device.resolve_backend("nccl", needs_cpu_tensors=True) == "cuda:nccl,cpu:gloo"
     assert device.resolve_backend("cuda:nccl,cpu:gloo") == "cuda:nccl,cpu:gloo"
     assert device.resolve_backend("npu:hccl,cpu:gloo") == "cuda:nccl,cpu:gloo"
+
+
+@pytest.mark.parametrize(
+    ("name", "packages", "installed", "expected"),
+    [
+        (
+            "cpu",
+            None,
+            [],
+            {"flash_attention_2": "it does not run on cpu", "flash_attention_3": "it does not run on cpu"},
+        ),
+        ("cpu", None, ["flash_attn"], {"flash_attention_2": "it does not run on cpu"}),
+        ("cuda", CUDAAccelerator, [], {"flash_attention_2": "flash_attn is not installed"}),
+        ("cuda", CUDAAccelerator, ["flash_attn"], {"flash_attention_2": None, "flash_attention_4": "not run on cuda"}),
+        ("cuda", CUDAAccelerator, ["flash_attn"], {"flash_attention_3": "flash_attn_interface is not installed"}),
+        ("cuda", CUDAAccelerator, ["flash_attn_interface"], {"flash_attention_3": None}),
+        ("npu", NPUAccelerator, [], {"flash_attention_2": None, "flash_attention_3": "it does not run on npu"}),
+    ],
+)
+def test_attention_that_a_device_can_run(
+    name: str,
+    packages: type[Accelerator] | None,
+    installed: list[str],
+    expected: dict[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = CPUAccelerator()
+    device.name = name
+    if packages is not None:
+        device.attention_packages = packages.attention_packages
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package in installed or None)
+    for implementation in ("eager", "sdpa", "flex_attention"):
+        assert device.why_no_attention(implementation) is None
+    for implementation, reason in expected.items():
+        found = device.why_no_attention(implementation)
+        assert found is None if reason is None else reason in (found or "")
 
 
 def test_memory_is_counted_in_bytes() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-
-from mindspeed_mm.utils import log
 
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -160,21 +157,3 @@ def param(tmp_path: Path, vl_dir: Path) -> Callable[..., dict[str, Any]]:
         }
 
     return make
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The messages logged during the test, each notice afresh."""
-    messages: list[str] = []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    log.forget_notices()
-    monkeypatch.delenv("RANK", raising=False)
-    keeper = Keeper()
-    log.logger.addHandler(keeper)
-    yield messages
-    log.logger.removeHandler(keeper)
-    log.forget_notices()

@@ -36,6 +36,13 @@ def test_the_published_fields_come_first_in_their_order() -> None:
     )
 
 
+def test_a_loss_scale_stands_in_front_of_the_norm() -> None:
+    assert "| loss: 2.500000E+00 | loss scale: 4096.0 | grad norm: 1.250 |" in format_step(
+        {**RECORD, "loss_scale": 4096}
+    )
+    assert "loss scale" not in format_step({**RECORD, "loss_scale": 1.0})
+
+
 def test_the_time_is_the_fifth_field_between_colons() -> None:
     assert float(format_step(RECORD).split(":")[4].split("|")[0]) == 1234.6
 

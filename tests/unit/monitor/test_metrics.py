@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.monitor import metrics
 from mindspeed_mm.monitor.metrics import MetricsWriter, read_metrics, repair_last_line
 
 
@@ -51,3 +52,18 @@ def test_a_new_run_keeps_the_file_of_the_old_one(tmp_path: Path) -> None:
         2,
         3,
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "error", said.append)
+    writer = MetricsWriter(tmp_path, resumed=False)
+    real, writer._file = writer._file, open("/dev/full", "a", buffering=1 << 20)  # noqa: SIM115
+    writer.write({"iteration": 1})
+    writer.write({"iteration": 2})
+    assert len(said) == 1 and "No space left on device" in said[0] and "training goes on" in said[0]
+    writer._file = real
+    writer.write({"iteration": 3})
+    writer.close()
+    assert [r["iteration"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [3]

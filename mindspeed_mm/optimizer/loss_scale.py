@@ -1,0 +1,141 @@
+"""The factor on the loss that keeps gradients inside float16's range: a fixed one, or one that follows the gradients.
+
+Source: Megatron-LM's `ConstantGradScaler` and `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py) and its
+flags --loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.configs.flags.model import PrecisionArguments
+from mindspeed_mm.utils.log import notice
+
+_GROWTH, _BACKOFF = 2.0, 0.5
+_DYNAMIC_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+class LossScale:
+    """A fixed factor.
+
+    Attributes:
+        scale: the factor of the next backward pass.
+        is_dynamic: whether `update` may change it, so that a step's outcome must be known before the next backward.
+    """
+
+    is_dynamic = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def update(self, *, overflowed: bool) -> None:
+        """Take note of a step's outcome.
+
+        Args:
+            overflowed: the step was skipped, because its gradients were not finite.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values that a resumed run needs; a fixed factor comes from the flags alone."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; an empty mapping changes nothing."""
+
+
+class DynamicLossScale(LossScale):
+    """A factor that is halved when gradients overflow, and doubled after a while without overflow.
+
+    The first `hysteresis` - 1 overflows are forgiven, in a row or not; each one after them halves the factor. Only a
+    doubling, after `window` finite steps in a row, makes them be forgiven anew.
+    """
+
+    is_dynamic = True
+
+    def __init__(self, initial: float, *, minimum: float = 1.0, window: float = 1000, hysteresis: int = 2) -> None:
+        """
+        Args:
+            initial: the first factor.
+            minimum: the factor is never halved below it.
+            window: finite steps in a row after which the factor is doubled.
+            hysteresis: number of the overflow that halves the factor for the first time.
+        """
+        super().__init__(initial)
+        self._minimum, self._window, self._hysteresis = minimum, window, hysteresis
+        self._finite_steps = 0
+        self._overflows_left = hysteresis
+
+    def update(self, *, overflowed: bool) -> None:
+        """See `LossScale`."""
+        if overflowed:
+            self._finite_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self._halve()
+            return
+        self._finite_steps += 1
+        if self._finite_steps >= self._window:
+            self._finite_steps = 0
+            self._overflows_left = self._hysteresis
+            self.scale *= _GROWTH
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"scale", "growth_tracker", "hysteresis_tracker"}, by Megatron's names."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._finite_steps,
+            "hysteresis_tracker": self._overflows_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, within the limits of this run's flags.
+
+        Args:
+            state: an empty mapping (of a checkpoint without a dynamic scale) changes nothing.
+        """
+        if state:
+            self.scale = max(float(state["scale"]), self._minimum)
+            self._finite_steps = int(state["growth_tracker"])
+            self._overflows_left = min(int(state["hysteresis_tracker"]), self._hysteresis)
+
+    def _halve(self) -> None:
+        if self.scale <= self._minimum:
+            notice(
+                f"fp16: gradients are not finite even at the smallest loss scale ({self.scale:g}, --min-loss-scale), "
+                "and each such step is skipped; look for its cause in the data and the learning rate, lower "
+                "--min-loss-scale, or compute in bf16"
+            )
+        self.scale = max(self.scale * _BACKOFF, self._minimum)
+
+
+def loss_scale_from_args(args: Any, compute_dtype: str) -> LossScale:
+    """Return the loss scale that a run needs, and say which of its flags have no effect.
+
+    Args:
+        args: loss_scale, and for fp16 without it initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis.
+        compute_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        1 unless the run computes in fp16; there --loss-scale, or without it a dynamic one.
+    """
+    if compute_dtype != "fp16":
+        why = f"only fp16 needs a loss scale, and this run computes in {compute_dtype}"
+        _say_no_effect(args, ("loss_scale", *_DYNAMIC_FLAGS), why)
+        return LossScale()
+    if args.loss_scale is not None:
+        _say_no_effect(args, _DYNAMIC_FLAGS, "--loss-scale fixes the loss scale")
+        return LossScale(args.loss_scale)
+    return DynamicLossScale(
+        args.initial_loss_scale,
+        minimum=args.min_loss_scale,
+        window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+    )
+
+
+def _say_no_effect(args: Any, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        default = getattr(PrecisionArguments, name)
+        if getattr(args, name, default) != default:
+            notice(f"--{name.replace('_', '-')} has no effect here: {why}")
