@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_mm.accelerator.base import Accelerator
 
-__all__ = ["Accelerator", "current", "resolve_backend"]
+__all__ = ["Accelerator", "current", "prepare_megatron", "resolve_backend"]
 
 
 @functools.cache
@@ -42,6 +42,21 @@ def current() -> Accelerator:
             "unset it or set MM_DEVICE=cpu"
         )
     return CPUAccelerator()
+
+
+def prepare_megatron() -> None:
+    """Make this process fit for megatron-core on its device; before the first import of megatron.
+
+    On Ascend MindSpeed's adaptor is imported, on the host `torch.cuda` gets CPU meanings, CUDA needs nothing; then,
+    wherever Transformer Engine is missing, what megatron-core lacks without it is mended.
+
+    Raises:
+        ConfigError: megatron was imported before, or MindSpeed is not installed on Ascend.
+    """
+    from mindspeed_mm.accelerator.megatron_compat import apply_compatibility
+
+    current().prepare_megatron()
+    apply_compatibility()
 
 
 def resolve_backend(requested: str | None, needs_cpu_tensors: bool = False) -> str:

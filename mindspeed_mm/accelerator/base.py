@@ -71,6 +71,9 @@ class Accelerator(ABC):
     attention_packages: Mapping[str, str | None] = MappingProxyType({})
     """Attention implementations beyond PyTorch's own → the package that they take (None: no further one)."""
 
+    def prepare_megatron(self) -> None:  # noqa: B027 (CUDA is what megatron-core is written for)
+        """Make this process fit for megatron-core on this kind of device, before its first import."""
+
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
         """Profiler activities of this device."""
         return [torch.profiler.ProfilerActivity.CPU]

@@ -22,6 +22,11 @@ class CPUAccelerator(Accelerator):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    def prepare_megatron(self) -> None:
+        from mindspeed_mm.accelerator.megatron_cpu import apply_cpu_adaptor
+
+        apply_cpu_adaptor()
+
     def memory_allocated(self) -> int:
         try:
             with open("/proc/self/statm", encoding="ascii") as f:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from mindspeed_mm.accelerator.base import Accelerator, local_rank
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
@@ -56,6 +57,13 @@ class NPUAccelerator(Accelerator):
         super().set_rng_state(states)
         if "npu" in states:
             self._npu.set_rng_state(states["npu"])
+
+    def prepare_megatron(self) -> None:
+        if importlib.util.find_spec("mindspeed") is None:
+            raise ConfigError(
+                "megatron-core needs MindSpeed on an Ascend device, and it is not installed: see constraints-npu.txt"
+            )
+        import mindspeed.megatron_adaptor  # noqa: F401
 
     def supports_fused_adamw(self) -> bool:
         # torch_npu 2.7.1 has no _fused_adamw_ kernel behind torch.optim.AdamW(fused=True)

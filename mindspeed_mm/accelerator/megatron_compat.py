@@ -1,0 +1,111 @@
+"""What megatron-core lacks wherever Transformer Engine and Apex are not installed, whatever the device.
+
+Kept apart from the CPU adaptor: a CUDA machine without these two libraries needs the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def apply_compatibility() -> None:
+    """Mend megatron-core 0.16 for a process without Transformer Engine; does nothing with it, and nothing twice."""
+    if not has_transformer_engine():
+        _apply()
+
+
+@functools.cache
+def _apply() -> None:
+    from megatron.core import jit, optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # torch.compile of small fusions: needs a C++ toolchain, warms up for seconds, and our specs use none of them
+    jit.jit_fuser = lambda function: function
+    # the router names it also where its import failed (NameError)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # split sizes become numbers only `if tensor.is_cuda`; c10d wants numbers everywhere
+    for module in (moe_utils, token_dispatcher):
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
+            module.maybe_move_tensor_to_cpu = _as_numbers
+    # with torch.optim's Adam the distributed optimizer can't be saved or resumed (distrib_optimizer.py: an assert on
+    # `step`, a missing key, an operation in place on a leaf): it gets an Adam of Apex's shape
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+        distrib_optimizer.Adam = FusedAdam
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        distributed: Any = distrib_optimizer.DistributedOptimizer
+        distributed._set_main_param_and_optimizer_states = torch.no_grad()(
+            distributed._set_main_param_and_optimizer_states
+        )
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) and as_numpy else tensor
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with Apex's surface: `step` in the parameter group, exactly `exp_avg` and `exp_avg_sq` for a parameter.
+
+    The arithmetic is torch's own fused kernel's, so that both backends step alike.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        **_: Any,
+    ) -> None:
+        if not bias_correction:
+            raise ValueError("FusedAdam: bias_correction=False is not supported")
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            if not params:
+                continue
+            for param in params:
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            # the kernel counts the steps itself: it is told one less, for each parameter
+            steps = [torch.tensor(float(group["step"] - 1), device=p.device) for p in params]
+            torch._foreach_add_(steps, 1.0)
+            kernel(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
