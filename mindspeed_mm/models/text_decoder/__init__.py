@@ -1,0 +1,1 @@
+"""Language models built of Megatron-core's modules."""

@@ -1,0 +1,106 @@
+"""Which of transformers' tensors a tensor of the Megatron-core decoder is made of, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# name in a layer of transformers' decoder → name in a layer of Megatron-core's, for tensors that are the same
+_SAME = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+}
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the way of joining tensors depends on.
+
+    Attributes:
+        groups: query groups (heads of keys and values).
+        tensor_parallel: number of ranks over which gate and up projection are interleaved.
+    """
+
+    groups: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a Megatron-core tensor is made.
+
+    Attributes:
+        sources: names of transformers' tensors.
+        join: their values → the whole Megatron-core tensor: what its ranks hold, one after the other.
+        split: the whole Megatron-core tensor → their values.
+    """
+
+    sources: tuple[str, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    split: Callable[[torch.Tensor, Sequence[torch.Size]], list[torch.Tensor]]
+
+
+def decoder_tensor(name: str, shape: Shape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
+    """Say how a tensor of the decoder is made.
+
+    Args:
+        name: in the GPTModel, with the number of the layer in the whole model.
+        layers: prefix of transformers' decoder.
+        head: name of transformers' output layer.
+
+    Raises:
+        KeyError: the decoder has no such tensor.
+    """
+    plain = {
+        "embedding.word_embeddings.weight": f"{layers}embed_tokens.weight",
+        "decoder.final_layernorm.weight": f"{layers}norm.weight",
+        "output_layer.weight": head,
+    }
+    if name in plain:
+        return _same(plain[name])
+    match = _LAYER.match(name)
+    if match is None:
+        raise KeyError(name)
+    prefix, inner = f"{layers}layers.{match[1]}.", match[2]
+    for theirs, ours in _SAME.items():
+        if inner == ours:
+            return _same(prefix + theirs)
+    if inner in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        kind = inner.rsplit(".", 1)[1]
+        sources = tuple(f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv")
+        return _interleaved(sources, shape.groups)
+    if inner == "mlp.linear_fc1.weight":
+        return _interleaved((f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"), shape.tensor_parallel)
+    raise KeyError(name)
+
+
+def _same(source: str) -> Made:
+    return Made((source,), lambda values: values[0], lambda whole, sizes: [whole])
+
+
+def _interleaved(sources: tuple[str, ...], pieces: int) -> Made:
+    """Rows of the sources in turn, piece by piece: queries, keys and values of a group; gate and up of a rank."""
+
+    def join(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = [value.chunk(pieces) for value in values]
+        return torch.cat([part[i] for i in range(pieces) for part in parts])
+
+    def split(whole: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        rows = [size[0] // pieces for size in sizes]
+        parts = whole.split(rows * pieces)
+        return [torch.cat(parts[k :: len(rows)]) for k in range(len(rows))]
+
+    return Made(sources, join, split)
+
+
+def all_sources(names: Mapping[str, object], shape: Shape) -> set[str]:
+    """Every tensor of transformers' that the named Megatron-core tensors are made of."""
+    return {source for name in names for source in decoder_tensor(name, shape).sources}

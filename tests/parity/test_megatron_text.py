@@ -1,0 +1,122 @@
+"""The decoder of Megatron-core's modules against transformers' model on the same weights: logits, loss, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.workers import run_ranks
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False},
+    "qwen3 tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+}
+
+
+def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[str, float]:
+    """Largest relative differences of this rank."""
+    from mindspeed_mm import accelerator
+
+    accelerator.prepare_megatron()
+    import transformers
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as mcore
+
+    from mindspeed_mm.checkpoint.lazy import leaf
+    from mindspeed_mm.checkpoint.megatron_weights import load_parameters
+    from mindspeed_mm.models.text_decoder.gpt import ParallelSizes, build_language_model, language_config
+    from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_parallel)
+    mcore.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    settings = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    config = transformers.AutoConfig.for_model(**settings, **heads, **FAMILIES[family])
+    reference = transformers.AutoModelForCausalLM.from_config(config)
+    for param in reference.parameters():
+        param.data.add_(torch.randn_like(param) * 0.05)  # norms and biases too
+
+    sizes = ParallelSizes(tensor=tensor_parallel, sequence_parallel=sequence_parallel)
+    model = build_language_model(config, language_config(config, sizes))
+    shape = Shape(config.num_key_value_heads, tensor_parallel)
+    weights = {n: p.detach() for n, p in reference.named_parameters()}
+
+    def read(name: str, region: Any) -> torch.Tensor:
+        return weights[name][tuple(slice(s, s + n) for s, n in region)]
+
+    values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    load_parameters(model, values, lambda name: decoder_tensor(name, shape), rank, lambda name: name)
+
+    ids = torch.randint(0, 96, (2, 16))
+    labels = torch.randint(0, 96, (2, 16))
+    positions = torch.arange(16).expand(2, -1)
+    logits = mcore.gather_from_tensor_model_parallel_region(model(ids, positions, None))
+    expected = reference(ids).logits
+    loss = model(ids, positions, None, labels=labels).sum()
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    expected_loss.backward()
+    found = {"logits": relative(logits, expected), "loss": relative(loss, expected_loss)}
+    gradients = {n: p.grad for n, p in reference.named_parameters()}
+    for name, param in model.named_parameters():
+        gradient = param.grad
+        assert gradient is not None
+        if getattr(param, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+            dist.all_reduce(gradient)  # parts of the sequence, or of the heads; finalize_model_grads does it in a run
+        if getattr(param, "tensor_model_parallel", False):
+            parts = [torch.empty_like(gradient) for _ in range(tensor_parallel)]
+            dist.all_gather(parts, gradient.contiguous())
+            gradient = torch.cat(parts, dim=param.partition_dim)
+        made = decoder_tensor(name, shape)
+        for source, part in zip(made.sources, made.split(gradient, [weights[s].shape for s in made.sources])):
+            found[source] = relative(part, gradients[source])
+    assert set(found) - {"logits", "loss"} == set(gradients)
+    return found
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("tensor_parallel", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2 SP"]
+)
+def test_the_decoder_equals_transformers(family: str, tensor_parallel: int, sequence_parallel: bool) -> None:
+    for found in run_ranks(compare, tensor_parallel, family, tensor_parallel, sequence_parallel):
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] < 1e-5, worst
+        assert found["loss"] < 1e-6
+
+
+def refuse(tensor_parallel: int, **changes: Any) -> str:
+    import transformers
+
+    from mindspeed_mm import accelerator
+    from mindspeed_mm.utils.errors import ConfigError
+
+    accelerator.prepare_megatron()
+    from mindspeed_mm.models.text_decoder.gpt import ParallelSizes, language_config
+
+    config = transformers.Qwen3Config(num_attention_heads=8, num_key_value_heads=4, **changes)
+    with pytest.raises(ConfigError) as error:
+        language_config(config, ParallelSizes(tensor=tensor_parallel))
+    return str(error.value)
+
+
+def refusals() -> list[str]:
+    return [refuse(8), refuse(2, vocab_size=97), refuse(1, hidden_act="gelu")]
+
+
+def test_what_can_not_be_split_is_refused() -> None:
+    (said,) = run_ranks(refusals, 1)
+    assert "num_key_value_heads is 4" in said[0] and "sizes that do: 1, 2, 4" in said[0]
+    assert "vocab_size is 97" in said[1]
+    assert "hidden_act is 'gelu'" in said[2]
