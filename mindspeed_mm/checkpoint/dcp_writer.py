@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
+from mindspeed_mm.checkpoint.agreement import no_space
 from mindspeed_mm.checkpoint.lazy import Node, whole
 
 
@@ -34,10 +36,17 @@ def write_dcp(directory: Path, values: Mapping[str, Node], progress: Callable[[i
 
     Args:
         progress: called with the bytes of each tensor.
+
+    Raises:
+        OSError: the folder can't be written; or whatever reading a value raised.
     """
     shapes = {key: torch.empty(node.shape, dtype=node.dtype, device="meta") for key, node in values.items()}
     writer = dcp.FileSystemWriter(directory, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(shapes, storage_writer=writer, planner=_OnDemand(values, progress), no_dist=True)
+        try:
+            dcp.save(shapes, storage_writer=writer, planner=_OnDemand(values, progress), no_dist=True)
+        except CheckpointException as error:  # torch's wrapper around any error, an interrupt too; no Exception itself
+            cause = next(iter(error.failures.values()))[0]
+            raise no_space(cause) or cause from error
     return sorted(p.name for p in directory.iterdir())

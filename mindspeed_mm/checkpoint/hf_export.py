@@ -163,7 +163,7 @@ def export_from(
     hub = _hub_layout(model, values, known, None)
     wanted = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     dtypes = _dtypes(hub, None if dtype else known, wanted)
-    _write_directory(model, directory, small_files, hub, dtypes, wanted, _FromSource(values), None, progress)
+    _write_directory(model, directory, small_files, hub, dtypes, dtype, _FromSource(values), None, progress)
     return len(hub)
 
 
@@ -183,16 +183,15 @@ def _hub_layout(
             f"--save-hf: {type_without_fsdp(model).__name__} is no transformers model, so it has no hub layout to be "
             "written in"
         )
-    there = open_weights(source) if source is not None and has_weight_files(Path(source)) else None
-    if conversions is None and there is not None:
-        conversions = plan_weights(model, there).conversions
+    if conversions is None and source is not None:
+        conversions = plan_weights(model, source).conversions
     if conversions is not None:
         twin._weight_conversions = conversions
     tied = getattr(twin, "all_tied_weights_keys", None) or {}
     ignored = twin._keys_to_ignore_on_save or ()
     kept = {n: t for n, t in tensors.items() if n not in tied and n not in ignored}
     hub = revert_weight_conversion(twin, kept)
-    shapes = {n: tuple(t.shape) for n, t in there.tensors().items()} if there is not None else {}
+    shapes = {n: tuple(t.shape) for n, t in source.tensors().items()} if source is not None else {}
     return {name: _as_in_source(tensor, shapes.get(name)) for name, tensor in hub.items()}
 
 
@@ -293,7 +292,8 @@ def _write_files(
                 except BaseException as error:  # the others are still waiting for this rank's part in their gathers
                     problem = error
         if writer is not None:
-            problem = writer.close() or problem
+            closing = writer.close()  # always; after a problem, it finds tensors that were never written
+            problem = problem or closing
     if problem is not None:
         raise problem
 
@@ -347,7 +347,7 @@ def _finish(
     if rank != 0:
         return
     twin = meta_twin(model)
-    _state_dtypes(twin.config, source, dtype or twin.dtype)
+    _state_dtypes(twin.config, source, dtype, _main_dtype(files))
     twin.config.architectures = [type_without_fsdp(model).__name__]
     twin.config.save_pretrained(working)
     if twin.can_generate():
@@ -369,15 +369,17 @@ def _finish(
     _replace_folder(working, directory)
 
 
-def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype) -> None:
-    """Let a config name the dtypes that the source's names (training has its own), else `dtype` for the whole."""
+def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, main: torch.dtype) -> None:
+    """Let a config name `dtype`, or what the source's names (training has its own), or what most values have."""
     path = Path(source) / "config.json" if source is not None else None
     said = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
-    config.dtype = said.get("dtype", said.get("torch_dtype")) or str(dtype).removeprefix("torch.")
+    of_source = said.get("dtype", said.get("torch_dtype"))
+    of_whole = str(dtype).removeprefix("torch.") if dtype is not None else of_source
+    config.dtype = of_whole or str(main).removeprefix("torch.")
     for part in config.sub_configs:
         inner = getattr(config, part, None)
         if inner is not None:
-            of_part = said.get(part) or {}
+            of_part = said.get(part) or {} if of_whole == of_source else {}
             inner.dtype = of_part.get("dtype", of_part.get("torch_dtype"))
 
 
@@ -388,14 +390,6 @@ def _main_dtype(files: list[_File]) -> torch.dtype:
         for tensor, dtype in file.tensors.values():
             counts[dtype] += tensor.numel() if dtype.is_floating_point else 0
     return counts.most_common(1)[0][0]
-
-
-def _say_dtype(config: Any, dtype: torch.dtype) -> None:
-    config.dtype = dtype
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            _say_dtype(part, dtype)  # of the run's own dtype before, which a reader may prefer to the whole's
 
 
 def _replace_folder(working: Path, final: Path) -> None:

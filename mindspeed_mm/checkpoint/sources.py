@@ -53,7 +53,11 @@ class WeightSource(Protocol):
 
 
 class SafetensorsWeights:
-    """The safetensors files of a directory; regions are views of the mapped files."""
+    """The safetensors files of a directory; regions are views of the mapped files.
+
+    Attributes:
+        absent: names that the index lists and no file holds.
+    """
 
     in_hub_layout = True
 
@@ -75,6 +79,7 @@ class SafetensorsWeights:
                         "which counts; remove the files that don't belong"
                     )
                 self._place[name] = opened
+        self.absent = [name for name in index or () if name not in self._place]
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""

@@ -63,7 +63,7 @@ class GenericDCPConverter:
         from mindspeed_mm.checkpoint.weights import plan_weights, refuse_misfits
         from mindspeed_mm.utils.files import fsync_path, replace_file
 
-        model = _structure(hf_dir, trust_remote_code)
+        model = _structure(hf_dir, "--hf_dir", trust_remote_code)
         source = _Unprefixed(open_weights(hf_dir), hf_prefix)
         plan = plan_weights(model, source)
         refuse_misfits(plan, model, source, strict=True)
@@ -113,6 +113,10 @@ class GenericDCPConverter:
             trust_remote_code: let config.json bring Python code of its own.
         """
         _tell_no_effect(tie_weight_mapping, fused_linear_names)
+        if dcp_prefix:
+            notice("--dcp_prefix has no effect: the prefix of the names is found")
+        if hf_prefix:
+            notice("--hf_prefix has no effect: the model's class says the hub's names")
         from mindspeed_mm.checkpoint.hf_export import export_from
         from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
         from mindspeed_mm.checkpoint.sources import open_weights
@@ -120,7 +124,7 @@ class GenericDCPConverter:
 
         directory = _checkpoint_in(load_dir)
         assets = model_assets_dir or _remembered_source(directory)
-        model = _structure(assets, trust_remote_code)
+        model = _structure(assets, "--model_assets_dir", trust_remote_code)
         source = open_weights(directory)
         _refuse_existing(Path(save_dir), "--save_dir")
         wanted = to_torch_dtype(dtype)
@@ -139,7 +143,10 @@ class _Unprefixed:
         self.path, self._source, self._prefix = source.path, source, prefix
 
     def tensors(self) -> dict[str, Any]:
-        return {name.removeprefix(self._prefix): t for name, t in self._source.tensors().items()}
+        found = self._source.tensors()
+        if self._prefix and not any(name.startswith(self._prefix) for name in found):
+            notice(f"--hf_prefix '{self._prefix}' has no effect: no name in '{self.path}' begins with it")
+        return {name.removeprefix(self._prefix): t for name, t in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,14 +201,19 @@ def _tell_no_effect(tie_weight_mapping: Any, fused_linear_names: Any) -> None:
         notice("--fused_linear_names has no effect: the model's class says what is stacked")
 
 
-def _structure(hf_dir: str, trust_remote_code: bool) -> Any:
+def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
     """The model that config.json describes, on meta."""
     import torch
 
+    from mindspeed_mm.checkpoint.sources import listing
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.transformers_model import load_hf_config
 
+    if not (Path(hf_dir) / "config.json").is_file():
+        raise ConfigError(
+            f"{flag}: '{hf_dir}' has no config.json; expected a HF directory; it holds {listing(Path(hf_dir))}"
+        )
     with build_context(BuildContext(trust_remote_code=trust_remote_code)):
         config = load_hf_config(hf_dir)
     model_class: Any = ModelHub.get(None, config, where=str(Path(hf_dir) / "config.json"))

@@ -27,7 +27,7 @@ def info(directory: str, all: bool = False) -> int:
         directory: the folder.
         all: list every tensor; without it, layers with the same shapes share a line.
     """
-    from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, has_checkpoint
+    from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
     from mindspeed_mm.checkpoint.sources import is_dcp
 
     path = Path(directory)
@@ -37,10 +37,11 @@ def info(directory: str, all: bool = False) -> int:
         print(f"{path}: run folder, latest: {latest or 'unknown (no ' + TRACKER + ')'}")
         for found in checkpoints(path):
             print(f"  {found.directory.name}  {size_words(_folder_bytes(found.directory))}")
-        newest = path / ("release" if latest == "release" else f"iter_{int(latest):07d}" if latest else "")
-        if not latest or not newest.is_dir():
+        try:
+            path = find_checkpoint(path).directory
+        except CheckpointError as error:
+            print(f"  {error}")
             return 0
-        path = newest
     if is_dcp(path):
         _print_dcp(path, every=all)
     else:
@@ -54,20 +55,28 @@ def verify(directory: str) -> int:
     Args:
         directory: a checkpoint folder, a run folder (all of its checkpoints) or a HF directory.
     """
-    from mindspeed_mm.checkpoint.run_folder import checkpoints
-    from mindspeed_mm.checkpoint.sources import is_dcp, listing
+    from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
+    from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp
 
     path = Path(directory)
-    folders = [c.directory for c in reversed(checkpoints(path))] or [path]
-    if folders == [path] and (path / "release").is_dir():
-        folders = [path / "release"]
+    # those without .metadata too, which runs pass over
+    folders = [p for p in (path / "release", *sorted(path.glob("iter_*"))) if p.is_dir()]
     status = 0
-    for folder in folders:
+    if has_checkpoint(path):
+        try:
+            find_checkpoint(path)
+        except CheckpointError as error:
+            print(f"problem: {error}")
+            status = 1
+    for folder in folders or [path]:
         if not folder.is_dir():
             raise CheckpointError(f"'{folder}' is no directory")
-        if not is_dcp(folder) and not any(folder.glob("*.safetensors")) and not (folder / "manifest.json").is_file():
-            raise CheckpointError(f"'{folder}' is neither a torch_dcp checkpoint nor a HF directory; {listing(folder)}")
-        problems, how = _problems(folder)
+        if not is_dcp(folder) and not has_weight_files(folder) and not (folder / "manifest.json").is_file():
+            problems, how = [_unknown(folder)], "no .metadata, manifest.json or weight files"
+            if not folders:
+                raise CheckpointError(problems[0])
+        else:
+            problems, how = _problems(folder)
         for problem in problems:
             print(f"problem: {problem}")
         print(f"{folder}: {f'{len(problems)} problems' if problems else 'whole'} ({how})")
@@ -77,7 +86,7 @@ def verify(directory: str) -> int:
 
 def _problems(folder: Path) -> tuple[list[str], str]:
     from mindspeed_mm.checkpoint import manifest
-    from mindspeed_mm.checkpoint.sources import is_dcp, open_weights
+    from mindspeed_mm.checkpoint.sources import SafetensorsWeights, is_dcp, open_weights, shown
 
     if manifest.has_manifest(folder):
         with progress_bar(str(folder), _folder_bytes(folder)) as advance:
@@ -85,10 +94,21 @@ def _problems(folder: Path) -> tuple[list[str], str]:
     if is_dcp(folder):
         return _dcp_problems(folder), "no manifest.json: files are there and long enough"
     try:
-        count = len(open_weights(folder).tensors())
+        source = open_weights(folder)
+        count = len(source.tensors())
     except CheckpointError as error:
         return [str(error)], "headers and index"
-    return [], f"headers and index agree, {count} tensors; safetensors files carry no checksums"
+    if isinstance(source, SafetensorsWeights) and source.absent:
+        return [
+            f"the index of '{folder}' lists weights that no file holds: {shown(source.absent)}"
+        ], "headers and index"
+    return [], f"headers and index agree, {count} tensors; these files carry no checksums"
+
+
+def _unknown(folder: Path) -> str:
+    from mindspeed_mm.checkpoint.sources import listing
+
+    return f"'{folder}' is neither a torch_dcp checkpoint nor a HF directory; it holds {listing(folder)}"
 
 
 def _dcp_problems(folder: Path) -> list[str]:

@@ -143,3 +143,29 @@ def test_a_resume_late_in_the_epochs_goes_on_there(ranks2: RankPool, qwen2_5_vl_
     longer = {**shape, "train_iters": 8}
     ranks2.run(run_entry, flags_of(tmp_path, qwen2_5_vl_dir, parts, **longer, load=parts), timeout=120)
     assert len(metrics_of(parts)[0]) == 8
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
+    ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path, damage: str
+) -> None:
+    shape = {"train_iters": 3, "save_interval": 1}
+    run = tmp_path / "run"
+    ranks2.run(run_entry, flags_of(tmp_path, qwen2_5_vl_dir, run, **shape), timeout=120)
+    whole = metrics_of(run)
+    file = max((run / "iter_0000003").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(content[:-100])
+    else:
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    resumed = flags_of(tmp_path, qwen2_5_vl_dir, run, **{**shape, "train_iters": 4}, load=run)
+    with pytest.raises(RankError, match=rf"(?s)'[^']*{file.name}'.*'[^']*iter_0000002', is whole: add --ckpt-step 2"):
+        ranks2.run(run_entry, resumed, timeout=120)
+    ranks2.run(run_entry, [*resumed, "--ckpt-step", "2"], timeout=120)
+    again = metrics_of(run)
+    assert [again[0][i] for i in (0, 1, 2, 3)] == [*whole[0], again[0][2]]  # iteration 3 was done again, alike
+    assert len(again[0]) == 5

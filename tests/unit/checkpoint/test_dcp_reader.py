@@ -169,6 +169,32 @@ def test_metadata_that_is_none_is_refused(tmp_path: Path, content: bytes) -> Non
         DcpReader(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["size", "dtype", "chunks", "offsets", "place", "places", "entries"])
+def test_metadata_with_parts_of_another_kind_is_refused(tmp_path: Path, part: str) -> None:
+    """A few bytes changed can make a pickle of other attributes or values, and of what looks like metadata still."""
+
+    def spoil(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["matrix"]
+        if part == "size":
+            entry.size = 3
+        elif part == "dtype":
+            entry.properties.dtype = "float32"
+        elif part == "chunks":
+            entry.chunks = None
+        elif part == "offsets":
+            object.__delattr__(entry.chunks[0], "offsets")
+        elif part == "place":
+            metadata.storage_data[next(iter(metadata.storage_data))] = "__0_0.distcp"
+        elif part == "places":
+            metadata.storage_data = None
+        else:
+            metadata.state_dict_metadata = [entry]  # type: ignore[assignment]
+
+    change_metadata(write(tmp_path, TENSORS), spoil)
+    with pytest.raises(CheckpointError, match=r"\.metadata' is damaged: its entries don't describe tensors"):
+        DcpReader(tmp_path)
+
+
 def test_torn_metadata_is_refused(tmp_path: Path) -> None:
     content = (write(tmp_path, TENSORS) / ".metadata").read_bytes()
     for length in range(0, len(content) - 1, 37):
@@ -198,6 +224,7 @@ def test_metadata_does_not_lead_out_of_the_folder(tmp_path: Path, place: Any) ->
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     reader = DcpReader(folder)
+    assert all(isinstance(reader.dtype(n), torch.dtype) and isinstance(reader.shape(n), tuple) for n in reader.tensors)
     found = {n: torch.full_like(t, 99) for n, t in TENSORS.items()}
     reader.read_into(ReadRequest(n, whole(t.shape), t) for n, t in found.items())
     return found

@@ -59,9 +59,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    """config.json, with the dtype of the whole in the parts too."""
-    config = json.loads((directory / "config.json").read_text())
-    return {k: {"dtype": config["dtype"], **v} if k.endswith("_config") else v for k, v in config.items()}
+    return json.loads((directory / "config.json").read_text())
 
 
 def small_files(monkeypatch: pytest.MonkeyPatch, size: int = 100_000) -> None:
@@ -167,6 +165,24 @@ def test_each_weight_keeps_the_dtype_it_had(tmp_path: Path, group: Any) -> None:
         for dtype in (None, torch.float16):
             export(model, tmp_path / "out", str(hf_dir), group, dtype, conversions)
             assert_same(weights_in(tmp_path / "out"), mixed)
+
+
+def test_config_names_the_dtype_of_the_source_or_of_what_was_written(tmp_path: Path, group: Any) -> None:
+    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl", dtype=torch.bfloat16)
+    model, conversions = loaded(hf_dir)
+    config = config_of(hf_dir)
+    export(model, tmp_path / "out", None, group, None, conversions)
+    assert config_of(tmp_path / "out")["dtype"] == "float32"
+    del config["dtype"]
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    export(model, tmp_path / "out", str(hf_dir), group, None, conversions)
+    assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    config["text_config"]["dtype"] = "float16"
+    (hf_dir / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    export(model, tmp_path / "out", str(hf_dir), group, torch.bfloat16, conversions)
+    exported = config_of(tmp_path / "out")
+    assert exported["dtype"] == "bfloat16" and exported["text_config"]["dtype"] == "float16"
+    assert "dtype" not in exported["vision_config"]
 
 
 def test_small_files_are_copied_and_weights_of_other_formats_are_not(tmp_path: Path, group: Any) -> None:
