@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
-from mindspeed_mm.models.transformers.twin import meta_twin
+from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -55,6 +55,10 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
     class are converted as well.
     """
     found = source.tensors()
+    if source.in_hub_layout and not _has_conversions(model):
+        plan = _plan_exact(model, found)
+        if not plan.problems:
+            return replace(plan, conversions=[])
     twin = meta_twin(model)
     if source.in_hub_layout:
         return _plan(model, twin, found)
@@ -118,6 +122,16 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
     if strict:
         raise CheckpointError(f"{text}; if that is meant, add --no-strict-load (what is missing keeps random values)")
     notice(text, key=f"misfits {source.path}")
+
+
+def _has_conversions(model: nn.Module) -> bool:
+    """Whether transformers converts anything between the hub's layout and this model's, or a part's of it."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    names = {type_without_fsdp(part).__name__ for part in parts} | {part.config.model_type for part in parts}
+    return any(get_checkpoint_conversion_mapping(name) for name in names)
 
 
 def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan:
