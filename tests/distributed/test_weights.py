@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
+from tests.support.tiny_families import weights_in
 from tests.support.workers import RankError, RankPool, run_ranks
 
 
@@ -131,13 +132,6 @@ def qwen3_moe_dir(path: Path, dtype: torch.dtype) -> Path:
     return path
 
 
-def all_weights(hf_dir: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for file in hf_dir.glob("*.safetensors"):
-        weights |= load_file(file)
-    return weights
-
-
 @pytest.mark.parametrize("kind", ["tied", "untied", "experts", "experts in bf16"])
 def test_text_models_go_through_two_ranks_unchanged(ranks2: RankPool, tmp_path: Path, kind: str) -> None:
     """The hub's keys, dtypes and bytes; a model that from_pretrained makes of them equals that of the source."""
@@ -148,7 +142,7 @@ def test_text_models_go_through_two_ranks_unchanged(ranks2: RankPool, tmp_path: 
         qwen3_moe_dir(hf_dir, torch.bfloat16 if kind.endswith("bf16") else torch.float32)
     else:
         tiny_qwen3_dir(hf_dir, seed=7, tie=kind == "tied")
-    source = all_weights(hf_dir)
+    source = weights_in(hf_dir)
     exported = export(ranks2, tmp_path / "run", hf_dir, {}, WRAP_TEXT, images=False)
     assert exported.keys() == source.keys()
     assert all(v.dtype == source[k].dtype and torch.equal(v, source[k]) for k, v in exported.items())
@@ -195,7 +189,7 @@ def test_an_export_that_fails_on_a_rank_is_told_and_leaves_nothing(
     assert sorted(p.name for p in run.iterdir() if "hf" in p.name) == ["hf", "hf_iter_0000002", "hf_iter_0000003"]
     assert len(list((run / "hf").glob("model-*.safetensors"))) > 4
     index = json.loads((run / "hf/model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == all_weights(run / "hf").keys() == all_weights(qwen2_5_vl_dir).keys()
+    assert index.keys() == weights_in(run / "hf").keys() == weights_in(qwen2_5_vl_dir).keys()
     with pytest.raises(RankError):
         ranks2.run(run_with_small_files, [*words, "--on-save-failure", "exit", "--load", str(run), "--finetune"], 1)
 

@@ -11,7 +11,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +209,21 @@ def _built(family: str, dtype: torch.dtype, max_shard_size: int | None) -> Path:
             file.unlink()
         save_torch_state_dict(_HUB_LAYOUT[family](tensors), folder, max_shard_size=largest)
     return folder
+
+
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors library finds in a directory's files, each name once."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        content = load_file(file)
+        assert not content.keys() & found.keys()
+        found |= content
+    return found
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same names, dtypes and values, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name

@@ -22,7 +22,15 @@ from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
-from tests.support.tiny_families import FAMILIES, empty_model, reference_model, reference_tensors, tiny_family_dir
+from tests.support.tiny_families import (
+    FAMILIES,
+    assert_same,
+    empty_model,
+    reference_model,
+    reference_tensors,
+    tiny_family_dir,
+    weights_in,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +47,6 @@ def loaded(hf_dir: Path) -> tuple[Any, list[Any] | None]:
     model = empty_model(hf_dir)
     plan = load_weights(model, open_weights(hf_dir))
     return model, plan.conversions
-
-
-def weights_in(directory: Path) -> dict[str, torch.Tensor]:
-    """What the safetensors library finds in a directory's files."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        content = load_file(file)
-        assert not content.keys() & found.keys()
-        found |= content
-    return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def config_of(directory: Path) -> dict[str, Any]:

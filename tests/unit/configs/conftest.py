@@ -1,32 +1,11 @@
-"""What the tests of the configuration room share: what was said, and a folder with the four files of a run."""
+"""What the tests of the configuration room share: a folder with the four files of a run."""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
-
-from mindspeed_mm.utils import log
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The messages logged during the test, each notice afresh."""
-    messages: list[str] = []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    log.forget_notices()
-    monkeypatch.delenv("RANK", raising=False)
-    keeper = Keeper()
-    log.logger.addHandler(keeper)
-    yield messages
-    log.logger.removeHandler(keeper)
-    log.forget_notices()
 
 
 @pytest.fixture

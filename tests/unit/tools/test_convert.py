@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights
 from mindspeed_mm.tools.convert import main
-from tests.support.tiny_families import empty_model, reference_tensors, tiny_family_dir
+from tests.support.tiny_families import assert_same, empty_model, reference_tensors, tiny_family_dir, weights_in
 
 TO_DCP = ["GenericDCPConverter", "hf_to_dcp"]
 TO_HF = ["GenericDCPConverter", "dcp_to_hf"]
@@ -37,20 +37,6 @@ def to_dcp(hf_dir: Path, dcp_dir: Path, *words: Any) -> int:
 
 def to_hf(load_dir: Path, save_dir: Path, *words: Any) -> int:
     return convert(*TO_HF, "--load_dir", load_dir, "--save_dir", save_dir, *words)
-
-
-def weights_in(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 @pytest.fixture
