@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mindspeed_mm.checkpoint.agreement import first_line
 from mindspeed_mm.checkpoint.lazy import Region
 from mindspeed_mm.utils.errors import CheckpointError
 
@@ -176,7 +177,7 @@ class DcpReader:
             with torch.no_grad():
                 self._reader.read_data(LoadPlan(items), _Placer(requests))  # type: ignore[arg-type]
         except Exception as error:  # damaged metadata and torn files raise almost anything
-            raise CheckpointError(f"checkpoint '{self.directory}' can't be read: {_first_line(error)}") from error
+            raise CheckpointError(f"checkpoint '{self.directory}' can't be read: {first_line(error)}") from error
 
     def _pieces(self, number: int, request: ReadRequest) -> list[ReadItem]:
         start = torch.Size([s for s, _ in request.region])
@@ -188,8 +189,3 @@ class DcpReader:
         if sum(item.lengths.numel() for item in found) < length.numel():
             raise ValueError(f"its files don't hold all of {request.name}")
         return [replace(item, dest_index=replace(item.dest_index, index=number)) for item in found]
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -27,15 +27,6 @@ def fsync_path(path: str | Path) -> None:
         os.close(fd)
 
 
-def fsync_tree(root: Path, *, files: bool = True) -> None:
-    """Force a folder's entries (and, with `files`, its files' content) to disk."""
-    if files:
-        for path in root.rglob("*"):
-            if path.is_file():
-                fsync_path(path)
-    fsync_path(root)
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` atomically and durably: readers see the old content or the new."""
     working = working_file(path)

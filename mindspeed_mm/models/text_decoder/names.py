@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,8 +99,3 @@ def _interleaved(sources: tuple[str, ...], pieces: int) -> Made:
         return [torch.cat(parts[k :: len(rows)]) for k in range(len(rows))]
 
     return Made(sources, join, split)
-
-
-def all_sources(names: Mapping[str, object], shape: Shape) -> set[str]:
-    """Every tensor of transformers' that the named Megatron-core tensors are made of."""
-    return {source for name in names for source in decoder_tensor(name, shape).sources}
