@@ -6,6 +6,7 @@ to. No rank holds more than its shard and a few tensors.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -346,12 +347,13 @@ def _finish(
 ) -> None:
     if rank != 0:
         return
-    twin = meta_twin(model)
-    _state_dtypes(twin.config, source, dtype, _main_dtype(files))
-    twin.config.architectures = [type_without_fsdp(model).__name__]
-    twin.config.save_pretrained(working)
-    if twin.can_generate():
-        twin.generation_config.save_pretrained(working)
+    described: Any = model
+    config = copy.deepcopy(described.config)
+    _state_dtypes(config, source, dtype, _main_dtype(files))
+    config.architectures = [type_without_fsdp(model).__name__]
+    config.save_pretrained(working)
+    if described.can_generate():
+        described.generation_config.save_pretrained(working)
     if len(files) > 1:
         total = sum(tensor_bytes(tuple(t.shape), d) for f in files for t, d in f.tensors.values())
         parameters = sum(t.numel() for f in files for t, _ in f.tensors.values())

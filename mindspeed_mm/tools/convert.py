@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.tools.inspect_weights import info, verify
+from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.torch_import import import_torch
@@ -75,16 +75,16 @@ class GenericDCPConverter:
         working.mkdir(parents=True)
         total = sum(tensor_bytes(node.shape, node.dtype) for node in values.values())
         with _undone_on_failure(working):
-            with _bar(f"{hf_dir} → {target}", total) as advance:
+            with progress_bar(f"{hf_dir} → {target}", total) as advance:
                 names = write_dcp(working, values, advance)
             forget()
-            with _bar("checksums", sum((working / n).stat().st_size for n in names)) as advance:
+            with progress_bar("checksums", sum((working / n).stat().st_size for n in names)) as advance:
                 sums = {name: sum_file(working / name, advance) for name in names}
             write_manifest(working, 0, sums)
             fsync_path(working)
             os.rename(working, target)
         replace_file(root / TRACKER, "release")
-        print(f"{len(values)} tensors, {_size(total)}, in {target}; start a run from it with --load {dcp_dir}")
+        print(f"{len(values)} tensors, {size_words(total)}, in {target}; start a run from it with --load {dcp_dir}")
 
     def dcp_to_hf(
         self,
@@ -129,7 +129,7 @@ class GenericDCPConverter:
         _refuse_existing(Path(save_dir), "--save_dir")
         wanted = to_torch_dtype(dtype)
         total = sum(tensor_bytes(tuple(t.shape), wanted or t.dtype) for t in source.tensors().values())
-        with _bar(f"{directory} → {save_dir}", total) as advance:
+        with progress_bar(f"{directory} → {save_dir}", total) as advance:
             count = export_from(source, model, Path(save_dir), assets, wanted, advance)
         print(f"{count} tensors in {save_dir}; it loads with from_pretrained")
 
@@ -255,21 +255,6 @@ def _undone_on_failure(working: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes; yields what advances it."""
-    from mindspeed_mm.tools.inspect_weights import progress_bar
-
-    with progress_bar(title, total) as advance:
-        yield advance
-
-
-def _size(count: float) -> str:
-    from mindspeed_mm.tools.inspect_weights import size_words
-
-    return size_words(count)
 
 
 if __name__ == "__main__":
