@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, Region, whole
-from mindspeed_mm.models.text_decoder.names import Made
+from mindspeed_mm.models.common.megatron_names import Made
 from mindspeed_mm.utils.errors import CheckpointError
 
 MadeOf = Callable[[str], Made]

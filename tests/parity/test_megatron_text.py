@@ -75,7 +75,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
             dist.all_gather(parts, gradient.contiguous())
             gradient = torch.cat(parts, dim=param.partition_dim)
         made = decoder_tensor(name, shape)
-        for source, part in zip(made.sources, made.split(gradient, [weights[s].shape for s in made.sources])):
+        for source, part in zip(made.sources, made.split(gradient, [len(weights[s]) for s in made.sources])):
             found[source] = relative(part, gradients[source])
     assert set(found) - {"logits", "loss"} == set(gradients)
     return found

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+from mindspeed_mm.models.common.megatron_names import Made, interleaved, same
 
 # name in a layer of transformers' decoder → name in a layer of Megatron-core's, for tensors that are the same
 _SAME = {
@@ -33,21 +32,6 @@ class Shape:
     tensor_parallel: int
 
 
-@dataclass(frozen=True)
-class Made:
-    """How a Megatron-core tensor is made.
-
-    Attributes:
-        sources: names of transformers' tensors.
-        join: their values → the whole Megatron-core tensor: what its ranks hold, one after the other.
-        split: the whole Megatron-core tensor → their values.
-    """
-
-    sources: tuple[str, ...]
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    split: Callable[[torch.Tensor, Sequence[torch.Size]], list[torch.Tensor]]
-
-
 def decoder_tensor(name: str, shape: Shape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
     """Say how a tensor of the decoder is made.
 
@@ -65,37 +49,18 @@ def decoder_tensor(name: str, shape: Shape, layers: str = "model.", head: str = 
         "output_layer.weight": head,
     }
     if name in plain:
-        return _same(plain[name])
+        return same(plain[name])
     match = _LAYER.match(name)
     if match is None:
         raise KeyError(name)
     prefix, inner = f"{layers}layers.{match[1]}.", match[2]
     for theirs, ours in _SAME.items():
         if inner == ours:
-            return _same(prefix + theirs)
+            return same(prefix + theirs)
     if inner in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         kind = inner.rsplit(".", 1)[1]
         sources = tuple(f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv")
-        return _interleaved(sources, shape.groups)
+        return interleaved(sources, shape.groups)
     if inner == "mlp.linear_fc1.weight":
-        return _interleaved((f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"), shape.tensor_parallel)
+        return interleaved((f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"), shape.tensor_parallel)
     raise KeyError(name)
-
-
-def _same(source: str) -> Made:
-    return Made((source,), lambda values: values[0], lambda whole, sizes: [whole])
-
-
-def _interleaved(sources: tuple[str, ...], pieces: int) -> Made:
-    """Rows of the sources in turn, piece by piece: queries, keys and values of a group; gate and up of a rank."""
-
-    def join(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [value.chunk(pieces) for value in values]
-        return torch.cat([part[i] for i in range(pieces) for part in parts])
-
-    def split(whole: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        rows = [size[0] // pieces for size in sizes]
-        parts = whole.split(rows * pieces)
-        return [torch.cat(parts[k :: len(rows)]) for k in range(len(rows))]
-
-    return Made(sources, join, split)
