@@ -9,7 +9,6 @@ import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to impo
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.training import pretrain
 from mindspeed_mm.utils.device import move_to_device
@@ -24,8 +23,7 @@ def get_batch(data_iterator: Any, model: TransformersModel) -> dict[str, Any]:
     """Take the next micro-batch; target positions are found on the host, before anything is moved."""
     batch = dict(next(data_iterator))
     batch.pop("num_rows", None)
-    batch["targets"] = select_targets(batch["labels"], model.loss_options.loss_type)
-    return move_to_device(batch, accelerator.current().device())
+    return move_to_device(model.prepare(batch), accelerator.current().device())
 
 
 def loss_func(output: dict[str, Any]) -> Any:
@@ -65,6 +63,7 @@ def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
 
 
 model_provider.reads_model_json = True  # type: ignore[attr-defined]
+model_provider.backends = ("fsdp2",)  # type: ignore[attr-defined]
 train_valid_test_datasets_provider.reads_data_json = True  # type: ignore[attr-defined]
 
 if __name__ == "__main__":

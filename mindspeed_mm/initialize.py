@@ -22,7 +22,7 @@ from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.global_args import set_args
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.state import world_size_from_env
-from mindspeed_mm.utils.errors import ConfigError, MMError
+from mindspeed_mm.utils.errors import MMError
 
 
 def describe_run(
@@ -32,6 +32,7 @@ def describe_run(
     args_defaults: dict[str, Any] | None = None,
     own_model: bool = False,
     own_data: bool = False,
+    roads: Sequence[str] = ("fsdp2",),
 ) -> Any:
     """Read flags and files into one description, checked against the schemas, and make it `get_args()`'s.
 
@@ -39,6 +40,7 @@ def describe_run(
         argv: None: this process's.
         own_model, own_data: the script brings a model, or data, of its own: --mm-model, --mm-data may be absent, and
             the files may hold keys of their own.
+        roads: backends that the script can train with: "ptd", "fsdp2".
 
     Returns:
         the Namespace; `args.mm` holds the files, `args.tools` tools.json typed.
@@ -52,6 +54,7 @@ def describe_run(
         extra_args_provider=extra_args_provider,
         args_defaults=args_defaults,
         required=[name for name in REQUIRED if not optional.get(name)],
+        roads=roads,
     )
     merge_mm_args(args, own_model=own_model, own_data=own_data)
     args.tools = ToolsConfig.from_dict(getattr(args.mm, "tool", None) or {})
@@ -72,17 +75,13 @@ def prepare_process(args: Any) -> None:
 
 
 def create_backend(args: Any) -> Backend:
-    """The backend that the flags ask for.
-
-    Raises:
-        ConfigError: it is not there yet.
-    """
+    """The backend that the flags ask for."""
     if args.use_torch_fsdp2:
         return FSDP2Backend()
-    raise ConfigError(
-        "--use-torch-fsdp2 is missing: the Megatron (PTD) backend is not there yet; add --use-torch-fsdp2 and "
-        "--fsdp2-config-path"
-    )
+    accelerator.prepare_megatron()  # before megatron is imported for the first time
+    from mindspeed_mm.backends.ptd import PTDBackend
+
+    return PTDBackend()
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def pretrain(
         args_defaults: values that take the place of flags' defaults.
 
     A provider of this project's own entry scripts says by an attribute (`reads_model_json`, `reads_data_json`) that its
-    file holds published keys only; without it the file may hold keys of the script's own.
+    file holds published keys only; without it the file may hold keys of the script's own. Which backends a model
+    provider builds for it may say as `backends` ("ptd", "fsdp2"); without it, for either.
 
     A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1.
     """
@@ -77,6 +78,7 @@ def pretrain(
             args_defaults=args_defaults,
             own_model=not getattr(model_provider, "reads_model_json", False),
             own_data=not getattr(train_valid_test_datasets_provider, "reads_data_json", False),
+            roads=getattr(model_provider, "backends", ("fsdp2", "ptd")),
         )
         prepare_process(args)
         backend = create_backend(args)

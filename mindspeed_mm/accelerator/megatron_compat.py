@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ def has_transformer_engine() -> bool:
 
 def apply_compatibility() -> None:
     """Mend megatron-core 0.16 for a process without Transformer Engine; does nothing with it, and nothing twice."""
+    # that the two libraries are missing is known here, and needs no word from each of its modules
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     if not has_transformer_engine():
         _apply()
 

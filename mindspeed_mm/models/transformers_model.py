@@ -63,6 +63,10 @@ class TransformersModel(MultiModalModule):
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
         self._loss_group: dist.ProcessGroup | None = None
 
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Make a collated micro-batch ready, on the host: find its target positions."""
+        return {**batch, "targets": select_targets(batch["labels"], self.loss_options.loss_type)}
+
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any) -> Any:
         """Run the model on a micro-batch.
 

@@ -16,6 +16,7 @@ def build_param_groups(
     no_decay_names: Sequence[str] = (),
     scaled_names: Sequence[str] = (),
     lr_mult: float = 1.0,
+    known_names: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into optimizer groups.
 
@@ -25,6 +26,7 @@ def build_param_groups(
     Args:
         no_decay_names, scaled_names: substrings of parameter names, case-insensitive
             (--weight-decay-exclude-modules, --lr-scale-modules).
+        known_names: all trainable parameters of the model, where `named_parameters` are a part of them only.
 
     Returns:
         groups with `params`, `names`, `wd_mult` (0 or 1) and `lr_mult`.
@@ -33,12 +35,13 @@ def build_param_groups(
         ConfigError: a substring matches no trainable parameter, or nothing is trainable.
     """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
-    if not named:
+    names = [name for name, _ in named] if known_names is None else list(known_names)
+    if not names:
         raise ConfigError("no parameter is trainable: every part is frozen")
-    for flag, names in (("--weight-decay-exclude-modules", no_decay_names), ("--lr-scale-modules", scaled_names)):
-        for wanted in names:
-            if not any(wanted.lower() in name.lower() for name, _ in named):
-                parts = {part for name, _ in named for part in name.split(".") if not part.isdigit()}
+    for flag, asked in (("--weight-decay-exclude-modules", no_decay_names), ("--lr-scale-modules", scaled_names)):
+        for wanted in asked:
+            if not any(wanted.lower() in name.lower() for name in names):
+                parts = {part for name in names for part in name.split(".") if not part.isdigit()}
                 raise ConfigError(
                     f"{flag} {wanted}: no trainable parameter has this in its name{did_you_mean(wanted, parts)}"
                 )

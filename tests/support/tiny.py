@@ -24,7 +24,14 @@ WORDS = tuple(
 )
 
 
-def tiny_qwen2_5_vl_dir(path: str | Path, seed: int = 0, tie: bool = False, weights: bool = True) -> Path:
+# enough layers and heads for four pipeline stages and four tensor-parallel ranks
+_DEEP_TEXT = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+_DEEP_VISION = {"depth": 4, "num_heads": 4, "fullatt_block_indexes": [1, 3]}
+
+
+def tiny_qwen2_5_vl_dir(
+    path: str | Path, seed: int = 0, tie: bool = False, weights: bool = True, deep: bool = False
+) -> Path:
     """Make a Qwen2.5-VL directory: processor, tokenizer, configuration (hidden 64, 2 + 2 layers), fp32 weights.
 
     Args:
@@ -32,13 +39,14 @@ def tiny_qwen2_5_vl_dir(path: str | Path, seed: int = 0, tie: bool = False, weig
         seed: of the random weights.
         tie: whether the output layer is the input embedding.
         weights: False leaves the weight file out.
+        deep: 4 + 4 layers, 8 heads in 4 groups and 4 vision heads.
     """
-    return _copy(_qwen2_5_vl(seed if weights else None, tie), path)
+    return _copy(_qwen2_5_vl(seed if weights else None, tie, deep), path)
 
 
-def tiny_qwen3_dir(path: str | Path, seed: int = 0, tie: bool = True, weights: bool = True) -> Path:
+def tiny_qwen3_dir(path: str | Path, seed: int = 0, tie: bool = True, weights: bool = True, deep: bool = False) -> Path:
     """Make a Qwen3 (text) directory with a tokenizer and no processor; arguments as for `tiny_qwen2_5_vl_dir`."""
-    return _copy(_qwen3(seed if weights else None, tie), path)
+    return _copy(_qwen3(seed if weights else None, tie, deep), path)
 
 
 def write_mixed_dataset(path: str | Path, rows: int = 16, seed: int = 0, images: bool = True) -> Path:
@@ -114,22 +122,25 @@ def _tokenizer(folder: Path) -> Any:
 
 
 @functools.cache
-def _qwen2_5_vl(seed: int | None, tie: bool) -> Path:
+def _qwen2_5_vl(seed: int | None, tie: bool, deep: bool) -> Path:
     from mindspeed_mm.tools.tiny_models import build_qwen2_5_vl_processor, qwen2_5_vl_config, save_model_dir
 
-    folder = _cache() / f"qwen2_5_vl-{seed}-{tie}"
+    folder = _cache() / f"qwen2_5_vl-{seed}-{tie}-{deep}"
     tokenizer = _tokenizer(_cache() / "tokenizer")
     build_qwen2_5_vl_processor(tokenizer, folder)
-    save_model_dir(qwen2_5_vl_config(tokenizer, tie_word_embeddings=tie), tokenizer, folder, seed)
+    text, vision = (_DEEP_TEXT, _DEEP_VISION) if deep else ({}, {})
+    config = qwen2_5_vl_config(tokenizer, text=text, vision=vision, tie_word_embeddings=tie)
+    save_model_dir(config, tokenizer, folder, seed)
     return folder
 
 
 @functools.cache
-def _qwen3(seed: int | None, tie: bool) -> Path:
+def _qwen3(seed: int | None, tie: bool, deep: bool) -> Path:
     from mindspeed_mm.tools.tiny_models import qwen3_config, save_model_dir
 
-    folder = _cache() / f"qwen3-{seed}-{tie}"
+    folder = _cache() / f"qwen3-{seed}-{tie}-{deep}"
     tokenizer = _tokenizer(_cache() / "tokenizer")
     tokenizer.save_pretrained(folder)
-    save_model_dir(qwen3_config(tokenizer, tie_word_embeddings=tie), tokenizer, folder, seed)
+    config = qwen3_config(tokenizer, text=_DEEP_TEXT if deep else {}, tie_word_embeddings=tie)
+    save_model_dir(config, tokenizer, folder, seed)
     return folder

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_mm.parallel.sizes import ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class BuildContext:
         seed: of random weights.
         trust_remote_code: whether modelling files of the checkpoint may run.
         flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
+        sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
+        loss_group: data-parallel ranks.
     """
 
     load_weights: bool = True
@@ -26,6 +31,9 @@ class BuildContext:
     seed: int = 1234
     trust_remote_code: bool = False
     flags: Namespace = field(default_factory=Namespace)
+    sizes: ParallelSizes | None = None
+    pipeline_rank: int = 0
+    loss_group: Any = None
 
 
 _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_context", default=None)

@@ -21,3 +21,11 @@ class MultiModalModule(nn.Module):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """The state dict that a checkpoint holds; the same as `state_dict`."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+def unwrap_model(model: nn.Module) -> Any:
+    """The user's own module inside wrappers that keep it as `.module` (Megatron's DistributedDataParallel)."""
+    inner: Any = model
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return inner

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mm.models.common.loss import Targets
 from mindspeed_mm.models.common.megatron_layers import RMSNorm, decoder_layer_spec
+from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class ParallelSizes:
-    """How a model is split.
-
-    Attributes:
-        tensor, pipeline, virtual_pipeline: parallel sizes; virtual_pipeline is None without interleaving.
-        sequence_parallel: norms and residuals on a part of the sequence each tensor-parallel rank.
-        params_dtype: of parameters.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int | None = None
-    sequence_parallel: bool = False
-    params_dtype: torch.dtype = torch.float32
 
 
 def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
@@ -58,6 +45,7 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
             )
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act is '{hf_config.hidden_act}'; this decoder has silu")
+    dtype = sizes.params_dtype
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -74,15 +62,22 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
         qk_layernorm=has_qk_norm(hf_config),
         hidden_dropout=0.0,
         attention_dropout=getattr(hf_config, "attention_dropout", 0.0) or 0.0,
+        mrope_section=hf_config.rope_parameters.get("mrope_section"),
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-        sequence_parallel=sizes.sequence_parallel,
-        params_dtype=sizes.params_dtype,
-        pipeline_dtype=sizes.params_dtype,
+        sequence_parallel=sizes.sequence_parallel and sizes.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        variable_seq_lengths=sizes.variable_seq_lengths,
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
         # with two stages and interleaving, batched sends between the same two ranks would cross, without an error
         overlap_p2p_comm=sizes.virtual_pipeline is not None,
         batch_p2p_comm=sizes.virtual_pipeline is None,
+        # sums of token losses are divided once, by the global batch's tokens: nothing on the way divides
+        calculate_per_token_loss=True,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -99,37 +94,112 @@ def has_qk_norm(hf_config: Any) -> bool:
 
 def has_qkv_bias(hf_config: Any) -> bool:
     """Whether the projections of queries, keys and values have a bias."""
-    return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith("qwen2")))
+    return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith(("qwen2", "qwen2_5"))))
+
+
+def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The recompute settings for a block of `layers` layers: never more of them than there are."""
+    settings = {k: v for k, v in recompute.items() if v is not None}
+    if settings.get("recompute_granularity") is None or not layers:
+        return {}
+    if settings["recompute_granularity"] == "full":
+        settings["recompute_num_layers"] = min(settings.get("recompute_num_layers", 1), layers)
+    return settings
+
+
+class LanguageModel(GPTModel):
+    """Megatron-core's GPTModel, whose last stage returns hidden states; projecting them is a step of its own."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """[sequence (a part of it under sequence parallelism), batch, hidden], on the last stage of all positions."""
+        if self.post_process and self.config.sequence_parallel:
+            # of the full gradient, which the head sums over its ranks, each rank keeps its part
+            return tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        return hidden_states
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., batch, hidden] → logits of this rank's part of the vocabulary."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight=weight)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[sequence, batch, hidden] → [batch, sequence, vocabulary], whole on every rank."""
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(self.project(hidden))
+        return logits.transpose(0, 1)
+
+    def loss_sum(self, hidden: torch.Tensor, targets: Targets, chunk: int | None = None) -> torch.Tensor:
+        """Weighted cross-entropy over the target positions.
+
+        Args:
+            hidden: [sequence, batch, hidden].
+            targets: positions in [batch * sequence].
+            chunk: at most so many positions' logits exist at once, and are made again for the backward pass; None: all
+                targets' at once.
+
+        Returns:
+            float32 scalar, the same on every tensor-parallel rank.
+        """
+        flat = hidden.transpose(0, 1).flatten(0, 1).index_select(0, targets.index)
+        if chunk is None or len(targets.tokens) <= chunk:
+            return self._loss_of(flat, targets.tokens, targets.weights)
+        total = flat.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(targets.tokens), chunk):
+            part = slice(start, start + chunk)
+            weights = None if targets.weights is None else targets.weights[part]
+            total = total + checkpoint(self._loss_of, flat[part], targets.tokens[part], weights, use_reentrant=False)
+        return total
+
+    def _loss_of(self, hidden: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        logits = self.project(hidden.unsqueeze(1)).float()
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, tokens.unsqueeze(1)).squeeze(1)
+        return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def build_language_model(
     hf_config: Any,
-    config: TransformerConfig,
+    sizes: ParallelSizes,
     *,
+    layers: range | None = None,
     pre_process: bool = True,
     post_process: bool = True,
-    vp_stage: int | None = None,
-) -> GPTModel:
-    """Build this rank's part of the decoder; its weights are random.
+) -> LanguageModel:
+    """Build a stage's part of the decoder; its weights are random, on the device of the context.
 
     Args:
-        config: from `language_config`.
+        layers: numbers of its layers in the whole model; None: all.
         pre_process, post_process: whether this stage holds the embedding, and the head.
-        vp_stage: which chunk of this pipeline rank; None without interleaving.
     """
-    spec = decoder_layer_spec(qk_norm=config.qk_layernorm)
+    layers = range(hf_config.num_hidden_layers) if layers is None else layers
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"config.json: rope_type is '{rope['rope_type']}'; this decoder has the default one")
-    return GPTModel(
+    config = language_config(hf_config, sizes)
+    # a stage is built as a model of its own: which layers it has is decided by `layers`, not by Megatron-core
+    config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = 1, None
+    config.num_layers = len(layers)
+    for name, value in recompute_for(sizes.recompute, len(layers)).items():
+        setattr(config, name, value)
+    spec = decoder_layer_spec(qk_norm=config.qk_layernorm)
+    model = LanguageModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),
         hf_config.vocab_size,
         hf_config.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="mrope" if config.mrope_section else "rope",
         rotary_base=rope["rope_theta"],
-        vp_stage=vp_stage,
+        scatter_embedding_sequence_parallel=False,
     )
+    if post_process:
+        # hidden states are gathered before target positions are chosen
+        model.output_layer.sequence_parallel = False
+        model.output_layer.allreduce_dgrad = sizes.tensor > 1
+    if hf_config.tie_word_embeddings and pre_process != post_process:
+        copy = model.shared_embedding_or_output_weight()
+        copy.shared_embedding = True  # gets a bucket of its own, cut alike on both stages
+        copy.shared = post_process  # counted once in the gradient's norm
+    return model

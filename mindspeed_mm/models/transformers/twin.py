@@ -27,3 +27,11 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     config = copy.deepcopy(model.config)  # building writes the dtype into it, and into those of its parts
     with torch.device("meta"):
         return type_without_fsdp(model)._from_config(config, dtype=dtype or own)
+
+
+def meta_model(model_class: Any, hf_config: Any) -> Any:
+    """A transformers model of a class and configuration on the meta device, in float32, its ties tied."""
+    with torch.device("meta"):
+        model = model_class._from_config(copy.deepcopy(hf_config), dtype=torch.float32)
+    model.tie_weights()
+    return model

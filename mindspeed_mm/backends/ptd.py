@@ -1,0 +1,481 @@
+"""PTDBackend: Megatron-core's pipeline, tensor and data parallelism behind the loop's protocol."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import nn
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
+from mindspeed_mm.backends.sums import reduce_step_sums
+from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
+from mindspeed_mm.checkpoint.snapshot import Snapshot
+from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.module import unwrap_model
+from mindspeed_mm.models.transformers.family import traits_of
+from mindspeed_mm.monitor.flops import flops_model
+from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients
+from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
+from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, sum_of_squares, tower_parameters, trained_names
+from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
+from mindspeed_mm.parallel.sizes import ParallelSizes
+from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
+from mindspeed_mm.utils.errors import ConfigError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class PTDBackend:
+    """Megatron-core's schedules, DistributedDataParallel and optimizers."""
+
+    state: ParallelState
+    optimizer: Any
+    schedule: Schedule
+
+    def setup(self, args: Any) -> None:
+        """Start the process groups and seed."""
+        self.args = args
+        self.compute_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        whole = initialize_parallel(args.distributed_backend, args.distributed_timeout_minutes)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
+            # a tied embedding need not be on the first stage: the backend sums its copies' gradients itself
+            get_embedding_ranks=lambda ranks: ranks[:1],
+            get_position_embedding_ranks=lambda ranks: ranks[:1],
+        )
+        self.state = replace(
+            whole,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            data_parallel_group=parallel_state.get_data_parallel_group(),
+        )
+        self._whole = replace(whole, data_parallel_size=whole.world_size)  # figures of a step are summed over all
+        self.data_parallel_rank = self.state.data_parallel_rank
+        self.data_parallel_size = self.state.data_parallel_size
+        self.is_logging_rank = self.state.is_logging_rank
+        self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.sizes = sizes_from_args(args, _DTYPES[self.compute_dtype])
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
+        self._sum_dtype = accelerator.current().sum_dtype
+        self._names: list[str] | None = None
+        self._start_sums()
+
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
+        """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
+
+        Args:
+            model_provider: a user's callback; of pre_process, post_process and vp_stage it is given what it takes.
+            load_weights: False where a checkpoint will bring them.
+
+        Raises:
+            ConfigError: a chunk that Megatron's schedules can't drive.
+        """
+        args = self.args
+        context = BuildContext(
+            load_weights=load_weights,
+            defer_weights=True,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            flags=args,
+            sizes=self.sizes,
+            pipeline_rank=self.pipeline_rank,
+            loss_group=self.state.data_parallel_group,
+        )
+        accelerator.current().manual_seed(args.seed)
+        with build_context(context), torch.device("meta"):
+            chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
+        for chunk in chunks:
+            if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
+                raise ConfigError(
+                    f"{type(chunk).__name__}, which model_provider returned, has no set_input_tensor or no config (a "
+                    "TransformerConfig): Megatron's schedules can't drive it; build it of Megatron-core's modules, or "
+                    "add --use-torch-fsdp2"
+                )
+            chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
+            materialize_chunk(chunk, self.state.device)
+        self._config = chunks[0].config
+        for chunk in chunks:
+            chunk.config = self._config  # the schedule and every wrapper must see the same switches
+        self.chunks = chunks
+        self._twin = chunks[0].hf_twin() if hasattr(chunks[0], "hf_twin") else None
+        groups = MegatronGroups(
+            tensor_rank=self.tensor_rank,
+            tensor_size=self.sizes.tensor,
+            data_rank=self.data_parallel_rank,
+            data_size=self.data_parallel_size,
+            host_group=self.state.host_group,
+            state=self.state,
+        )
+        self._stored = MegatronState(chunks, self._twin, groups)
+        if load_weights:
+            self._fill(chunks[0])
+        accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
+        self._tied = tied_embedding(chunks, self.state)
+        self.model = [
+            DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(chunks)
+        ]
+        self._connect_schedule()
+        if self._twin is not None:
+            self._flops_model = flops_model(self._twin, traits_of(self._twin))
+        else:
+            self._flops_model = None
+        return self.model
+
+    def build_optimizer(self, model: list[nn.Module]) -> Any:
+        """Build Megatron's optimizer, over parameter groups of ours, and its schedule."""
+        trained = sorted(set().union(*self.gather_objects(trained_names(self.model))))
+        self.optimizer = build_megatron_optimizer(self.model, self.args, self.sizes.params_dtype, trained)
+        self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
+        self._stored.attach(self.optimizer)
+        self._snapshots = self._stored.snapshots(
+            save_optimizer=not self.args.no_save_optim, save_rng=not self.args.no_save_rng
+        )
+        return self.optimizer
+
+    def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
+        """Run Megatron's schedule over a step's micro-batches."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(forward_step, data_iterator, num_microbatches, forward_only=False)
+
+    def step(self, counts: BatchCounts, stop_requested: bool) -> PTDStep:
+        """See the protocol."""
+        optimizer, scale = self.optimizer, self.loss_scale.scale
+        optimizer.prepare_grads()
+        squared = sum_of_squares(optimizer, self._sum_dtype, self.state.device)
+        if not self.args.use_distributed_optimizer:
+            squared = squared / self.data_parallel_size  # every replica has the whole gradient
+        self._agree_on_names()
+        names = self._names or []
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
+        means = zero + (0 if self._is_sum else self._micro_batches)
+        own = [self._loss_sum, self._denominator, means, zero + self._micro_batches]
+        own += [self._metrics.get(n, zero) for n in names]
+        if not (self._has_loss and self.tensor_rank == 0):
+            own = [zero] * len(own)
+        reads_for_all = self.tensor_rank == 0 and self.pipeline_rank == 0
+        told = counts if reads_for_all else BatchCounts(media=dict.fromkeys(counts.media, 0))
+        told.wait_seconds = counts.wait_seconds
+        values = torch.stack([squared, *own])
+        reduced = reduce_step_sums(values, told, sorted(counts.media), stop_requested, self._whole)
+        squared, loss_sum, denominator, means, micro_batches, *metrics = reduced.device.tolist()
+        divisor = max(means if means else denominator, 1e-30)
+        loss = loss_sum / divisor
+        norm = max(squared, 0.0) ** 0.5 / divisor / scale if squared == squared else float("nan")
+        finite = abs(loss) < float("inf") and abs(norm) < float("inf")
+        if finite:
+            factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), self.args.clip_grad))
+            self._release_idle_towers(reduced.counts)
+            scale_gradients(optimizer.get_parameters(), torch.tensor(factor / (divisor * scale)))
+            optimizer.step_with_ready_grads()
+        figures = {n: m / micro_batches for n, m in zip(names, metrics, strict=True)}
+        result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, figures)
+        self.loss_scale.update(overflowed=not finite)
+        if finite:
+            self.schedule.step()
+        self._start_sums()
+        return PTDStep(reduced.counts, reduced.stop > 0, result)
+
+    @torch.no_grad()
+    def evaluate(
+        self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
+    ) -> tuple[float, float]:
+        """Forward only; returns (loss sum, denominator) over all ranks."""
+        self._gather_parameters()
+        for chunk in self.model:
+            chunk.eval()
+        self._start_sums()
+        self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
+        own = [self._loss_sum, self._denominator, zero + (0 if self._is_sum else self._micro_batches)]
+        values = torch.stack(own if self._has_loss and self.tensor_rank == 0 else [zero] * 3)
+        loss_sum, denominator, means = reduce_step_sums(values, BatchCounts(), [], False, self._whole).device.tolist()
+        self._start_sums()
+        for chunk in self.model:
+            chunk.train()
+        self._follow_parameters()
+        return loss_sum, means if means else denominator
+
+    def flops(self, counts: BatchCounts) -> float | None:
+        """See the protocol."""
+        return None if self._flops_model is None else self._flops_model.of(counts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """See the protocol."""
+        gathered: list[Any] = [None] * self.state.world_size
+        dist.all_gather_object(gathered, value, group=self.state.host_group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
+        """See the protocol."""
+        source = getattr(self.chunks[0], "source", None)
+        states = {
+            "schedule": self.schedule.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
+            "source": str(Path(source).absolute()) if source else None,
+        }
+        return self._snapshots.take({**extra, **states}, detached=detached)
+
+    def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
+        """See the protocol."""
+        extra = self._stored.load(directory, optimizer=optimizer, rng=rng, strict=not self.args.no_strict_load)
+        if schedule:
+            self.schedule.load_state_dict(extra["schedule"])
+            self.loss_scale.load_state_dict(extra.get("loss_scale", {}))
+        return extra
+
+    def load_weights(self, directory: Path) -> None:
+        """See the protocol."""
+        args = self.args
+        self._stored.load_weights(
+            directory,
+            strict=not args.no_strict_load,
+            downcast=args.downcast_to_bf16,
+            allow_pickle=args.allow_unsafe_pickle,
+        )
+
+    def export_hf(self, directory: Path) -> None:
+        """See the protocol."""
+        self._gather_parameters()
+        chunk = self.chunks[0]
+        self._stored.export_hf(directory, getattr(chunk, "source", None), getattr(chunk, "source_dtype", None))
+        self._follow_parameters()
+
+    def _fill(self, chunk: Any) -> None:
+        directory = getattr(chunk, "pending_weights", None)
+        if directory is not None:
+            self.load_weights(Path(directory))
+        elif self._twin is not None:
+            self._stored.draw_weights(self.args.seed)
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        args = self.args
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or self.compute_dtype == "bf16",
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            check_for_nan_in_grad=False,  # the step's own guard skips it and says so
+            average_in_collective=False,
+        )
+
+    def _connect_schedule(self) -> None:
+        """Give Megatron's schedules what they call."""
+        config = self._config
+        config.finalize_model_grads_func = self._finalize_gradients
+        config.grad_scale_func = self._scale_loss
+        if self.args.overlap_grad_reduce:
+            no_syncs = [chunk.no_sync for chunk in self.model]
+            config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+
+    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.loss_scale.scale == 1.0 else loss * self.loss_scale.scale
+
+    def _finalize_gradients(self, model: list[nn.Module], num_tokens: Any = None, **_: Any) -> None:
+        """Sum over replicas, over parts of the sequence, and over the two copies of a tied embedding."""
+        finalize_model_grads(self.model, None)
+        self._tied.sum_gradients()
+
+    def _run(self, forward_step: ForwardStep, data_iterator: Any, num_microbatches: int, *, forward_only: bool) -> None:
+        def step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
+            output, loss_func = forward_step(iterator, chunk)
+            return output, lambda tensor: self._add(loss_func(tensor))
+
+        chunks = len(self.model)
+        iterators: Any = data_iterator if chunks == 1 else share_batches(data_iterator, chunks)
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators,
+            model=self.model if chunks > 1 else self.model[0],
+            num_microbatches=num_microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _start_sums(self) -> None:
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
+        self._loss_sum, self._denominator = zero, zero.clone()
+        self._metrics: dict[str, torch.Tensor] = {}
+        self._micro_batches = 0
+        self._is_sum = self._has_loss = True
+        self._has_loss = False
+
+    def _add(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
+        loss, denominator, metrics = normalise_loss_output(output)
+        self._has_loss = True
+        self._micro_batches += 1
+        self._is_sum = denominator is not None
+        self._loss_sum = self._loss_sum + loss.detach().to(self._loss_sum)
+        if denominator is not None:
+            self._denominator = self._denominator + denominator.detach().to(self._denominator)
+        for name, value in metrics.items():
+            number = torch.as_tensor(value, dtype=self._sum_dtype).detach().to(self.state.device)
+            if name != "loss" and number.numel() == 1:
+                self._metrics[name] = self._metrics.get(name, 0) + number.reshape(())
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+    def _agree_on_names(self) -> None:
+        """Stages without a loss learn once which figures the last one adds."""
+        if self._names is None:
+            self._names = sorted(set().union(*self.gather_objects(sorted(self._metrics))))
+
+    def _release_idle_towers(self, counts: BatchCounts) -> None:
+        """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
+        for modalities, params in tower_parameters(self.optimizer):
+            if all(m in counts.media for m in modalities) and not any(counts.media[m] for m in modalities):
+                for param in params:
+                    param.grad = None
+
+    def _gather_parameters(self) -> None:
+        """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""
+        if self.args.overlap_param_gather:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook()
+
+    def _follow_parameters(self) -> None:
+        if self.args.overlap_param_gather:
+            for chunk in self.model:
+                chunk.enable_forward_pre_hook()
+
+
+class PTDStep:
+    """A finished step; see PendingStep in the protocol."""
+
+    def __init__(self, counts: BatchCounts, stop: bool, result: StepResult) -> None:
+        self.counts, self.stop, self._result = counts, stop, result
+
+    def result(self) -> StepResult:
+        """The step's figures."""
+        return self._result
+
+
+class TiedEmbedding:
+    """The two copies of a tied embedding, on the stage that embeds and on the last one."""
+
+    def __init__(self, weights: list[nn.Parameter], group: Any) -> None:
+        self._weights, self._group = weights, group
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Give both copies the sum of their gradients, so that they stay equal."""
+        trained: list[Any] = [w for w in self._weights if w.requires_grad]
+        if not trained or self._group is None:
+            return
+        total = trained[0].main_grad
+        for other in trained[1:]:
+            total.add_(other.main_grad)
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(total, group=self._group)
+        for other in trained[1:]:
+            other.main_grad.copy_(total)
+
+
+def tied_embedding(chunks: list[Any], state: ParallelState) -> TiedEmbedding:
+    """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call."""
+    weights = [
+        c.shared_embedding_or_output_weight()
+        for c in chunks
+        if getattr(c, "share_embeddings_and_output_weights", False) and c.pre_process != c.post_process
+    ]
+    mine = [w for w in weights if w is not None]
+    holders: list[Any] = [None] * state.world_size
+    dist.all_gather_object(holders, bool(mine), group=state.host_group)
+    own_group = None
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    pipelines: list[Any] = [None] * state.world_size
+    dist.all_gather_object(pipelines, tuple(ranks), group=state.host_group)
+    for pipeline in sorted(set(pipelines)):
+        having = [rank for rank in pipeline if holders[rank]]
+        group = dist.new_group(having) if having else None
+        if state.rank in having:
+            own_group = group
+    return TiedEmbedding(mine, own_group)
+
+
+def sizes_from_args(args: Any, params_dtype: torch.dtype) -> ParallelSizes:
+    """The layout that the flags ask for."""
+    recompute = {
+        "recompute_granularity": "selective" if args.recompute_activations else args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+    }
+    return ParallelSizes(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        virtual_pipeline=args.virtual_pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        params_dtype=params_dtype,
+        variable_seq_lengths=args.variable_seq_lengths,
+        recompute={k: v for k, v in recompute.items() if v is not None},
+    )
+
+
+@torch.no_grad()
+def materialize_chunk(chunk: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers built on meta their storage; what Megatron-core has marked them with stays."""
+    for module in chunk.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                empty.__dict__.update(param.__dict__)
+                module._parameters[name] = empty
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise ConfigError(f"{type(module).__name__}.{name}: a buffer built on meta has no value to be given")
+
+
+def share_batches(iterator: Iterator[Any], readers: int) -> list[Iterator[Any]]:
+    """Iterators of the chunks of one rank: each gets every micro-batch; one is read from `iterator` when first asked.
+
+    A micro-batch is let go when all have had it.
+    """
+    waiting: list[deque[Any]] = [deque() for _ in range(readers)]
+
+    def read(own: deque[Any]) -> Iterator[Any]:
+        while True:
+            if not own:
+                batch = next(iterator)
+                for queue in waiting:
+                    queue.append(batch)
+            yield own.popleft()
+
+    return [read(queue) for queue in waiting]
+
+
+def _call_provider(provider: ModelProvider, sizes: ParallelSizes, chunk: int) -> Any:
+    virtual = sizes.virtual_pipeline
+    stage = chunk if virtual else None
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=virtual is None, vp_stage=stage)
+    offered = {"pre_process": first, "post_process": last, "vp_stage": stage}
+    taken = inspect.signature(provider).parameters
+    chunk_model = provider(**{k: v for k, v in offered.items() if k in taken})
+    return unwrap_model(chunk_model)

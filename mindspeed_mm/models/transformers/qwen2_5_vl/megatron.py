@@ -1,0 +1,39 @@
+"""Qwen2.5-VL out of Megatron-core's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_mm.models.common.megatron_family import MegatronFamily
+from mindspeed_mm.models.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
+
+
+def smallest_image(vision_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """One merged patch of zeros: ([merge², channels * frames * patch²] float32, [1, 3] int64)."""
+    side = vision_config.spatial_merge_size
+    width = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
+    return torch.zeros(side * side, width), torch.tensor([[1, side, side]])
+
+
+def positions(twin: Any, batch: dict[str, Any]) -> torch.Tensor | None:
+    """Time, height and width of every token, as the transformers model computes them."""
+    return twin.model.compute_3d_position_ids(
+        input_ids=batch["input_ids"],
+        image_grid_thw=batch.get("image_grid_thw"),
+        video_grid_thw=batch.get("video_grid_thw"),
+        inputs_embeds=None,
+        attention_mask=batch.get("attention_mask"),
+        cache=None,
+        second_per_grid_ts=batch.get("second_per_grid_ts"),
+        mm_token_type_ids=batch.get("mm_token_type_ids"),
+    )
+
+
+FAMILY = MegatronFamily(
+    decoder="model.language_model.",
+    image_encoder=Qwen2_5_VLImageEncoder,
+    smallest_image=smallest_image,
+    positions=positions,
+)

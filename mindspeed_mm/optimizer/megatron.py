@@ -1,0 +1,121 @@
+"""Megatron-core's optimizers over parameter groups of ours. Imports megatron: for the Megatron backend only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
+from torch import nn
+
+from mindspeed_mm.optimizer.groups import build_param_groups
+from mindspeed_mm.utils.errors import ConfigError
+
+_TOWER = "modalities"
+
+
+def build_megatron_optimizer(model: Sequence[Any], args: Any, params_dtype: torch.dtype, trained: Sequence[str]) -> Any:
+    """Return Megatron's optimizer for the wrapped chunks of this rank.
+
+    Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. Parameters
+    of a tower are in groups of their own, so that an idle tower's steps are not counted.
+
+    Args:
+        model: chunks in Megatron's DistributedDataParallel.
+        args: lr, adam_*, sgd_momentum, use_distributed_optimizer, overlap_param_gather, clip_grad, ….
+        trained: names of the parameters that are trained on any rank, by `trained_names`.
+
+    Returns:
+        a DistributedOptimizer, Float16OptimizerWithFloat16Params or FP32Optimizer; without trained parameters here, a
+        stub of it.
+
+    Raises:
+        ConfigError: an optimizer that Megatron-core can't spread, or nothing is trained anywhere.
+    """
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise ConfigError("--optimizer sgd: Megatron's distributed optimizer steps Adam only; remove one of the flags")
+    groups = _groups(model, args, trained)
+    config = OptimizerConfig(
+        optimizer="sgd" if args.optimizer == "sgd" else "adam",
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        fp16=params_dtype == torch.float16,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        loss_scale=1.0 if params_dtype == torch.float16 else None,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+        clip_grad=0.0,  # clipped together with the division by the global batch's tokens
+    )
+    model_parallel = parallel_state.get_model_parallel_group()
+    optimizer = _get_megatron_optimizer_based_on_param_groups(
+        config,
+        model_chunks=list(model),
+        param_groups=groups,
+        per_model_buffers={i: chunk.buffers for i, chunk in enumerate(model)},
+        model_parallel_group=model_parallel,
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=model_parallel.rank(),
+        intra_dist_opt_group=parallel_state.get_intra_distributed_optimizer_instance_group(),
+    )
+    if hasattr(optimizer, "grad_scaler"):
+        optimizer.grad_scaler = None  # the loss scale is the loop's own
+    return optimizer
+
+
+def sum_of_squares(optimizer: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """This rank's part of the squared gradient norm; copies (tied, or alike on tensor-parallel ranks) count once."""
+    gradients = [] if optimizer.is_stub_optimizer else optimizer.get_main_grads_for_grad_norm()
+    gradients = [g for g in gradients if g.numel()]
+    if not gradients:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).to(dtype)
+    return norms.square().sum()
+
+
+def tower_parameters(optimizer: Any) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
+    """The parameters that are stepped here of each tower, with what it encodes."""
+    if optimizer.is_stub_optimizer:
+        return []
+    return [(tuple(g[_TOWER]), g["params"]) for g in optimizer.param_groups if g.get(_TOWER)]
+
+
+def trained_names(model: Sequence[Any]) -> list[str]:
+    """Names of what is trained here, by transformers' names where the chunks know them."""
+    return [name for chunk in model for name, _ in _named(chunk)]
+
+
+def _named(chunk: Any) -> list[tuple[str, nn.Parameter]]:
+    inner = chunk.module
+    made_of = getattr(inner, "made_of", None)
+    named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
+    return [(made_of(n).sources[0] if made_of else n, p) for n, p in named]
+
+
+def _groups(model: Sequence[Any], args: Any, trained: Sequence[str]) -> list[dict[str, Any]]:
+    named: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {(): []}
+    for chunk in model:
+        modalities_of = getattr(chunk.module, "modalities_of", lambda name: ())
+        own_names = {id(p): n for n, p in chunk.module.named_parameters()}
+        for name, param in _named(chunk):
+            named.setdefault(tuple(modalities_of(own_names[id(param)])), []).append((name, param))
+    groups = []
+    for modalities, parameters in named.items():
+        for group in build_param_groups(
+            parameters,
+            no_decay_names=args.weight_decay_exclude_modules or (),
+            scaled_names=args.lr_scale_modules or (),
+            lr_mult=args.lr_mult,
+            known_names=trained,
+        ):
+            # what Megatron-core expects in a group of its own making
+            own = {"is_expert_parallel": False, "default_config": True, "max_lr": args.lr, "min_lr": args.min_lr}
+            groups.append({**group, **own, _TOWER: list(modalities)})
+    return groups

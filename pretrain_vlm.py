@@ -1,0 +1,81 @@
+"""Train a vision-language or text model (Qwen2.5-VL, Qwen3, …) as its launch script, model.json and data.json say.
+
+Without further flags it is built of Megatron-core's modules (pipeline, tensor and data parallel); with
+--use-torch-fsdp2 the transformers model itself is trained.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
+from mindspeed_mm import accelerator
+from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.models.common.module import unwrap_model
+from mindspeed_mm.training import pretrain
+from mindspeed_mm.utils.device import move_to_device
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """Build the model, or a pipeline stage's chunk of it."""
+    args = get_args()
+    if args.use_torch_fsdp2:
+        from mindspeed_mm.models.transformers_model import TransformersModel
+
+        return TransformersModel(deepcopy(args.mm.model))
+    from mindspeed_mm.models.vlm_model import VLModel
+
+    return VLModel.from_config(deepcopy(args.mm.model), vp_stage)
+
+
+def get_batch(data_iterator: Any, model: Any) -> dict[str, Any]:
+    """Take the next micro-batch; what depends on lengths and positions is found on the host."""
+    batch = dict(next(data_iterator))
+    batch.pop("num_rows", None)
+    return move_to_device(unwrap_model(model).prepare(batch), accelerator.current().device())
+
+
+def loss_func(output: dict[str, Any]) -> Any:
+    """(sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
+    if output["denominator"] is None:
+        return output["loss"], {}
+    return output["loss"], output["denominator"], {}
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+    """Forward pass of one micro-batch; stages before the last return what the next one takes."""
+    return model(**get_batch(data_iterator, model)), loss_func
+
+
+def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
+    """Build the loaders that data.json describes."""
+    args = get_args()
+    data = args.mm.data
+    datasets = build_mm_dataset(data.dataset_param, max_length=args.seq_length, seed=args.seed)
+    train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
+
+    def loader(dataset: Any, *, training: bool) -> Any:
+        return build_mm_dataloader(
+            dataset,
+            data.dataloader_param,
+            consumed_samples=args.consumed_train_samples if training else 0,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            num_workers=args.num_workers,
+            seed=args.seed,
+            dp_rank=args.data_parallel_rank,
+            dp_size=args.data_parallel_size,
+            train=training,
+        )
+
+    return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
+
+
+model_provider.reads_model_json = True  # type: ignore[attr-defined]
+model_provider.backends = ("ptd", "fsdp2")  # type: ignore[attr-defined]
+train_valid_test_datasets_provider.reads_data_json = True  # type: ignore[attr-defined]
+
+if __name__ == "__main__":
+    pretrain(train_valid_test_datasets_provider, model_provider, forward_step_func=forward_step)
