@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
-from mindspeed_mm.backends.sums import reduce_step_sums
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
+from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
@@ -64,7 +64,7 @@ class FSDP2Backend:
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
-        self._start_sums()
+        self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
         """Build, freeze, shard and fill the model.
@@ -138,8 +138,7 @@ class FSDP2Backend:
             if num_microbatches > 1:
                 set_gradient_sync(self._root, i == num_microbatches - 1, self.config.defer_gradient_sync)
             output, loss_func = forward_step(data_iterator, self.model)
-            loss, denominator, metrics = normalise_loss_output(loss_func(output))
-            self._add(loss.detach(), denominator, metrics)
+            loss = self._sums.add(loss_func(output))
             (loss * scale if scale != 1.0 else loss).backward()
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
@@ -152,15 +151,16 @@ class FSDP2Backend:
         squared = local_squared_norm(self._parameters, self.state.world_size, self._sum_dtype)
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
         squared = zero if squared is None else squared.to(self.state.device)
-        names = sorted(self._metrics)
-        values = torch.stack([squared, self._loss_sum, self._denominator, *(self._metrics[n] for n in names)])
+        sums, self._sums = self._sums, self._new_sums()
+        names = sorted(sums.metrics)
+        values = torch.stack([squared, sums.loss, sums.denominator, *(sums.metrics[n] for n in names)])
         reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
         squared, loss_sum, denominator, *metrics = reduced.device.unbind()
-        divisor = denominator if self._is_sum else zero + self._micro_batches * self.data_parallel_size
+        divisor = denominator if sums.is_sum else zero + sums.micro_batches * self.data_parallel_size
         divisor = divisor.clamp(min=1e-30)
         loss = loss_sum / divisor
         norm = squared.sqrt() / divisor / scale
-        mean = self._micro_batches * self.data_parallel_size
+        mean = sums.micro_batches * self.data_parallel_size
         self._release_idle_towers(reduced.counts)
         pending = PendingFSDP2Step(
             self,
@@ -172,7 +172,6 @@ class FSDP2Backend:
         )
         self._step_optimizer(norm, loss, divisor * scale)
         self.optimizer.zero_grad(set_to_none=True)
-        self._start_sums()
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
         if self.state.device.type == "cpu" or self.loss_scale.is_dynamic:
@@ -185,20 +184,18 @@ class FSDP2Backend:
     ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator) over all ranks."""
         self.model.eval()
-        self._start_sums()
+        sums = self._new_sums()
         for _ in range(num_microbatches):
             output, loss_func = forward_step(data_iterator, self.model)
-            self._add(*normalise_loss_output(loss_func(output)))
-        values = torch.stack([self._loss_sum, self._denominator])
+            sums.add(loss_func(output))
+        values = torch.stack([sums.loss, sums.denominator])
         summed = reduce_step_sums(values, BatchCounts(), [], False, self.state).device.tolist()
-        is_sum, batches = self._is_sum, self._micro_batches
-        self._start_sums()
         self.model.train()
         for module in self._root.modules():
             # forward without backward leaves the root whole; a later step must not find it stale
             if hasattr(module, "reshard") and hasattr(module, "unshard"):
                 module.reshard()
-        return (summed[0], summed[1]) if is_sum else (summed[0], float(batches * self.data_parallel_size))
+        return (summed[0], summed[1] if sums.is_sum else float(sums.micro_batches * self.data_parallel_size))
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -259,25 +256,8 @@ class FSDP2Backend:
         if module is self._root and source.in_hub_layout:
             self._conversions = plan.conversions
 
-    def _start_sums(self) -> None:
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
-        self._loss_sum, self._denominator = zero, zero.clone()
-        self._metrics: dict[str, torch.Tensor] = {}
-        self._micro_batches = 0
-        self._is_sum = True
-
-    def _add(self, loss: torch.Tensor, denominator: torch.Tensor | None, metrics: dict[str, Any]) -> None:
-        self._micro_batches += 1
-        self._is_sum = denominator is not None
-        self._loss_sum = self._loss_sum + loss.detach().to(self._loss_sum)
-        if denominator is not None:
-            self._denominator = self._denominator + denominator.detach().to(self._denominator)
-        for name, value in metrics.items():
-            if name == "loss":
-                continue  # the loop's own figure, computed from the sums
-            number = torch.as_tensor(value, dtype=self._sum_dtype).detach().to(self.state.device)
-            if number.numel() == 1:
-                self._metrics[name] = self._metrics.get(name, 0) + number.reshape(())
+    def _new_sums(self) -> StepSums:
+        return StepSums(self._sum_dtype, self.state.device)
 
     def _modalities(self, counts: BatchCounts) -> list[str]:
         return sorted(counts.media)

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult, normalise_loss_output
-from mindspeed_mm.backends.sums import reduce_step_sums
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
+from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
 from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
@@ -78,7 +78,7 @@ class PTDBackend:
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self._sum_dtype = accelerator.current().sum_dtype
         self._names: list[str] | None = None
-        self._start_sums()
+        self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
         """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
@@ -169,18 +169,15 @@ class PTDBackend:
             squared = squared / self.data_parallel_size  # every replica has the whole gradient
         self._agree_on_names()
         names = self._names or []
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
-        means = zero + (0 if self._is_sum else self._micro_batches)
-        own = [self._loss_sum, self._denominator, means, zero + self._micro_batches]
-        own += [self._metrics.get(n, zero) for n in names]
-        if not (self._has_loss and self.tensor_rank == 0):
-            own = [zero] * len(own)
+        sums, self._sums = self._sums, self._new_sums()
+        zero = torch.zeros_like(sums.loss)
+        own = self._own_part(sums, [sums.metrics.get(n, zero) for n in names])
         reads_for_all = self.tensor_rank == 0 and self.pipeline_rank == 0
         told = counts if reads_for_all else BatchCounts(media=dict.fromkeys(counts.media, 0))
         told.wait_seconds = counts.wait_seconds
         values = torch.stack([squared, *own])
         reduced = reduce_step_sums(values, told, sorted(counts.media), stop_requested, self._whole)
-        squared, loss_sum, denominator, means, micro_batches, *metrics = reduced.device.tolist()
+        squared, loss_sum, denominator, means, micro_batches, *figures = reduced.device.tolist()
         divisor = max(means if means else denominator, 1e-30)
         loss = loss_sum / divisor
         norm = max(squared, 0.0) ** 0.5 / divisor / scale if squared == squared else float("nan")
@@ -190,12 +187,11 @@ class PTDBackend:
             self._release_idle_towers(reduced.counts)
             scale_gradients(optimizer.get_parameters(), torch.tensor(factor / (divisor * scale)))
             optimizer.step_with_ready_grads()
-        figures = {n: m / micro_batches for n, m in zip(names, metrics, strict=True)}
-        result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, figures)
+        metrics = {n: figure / micro_batches for n, figure in zip(names, figures, strict=True)}
+        result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, metrics)
         self.loss_scale.update(overflowed=not finite)
         if finite:
             self.schedule.step()
-        self._start_sums()
         return PTDStep(reduced.counts, reduced.stop > 0, result)
 
     @torch.no_grad()
@@ -206,13 +202,11 @@ class PTDBackend:
         self._gather_parameters()
         for chunk in self.model:
             chunk.eval()
-        self._start_sums()
         self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
-        own = [self._loss_sum, self._denominator, zero + (0 if self._is_sum else self._micro_batches)]
-        values = torch.stack(own if self._has_loss and self.tensor_rank == 0 else [zero] * 3)
-        loss_sum, denominator, means = reduce_step_sums(values, BatchCounts(), [], False, self._whole).device.tolist()
-        self._start_sums()
+        sums, self._sums = self._sums, self._new_sums()
+        values = torch.stack(self._own_part(sums, []))
+        reduced = reduce_step_sums(values, BatchCounts(), [], False, self._whole)
+        loss_sum, denominator, means, _ = reduced.device.tolist()
         for chunk in self.model:
             chunk.train()
         self._follow_parameters()
@@ -319,33 +313,27 @@ class PTDBackend:
             forward_only=forward_only,
         )
 
-    def _start_sums(self) -> None:
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
-        self._loss_sum, self._denominator = zero, zero.clone()
-        self._metrics: dict[str, torch.Tensor] = {}
-        self._micro_batches = 0
-        self._is_sum = self._has_loss = True
-        self._has_loss = False
+    def _new_sums(self) -> StepSums:
+        return StepSums(self._sum_dtype, self.state.device)
+
+    def _own_part(self, sums: StepSums, metrics: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Loss, denominator, micro-batches with a mean, micro-batches, and metrics, as this rank adds them to the
+        whole: zeros unless it is the first tensor-parallel rank of a stage with a loss."""
+        zero = torch.zeros_like(sums.loss)
+        if not sums.micro_batches or self.tensor_rank:
+            return [zero] * (4 + len(metrics))
+        means = zero + (0 if sums.is_sum else sums.micro_batches)
+        return [sums.loss, sums.denominator, means, zero + sums.micro_batches, *metrics]
 
     def _add(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
-        loss, denominator, metrics = normalise_loss_output(output)
-        self._has_loss = True
-        self._micro_batches += 1
-        self._is_sum = denominator is not None
-        self._loss_sum = self._loss_sum + loss.detach().to(self._loss_sum)
-        if denominator is not None:
-            self._denominator = self._denominator + denominator.detach().to(self._denominator)
-        for name, value in metrics.items():
-            number = torch.as_tensor(value, dtype=self._sum_dtype).detach().to(self.state.device)
-            if name != "loss" and number.numel() == 1:
-                self._metrics[name] = self._metrics.get(name, 0) + number.reshape(())
+        loss = self._sums.add(output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     def _agree_on_names(self) -> None:
         """Stages without a loss learn once which figures the last one adds."""
         if self._names is None:
-            self._names = sorted(set().union(*self.gather_objects(sorted(self._metrics))))
+            self._names = sorted(set().union(*self.gather_objects(sorted(self._sums.metrics))))
 
     def _release_idle_towers(self, counts: BatchCounts) -> None:
         """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""

@@ -1,14 +1,51 @@
-"""The one small all-reduce of a step."""
+"""What a step adds up, and its one small all-reduce."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.backends.protocol import normalise_loss_output
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.parallel.state import ParallelState
+
+
+class StepSums:
+    """Sums over the micro-batches of a step, on this rank.
+
+    Attributes:
+        loss, denominator: float scalars on the device.
+        metrics: further figures of the loss function.
+        micro_batches: whose loss was added.
+        is_sum: whether losses are sums with a denominator; else they are means.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.loss = torch.zeros((), dtype=dtype, device=device)
+        self.denominator = self.loss.clone()
+        self.metrics: dict[str, torch.Tensor] = {}
+        self.micro_batches = 0
+        self.is_sum = True
+
+    def add(self, output: Any) -> torch.Tensor:
+        """Add what a `loss_func` returned; returns the loss, with its graph."""
+        loss, denominator, metrics = normalise_loss_output(output)
+        self.micro_batches += 1
+        self.is_sum = denominator is not None
+        self.loss = self.loss + loss.detach().to(self.loss)
+        if denominator is not None:
+            self.denominator = self.denominator + denominator.detach().to(self.denominator)
+        for name, value in metrics.items():
+            if name == "loss":
+                continue  # the loop's own figure, computed from the sums
+            number = torch.as_tensor(value, dtype=self._dtype).detach().to(self._device)
+            if number.numel() == 1:
+                self.metrics[name] = self.metrics.get(name, 0) + number.reshape(())
+        return loss
 
 
 @dataclass
