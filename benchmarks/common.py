@@ -91,11 +91,11 @@ def data_param(hf_dir: Path, data_file: Path) -> dict[str, Any]:
     }
 
 
-def write_files(folder: Path, hf_dir: Path, data_file: Path) -> dict[str, Path]:
-    """Write model.json, data.json, tools.json and fsdp2.yaml."""
+def write_files(folder: Path, hf_dir: Path, data_file: Path, model: dict[str, Any] | None = None) -> dict[str, Path]:
+    """Write model.json (with further keys from `model`), data.json, tools.json and fsdp2.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        "mm_model": (folder / "model.json", json.dumps({"init_from_hf_path": str(hf_dir)})),
+        "mm_model": (folder / "model.json", json.dumps({"init_from_hf_path": str(hf_dir), **(model or {})})),
         "mm_data": (folder / "data.json", json.dumps(data_param(hf_dir, data_file))),
         "mm_tool": (folder / "tools.json", "{}"),
         "fsdp2_config_path": (

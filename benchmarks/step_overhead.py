@@ -84,30 +84,45 @@ def launch(part: str, folder: Path, rounds: int, ranks: int) -> None:
 class OurLoop:
     """Our backend and loop over prepared micro-batches."""
 
-    def __init__(self, folder: Path, batches: list[dict[str, Any]], accumulation: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batches: list[dict[str, Any]],
+        accumulation: int,
+        script: str = "pretrain_transformers.py",
+        data_parallel: int = int(os.environ.get("WORLD_SIZE", "1")),
+        model: dict[str, Any] | None = None,
+        **flags: Any,
+    ) -> None:
+        """
+        Args:
+            script: entry script whose callbacks are used.
+            data_parallel: number of ranks with rows of their own.
+            model: further keys of model.json.
+            flags: further flags.
+        """
         from common import launch_words, prepare, write_files
 
         from mindspeed_mm import training
-        from mindspeed_mm.backends.fsdp2 import FSDP2Backend
         from mindspeed_mm.data.adapter import DefaultAdapter
         from mindspeed_mm.data.counting import CountingIterator
-        from mindspeed_mm.initialize import describe_run, prepare_process
+        from mindspeed_mm.initialize import create_backend, describe_run, prepare_process
 
         hf_dir, data_file = prepare(folder)
-        world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
         words = launch_words(
-            write_files(folder / f"files{rank}", hf_dir, data_file),
+            write_files(folder / f"files{rank}", hf_dir, data_file, model),
             folder / f"run{rank}",
             micro_batch_size=MICRO_BATCH,
-            global_batch_size=MICRO_BATCH * accumulation * world,
+            global_batch_size=MICRO_BATCH * accumulation * data_parallel,
             train_iters=100_000,
+            **flags,
         )
-        self.args = describe_run(words)
+        entry = load_entry_script(script)
+        self.args = describe_run(words, roads=entry.model_provider.backends)
         prepare_process(self.args)
-        self.backend = FSDP2Backend()
+        self.backend = create_backend(self.args)
         self.backend.setup(self.args)
-        entry = load_entry_script()
         self.forward_step = entry.forward_step
         self.backend.build_model(entry.model_provider, load_weights=True)
         self.backend.build_optimizer(self.backend.model)
@@ -429,11 +444,11 @@ def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from batches
 
 
-def load_entry_script() -> Any:
-    """pretrain_transformers.py as a module."""
+def load_entry_script(name: str) -> Any:
+    """An entry script as a module."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("pretrain_transformers", ROOT / "pretrain_transformers.py")
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

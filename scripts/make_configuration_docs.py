@@ -9,22 +9,23 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindspeed_mm.configs import data_rules, model_rules  # noqa: E402
+from mindspeed_mm.configs import data_rules, model_rules, vlm_rules  # noqa: E402
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
 from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
-from mindspeed_mm.configs.flags.spec import Flag, flags_of  # noqa: E402
+from mindspeed_mm.configs.flags.spec import Flag, Road, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
 from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
 from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
+from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 
@@ -36,10 +37,15 @@ A run is described by the flags of its launch command and by up to four files th
 
 | file | flag | says |
 |---|---|---|
-| `model.json` | `--mm-model` | which HF model is trained, what of it is frozen, which loss |
+| `model.json` | `--mm-model` | which model is trained, what of it is frozen, which loss |
 | `data.json` | `--mm-data` | which rows, how they are read, how they are batched |
 | `tools.json` | `--mm-tool` | profiler and memory snapshots; may be `{}` or absent |
 | `fsdp2.yaml` | `--fsdp2-config-path` | how the model is sharded, recomputed, prefetched, offloaded |
+
+A run goes one of two roads. With `--use-torch-fsdp2` the transformers model itself is trained, sharded as fsdp2.yaml
+says (`pretrain_transformers.py`, `pretrain_vlm.py`). Without it the model is built of megatron-core's modules and
+spread by tensor, pipeline and data parallelism: the Megatron road (`pretrain_vlm.py`). Where no road is named, both are
+meant.
 
 In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
 A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
@@ -75,31 +81,44 @@ def flag_row(item: Flag) -> list[str]:
     default = "" if item.default in (None, []) or item.kind is bool else f"{item.default}"
     if item.kind is bool and item.spellings and item.default:
         default = "on"
-    return [names, item.type_words, default, item.help]
+    only = {("fsdp2",): " (FSDP2 only)", ("ptd",): " (Megatron road only)"}.get(item.roads, "")
+    return [names, item.type_words, default, item.help + only]
 
 
 def flag_chapters() -> str:
-    """Return the tables of honoured flags, then those without effect, then the refused ones."""
+    """Return the tables of flags that a road honours, then those without effect, then the refused ones."""
     parts = ["## Flags\n"]
     for group in GROUPS:
-        rows = [flag_row(item) for item in flags_of(group) if not item.no_effect and not item.refused]
+        rows = [flag_row(item) for item in flags_of(group) if item.roads]
         if rows:
             title = flags_of(group)[0].group
             parts.append(f"### {title}\n\n" + table(("flag", "type", "default", "meaning"), rows))
     every = [item for group in GROUPS for item in flags_of(group)]
     parts.append(
         "### Accepted, without effect here\n\nEach is said once, with the reason.\n\n"
-        + table(("reason", "flags"), _by_reason([(i.no_effect, _names(i)) for i in every if i.no_effect]))
+        + table(("reason", "road", "flags"), _by_reason_and_road([(i.no_effect, _names(i)) for i in every]))
     )
     parts.append(
         "### Not there yet\n\nGiving one is an error, because leaving it out would change the result.\n\n"
-        + table(("what to do", "flags"), _by_reason([(i.refused, _names(i)) for i in every if i.refused]))
+        + table(("what to do", "road", "flags"), _by_reason_and_road([(i.refused, _names(i)) for i in every]))
     )
     return "\n".join(parts)
 
 
 def _names(item: Flag) -> str:
     return f"`{item.spelling}`"
+
+
+ROAD_WORDS: dict[tuple[Road, ...], str] = {("fsdp2",): "FSDP2", ("ptd",): "Megatron", ("fsdp2", "ptd"): "both"}
+
+
+def _by_reason_and_road(pairs: Sequence[tuple[Mapping[Road, str], str]]) -> list[list[str]]:
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for reasons, name in pairs:
+        for reason in dict.fromkeys(reasons.values()):
+            road = ROAD_WORDS[tuple(road for road, said in reasons.items() if said == reason)]
+            grouped.setdefault((reason, road), []).append(name)
+    return [[reason, road, ", ".join(names)] for (reason, road), names in grouped.items()]
 
 
 def _by_reason(pairs: Sequence[tuple[str | None, str]]) -> list[list[str]]:
@@ -181,7 +200,12 @@ def make_page() -> str:
         INTRODUCTION,
         flag_chapters(),
         file_chapter("fsdp2.yaml", Fsdp2Config),
-        file_chapter("model.json", TransformersModelConfig, "model", model_rules.NO_EFFECT, model_rules.REFUSED),
+        file_chapter(
+            "model.json with FSDP2", TransformersModelConfig, "model", model_rules.NO_EFFECT, model_rules.REFUSED
+        ),
+        file_chapter(
+            "model.json on the Megatron road", VLMModelConfig, "model", vlm_rules.NO_EFFECT, vlm_rules.REFUSED
+        ),
         file_chapter("data.json", DataConfig, "data", data_rules.NO_EFFECT, data_rules.REFUSED),
         file_chapter("tools.json", ToolsConfig),
     ]

@@ -16,13 +16,15 @@ def main() -> None:
     """Print and write the accuracy; exit with status 1 if it is below `--at-least`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--data", type=Path, help="folder of heldout.json; absent: <run>/data")
     parser.add_argument("--batch-size", type=int, default=60)
     parser.add_argument("--at-least", type=float, default=0.0)
     options = parser.parse_args()
     run: Path = options.run
+    data: Path = options.data or run / "data"
 
-    rows = json.loads((run / "data" / "heldout.json").read_text(encoding="utf-8"))
-    answers = ask(run / "hf", rows, run / "data", options.batch_size)
+    rows = json.loads((data / "heldout.json").read_text(encoding="utf-8"))
+    answers = ask(run / "hf", rows, data, options.batch_size)
     right = sum(answer == row["messages"][1]["content"] for answer, row in zip(answers, rows, strict=True))
     report = {"heldout_accuracy": right / len(rows)} | training_figures(run / "metrics.jsonl")
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

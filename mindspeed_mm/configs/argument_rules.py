@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from typing import NamedTuple
 
+from mindspeed_mm.configs.layout_rules import check_layout, say_layout_notices
 from mindspeed_mm.utils.log import notice
-
-_PARALLEL_SIZES = {
-    "tensor_model_parallel_size": "tensor parallelism",
-    "pipeline_model_parallel_size": "pipeline parallelism",
-    "virtual_pipeline_model_parallel_size": "pipeline parallelism",
-    "context_parallel_size": "context parallelism",
-    "expert_model_parallel_size": "expert parallelism",
-    "expert_tensor_parallel_size": "expert parallelism",
-}
 
 
 def check_arguments(args: Namespace) -> list[str]:
     """Return what doesn't fit; say the notices that need more than one flag to be seen."""
     problems = [
-        *_check_road(args),
+        *check_layout(args),
         *_check_batch(args),
         *_check_precision(args),
         *_check_optimizer(args),
@@ -30,21 +21,6 @@ def check_arguments(args: Namespace) -> list[str]:
     ]
     if not problems:
         _say_notices(args)
-    return problems
-
-
-def _check_road(args: Namespace) -> list[str]:
-    problems = []
-    if not args.use_torch_fsdp2:
-        problems.append("--use-torch-fsdp2 is missing; the Megatron road (without it) is not there yet")
-    for name, what in _PARALLEL_SIZES.items():
-        size = getattr(args, name)
-        if size is not None and size > 1:
-            flag = "--" + name.replace("_", "-")
-            problems.append(
-                f"{flag} {size}: the FSDP2 road has no {what} yet; set it to 1 (fsdp2.yaml's sharding_size spreads the "
-                "model over ranks)"
-            )
     return problems
 
 
@@ -129,13 +105,7 @@ def _check_saving(args: Namespace) -> list[str]:
 
 
 def _say_notices(args: Namespace) -> None:
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        notice(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; "
-            "export CUDA_DEVICE_MAX_CONNECTIONS=2 or leave it unset"
-        )
-    if args.ckpt_format != "torch_dcp":
-        notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
+    say_layout_notices(args)
     for name in ("save_interval", "save_epochs", "async_save"):
         if getattr(args, name) not in (None, False) and args.save is None:
             notice(f"--{name.replace('_', '-')} has no effect here: there is no --save to write to")

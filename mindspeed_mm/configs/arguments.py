@@ -19,7 +19,9 @@ from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
-from mindspeed_mm.configs.flags.spec import Flag, all_flags, flags_of
+from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
+from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
+from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import notice
@@ -38,6 +40,7 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     *,
     required: Sequence[str] = REQUIRED,
+    roads: Sequence[Road] = ("fsdp2",),
 ) -> Namespace:
     """Read a launch command.
 
@@ -46,10 +49,11 @@ def parse_args(
         extra_args_provider: adds a script's own flags: gets the parser, returns it.
         args_defaults: attribute → value that replaces the flag's default.
         required: attributes that must be given (a script with its own model and data needs fewer).
+        roads: those that the script can take: "fsdp2" (with --use-torch-fsdp2), "ptd" (without).
 
     Returns:
-        A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, and `rank`,
-        `world_size`, `local_rank` as torchrun's environment has them.
+        A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
+        `world_size`, `local_rank` as torchrun's environment has them, and `roads`.
 
     Raises:
         ConfigError: unknown flags, wrong values, missing flags or files, things that are not there yet.
@@ -64,17 +68,18 @@ def parse_args(
 
     # Ours leave no default behind; a flag that the script has redefined is the script's own.
     ours = {action.dest for action in parser._actions if action.default is argparse.SUPPRESS}
-    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)})
+    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)}, roads=tuple(roads))
     flags = [item for item in all_flags(GROUPS) if item.name in ours]
     _apply_defaults(args, args_defaults or {}, parser)
     given = {item.name: getattr(parsed, item.name) for item in flags if hasattr(parsed, item.name)}
     vars(args).update(vars(parsed))
-    _read_environment(args)
+    _read_environment(args, given)
     args.params_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode
 
-    raise_all(_missing_flags(args, required) + _refused_flags(flags, given) + _missing_paths(flags, args))
-    _say_no_effect(flags, given)
+    road = road_of(args)
+    raise_all(_missing_flags(args, required) + _refused_flags(flags, given, road) + _missing_paths(flags, args, road))
+    _say_no_effect(flags, given, road)
     return args
 
 
@@ -82,7 +87,8 @@ def validate_args(args: Namespace, world_size: int) -> None:
     """Check how the flags fit together, and add what follows from them.
 
     Sets `world_size`, `data_parallel_size`, `global_batch_size`, `num_microbatches`, the consumed samples (0), and,
-    where the length of the run is known already, `train_iters` and `lr_decay_iters`.
+    where the length of the run is known already, `train_iters` and `lr_decay_iters`. On the Megatron road also what
+    follows for the layout: see `layout_rules.settle_layout`.
 
     Args:
         args: what `parse_args` returned.
@@ -92,7 +98,8 @@ def validate_args(args: Namespace, world_size: int) -> None:
         ConfigError: everything that doesn't fit, in one message.
     """
     args.world_size = world_size
-    args.data_parallel_size = world_size
+    settle_layout(args)
+    args.data_parallel_size = data_parallel_size(args)
     for name in ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration"):
         if getattr(args, name, None) is None:
             setattr(args, name, 0)
@@ -165,11 +172,27 @@ def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argpar
         setattr(args, name, value)
 
 
-def _read_environment(args: Namespace) -> None:
+def _read_environment(args: Namespace, given: Mapping[str, Any]) -> None:
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.local_rank is None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if road_of(args) == "ptd" and os.environ.get("VP_SIZE"):
+        args.virtual_pipeline_model_parallel_size = _virtual_size(given, os.environ["VP_SIZE"])
+
+
+def _virtual_size(given: Mapping[str, Any], word: str) -> int:
+    """Stages on each pipeline rank, by the flag and by the variable VP_SIZE of published scripts."""
+    name = "virtual_pipeline_model_parallel_size"
+    try:
+        size = read_int(word)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError(f"the variable VP_SIZE is '{word}'; expected a whole number from 1 on")
+    if given.get(name) not in (None, size):
+        raise ConfigError(f"{_spelled(name)} is {given[name]} and the variable VP_SIZE is {size}; keep one of them")
+    return size
 
 
 def _spelled(name: str) -> str:
@@ -194,11 +217,11 @@ def _asks_for_nothing(item: Flag, value: Any) -> bool:
     return value in item.harmless or (item.kind is bool and value == item.default)
 
 
-def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any]) -> list[str]:
+def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any], road: Road) -> list[str]:
     return [
-        f"{item.spelling}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused}"
+        f"{item.spelling}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused[road]}"
         for item in flags
-        if item.refused and item.name in given and not _asks_for_nothing(item, given[item.name])
+        if road in item.refused and item.name in given and not _asks_for_nothing(item, given[item.name])
     ]
 
 
@@ -206,11 +229,11 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _missing_paths(flags: Sequence[Flag], args: Namespace) -> list[str]:
+def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road) -> list[str]:
     problems = []
     for item in flags:
         path = getattr(args, item.name)
-        if not item.path or not path:
+        if not item.path or not path or road not in item.roads:
             continue
         if item.path == "output":
             if Path(path).is_file():
@@ -226,7 +249,7 @@ def _missing_paths(flags: Sequence[Flag], args: Namespace) -> list[str]:
     return problems
 
 
-def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any]) -> None:
+def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any], road: Road) -> None:
     for item in flags:
-        if item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
-            notice(f"{item.spelling} has no effect here: {item.no_effect}", key=f"flag {item.name}")
+        if road in item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
+            notice(f"{item.spelling} has no effect here: {item.no_effect[road]}", key=f"flag {item.name}")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, read_json, read_yaml
+from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
+from mindspeed_mm.configs.vlm_config import VLMModelConfig, check_pipeline_layers
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 
@@ -226,7 +229,7 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
     if hasattr(args, "mm"):
         return
     checks = {
-        "model": warn_of_near_model_keys if own_model else _check_model,
+        "model": warn_of_near_model_keys if own_model else functools.partial(_check_model, args),
         "data": warn_of_near_data_keys if own_data else _check_data,
         "tool": ToolsConfig.from_dict,
     }
@@ -246,9 +249,36 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
     args.mm = mm
 
 
-def _check_model(content: ConfigReader, file: str) -> None:
+def _check_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+    if road_of(args) == "ptd":
+        _check_megatron_model(args, VLMModelConfig.from_dict(content, file=file))
+        return
     config = TransformersModelConfig.from_dict(content, file=file)
     raise_all(check_local_path(file, "init_from_hf_path", config.init_from_hf_path))
+
+
+def _check_megatron_model(args: argparse.Namespace, config: VLMModelConfig) -> None:
+    raise_all(check_local_path(config.file, "init_from_hf_path", config.init_from_hf_path))
+    if not (config.init_from_hf_path or config.train_from_scratch or _is_there(args.load)):
+        raise ConfigError(
+            f"{config.file}: there are no weights to start from: give 'init_from_hf_path' (a HF directory), --load (a "
+            'checkpoint that is there), or "train_from_scratch": true for random ones'
+        )
+    hf_config = config.hf_config()
+    virtual = args.virtual_pipeline_model_parallel_size
+    raise_all(
+        check_pipeline_layers(
+            config,
+            args.pipeline_model_parallel_size,
+            None if virtual == 1 else virtual,
+            getattr(getattr(hf_config, "vision_config", None), "depth", None),
+            hf_config.get_text_config().num_hidden_layers,
+        )
+    )
+
+
+def _is_there(path: str | None) -> bool:
+    return bool(path) and Path(str(path)).is_dir()
 
 
 def _check_data(content: ConfigReader, file: str) -> None:

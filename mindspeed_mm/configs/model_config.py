@@ -1,4 +1,4 @@
-"""`model.json` of `pretrain_transformers.py`: which HF model is trained, what of it is frozen, and which loss.
+"""`model.json` of a run with FSDP2: which HF model is trained, what of it is frozen, and which loss.
 
 The HF directory's own config is authoritative for the model's structure; numbers that published files repeat here have
 no effect. Families register further keys with `register_model_keys`.
@@ -97,10 +97,40 @@ def _read_plugins(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+#: published spelling of a family → the one that transformers has
+PUBLISHED_FAMILIES = {"qwen2_5vl": "qwen2_5_vl"}
+
+
+def _read_family(value: Any) -> Any:
+    return PUBLISHED_FAMILIES.get(value, value) if isinstance(value, str) else value
+
+
+FamilyName = Annotated[str | None, BeforeValidator(_read_family)]
+
+
+def freeze_answer(config: Section, paths: Iterable[str]) -> bool | None:
+    """Return what the keys at `paths`, which all say whether one part is frozen, agree on; None: none of them is given.
+
+    Raises:
+        ValueError: they disagree.
+    """
+    said = {}
+    for path in paths:
+        value: Any = config
+        for name in path.split("."):
+            value = getattr(value, name)
+        if value is not None:
+            said[path] = value
+    if len(set(said.values())) > 1:
+        answers = ", ".join(f"'{path}' is {str(value).lower()}" for path, value in said.items())
+        raise ValueError(f"{answers}; they mean the same thing, keep one")
+    return next(iter(said.values()), None)
+
+
 class TransformersModelConfig(Section):
     """model.json, typed."""
 
-    model_id: str | None = Field(None, description="registered family or HF model_type; absent = the HF architecture")
+    model_id: FamilyName = Field(None, description="registered family or HF model_type; absent = the HF architecture")
     init_from_hf_path: str | None = Field(None, description="HF directory: config, weights, tokenizer. Required")
     train_from_scratch: Bool = Field(False, description="random weights instead of the directory's")
     trust_remote_code: Bool = Field(False, description="run code that comes with the directory, as --trust-remote-code")
@@ -131,17 +161,7 @@ class TransformersModelConfig(Section):
         return self
 
     def _freeze_of(self, part: str) -> bool | None:
-        said = {}
-        for path in _FREEZE_KEYS[part]:
-            value: Any = self
-            for name in path.split("."):
-                value = getattr(value, name)
-            if value is not None:
-                said[path] = value
-        if len(set(said.values())) > 1:
-            answers = ", ".join(f"'{path}' is {str(value).lower()}" for path, value in said.items())
-            raise ValueError(f"{answers}; they mean the same thing, keep one")
-        return next(iter(said.values()), None)
+        return freeze_answer(self, _FREEZE_KEYS[part])
 
     @property
     def freeze_vision_encoder(self) -> bool | None:
@@ -197,7 +217,7 @@ class TransformersModelConfig(Section):
         if not isinstance(data, dict):
             raise ConfigError(f"{file}: found {show(data)}, expected an object with keys such as model_id")
         published = published_paths("model")
-        registered = _family_keys.get(str(data.get("model_id")), set())
+        registered = _family_keys.get(str(_read_family(data.get("model_id"))), set())
         keys = sort_keys(cls, data, published | registered)
         own = {path: value for path, value in keys.published.items() if _under(path, registered)}
         no_effect = {path: value for path, value in keys.published.items() if path not in own}

@@ -25,7 +25,7 @@ from mindspeed_mm.models.transformers.family import freeze_parts, traits_of
 from mindspeed_mm.models.transformers.twin import meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import ConfigError, DataError
 
 _MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
@@ -84,7 +84,10 @@ class VLModel(MegatronModule):
         self._input: torch.Tensor | None = None
         self.pre_process = stage.has_embedding
         self.post_process = stage.has_head
-        self.share_embeddings_and_output_weights = bool(text_config.tie_word_embeddings)
+        # what transformers makes of the configurations of the whole and of the part, which may say different things
+        self.share_embeddings_and_output_weights = (
+            twin.get_output_embeddings().weight is twin.get_input_embeddings().weight
+        )
         self.image_encoder = None
         if stage.has_vision:
             assert family.image_encoder is not None
@@ -100,6 +103,7 @@ class VLModel(MegatronModule):
             self.text_decoder = build_language_model(
                 text_config,
                 replace(sizes, recompute={**sizes.recompute, **(text_recompute or {})}),
+                tied=self.share_embeddings_and_output_weights,
                 layers=stage.text_layers,
                 pre_process=stage.has_embedding,
                 post_process=stage.has_head,
@@ -154,7 +158,12 @@ class VLModel(MegatronModule):
         model.source_dtype = getattr(hf_config, "dtype", None)
         model.pending_weights = None if described.train_from_scratch else described.init_from_hf_path
         if sizes.pipeline > 1 and not sizes.variable_seq_lengths:
-            model.seq_length = context.flags.seq_length
+            model.seq_length = getattr(context.flags, "seq_length", None)
+            if model.seq_length is None:
+                raise ConfigError(
+                    "--seq-length is missing: pipeline stages exchange tensors of that length, and rows are padded to "
+                    "it; give it, or add --variable-seq-lengths"
+                )
         model.freeze(
             vision_encoder=described.freeze_vision_encoder,
             vision_projector=described.freeze_vision_projector,

@@ -2,6 +2,8 @@
 
     mm-convert GenericDCPConverter hf_to_dcp --hf_dir HF --dcp_dir OUT
     mm-convert GenericDCPConverter dcp_to_hf --load_dir RUN_OR_CHECKPOINT --save_dir OUT --model_assets_dir HF
+    mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.hf_config.hf_dir HF --cfg.mm_dir OUT
+    mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.hf_config.hf_dir HF --cfg.mm_dir RUN --cfg.save_hf_dir OUT
     mm-convert info DIR
     mm-convert verify DIR
 
@@ -17,8 +19,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
@@ -134,6 +137,120 @@ class GenericDCPConverter:
         print(f"{count} tensors in {save_dir}; it loads with from_pretrained")
 
 
+@dataclass
+class HfConfig:
+    """A HF directory.
+
+    Args:
+        hf_dir: HF directory with config.json, weights and tokenizer.
+    """
+
+    hf_dir: str
+
+
+@dataclass
+class ParallelConfig:
+    """A layout; looked at for mistakes, and without effect, as a checkpoint fits every layout.
+
+    Args:
+        llm_pp_layers: language layers of each pipeline stage, [virtual stage][pipeline rank].
+        vit_pp_layers: the same of the vision tower.
+        tp_size: tensor-parallel ranks.
+    """
+
+    llm_pp_layers: list[list[int]] | None = None
+    vit_pp_layers: list[list[int]] | None = None
+    tp_size: int = 1
+
+
+@dataclass
+class HfToMm:
+    """What hf_to_mm takes.
+
+    Args:
+        mm_dir: receives release/ and latest_checkpointed_iteration.txt.
+        hf_config: where the weights are.
+        parallel_config: layout of the run.
+        trust_remote_code: let config.json bring Python code of its own.
+    """
+
+    mm_dir: str
+    hf_config: HfConfig
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    trust_remote_code: bool = False
+
+
+@dataclass
+class MmToHf:
+    """What mm_to_hf takes.
+
+    Args:
+        mm_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+        save_hf_dir: the HF directory to write.
+        hf_config: where config.json, tokenizer and so on are.
+        parallel_config: layout of the run.
+        trust_remote_code: let config.json bring Python code of its own.
+    """
+
+    mm_dir: str
+    save_hf_dir: str
+    hf_config: HfConfig
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    trust_remote_code: bool = False
+
+
+class Qwen2_5_VLConverter:
+    """Weights of Qwen2.5-VL: HF directory to a checkpoint for pretrain_vlm.py and back, by published options."""
+
+    def hf_to_mm(self, cfg: HfToMm) -> None:
+        """Write a HF directory's weights as a checkpoint that either road starts from with --load, in any layout."""
+        _check_layout(cfg.hf_config.hf_dir, cfg.parallel_config, cfg.trust_remote_code)
+        GenericDCPConverter().hf_to_dcp(cfg.hf_config.hf_dir, cfg.mm_dir, trust_remote_code=cfg.trust_remote_code)
+
+    def mm_to_hf(self, cfg: MmToHf) -> None:
+        """Write the weights of a checkpoint of either road, from any layout, as a HF directory."""
+        hf_dir = cfg.hf_config.hf_dir
+        _check_layout(hf_dir, cfg.parallel_config, cfg.trust_remote_code)
+        GenericDCPConverter().dcp_to_hf(
+            cfg.mm_dir, cfg.save_hf_dir, model_assets_dir=hf_dir, trust_remote_code=cfg.trust_remote_code
+        )
+
+
+def _check_layout(hf_dir: str, layout: ParallelConfig, trust_remote_code: bool) -> None:
+    config = _structure(hf_dir, "--cfg.hf_config.hf_dir", trust_remote_code).config
+    if config.model_type != "qwen2_5_vl":
+        raise ConfigError(
+            f"--cfg.hf_config.hf_dir: '{hf_dir}' holds a model of type '{config.model_type}'; expected qwen2_5_vl, and "
+            "GenericDCPConverter converts any other"
+        )
+    text, vision = config.get_text_config(), config.vision_config
+    layers = {"llm_pp_layers": text.num_hidden_layers, "vit_pp_layers": vision.depth}
+    stages = set()
+    for name, total in layers.items():
+        rows = getattr(layout, name)
+        if rows is None:
+            continue
+        stages.add(tuple(len(row) for row in rows))
+        found = sum(sum(row) for row in rows)
+        if found != total:
+            raise ConfigError(f"--cfg.parallel_config.{name} {rows} adds up to {found}; the model has {total} layers")
+    if len(stages) > 1:
+        raise ConfigError(
+            f"--cfg.parallel_config: llm_pp_layers {layout.llm_pp_layers} and vit_pp_layers {layout.vit_pp_layers} "
+            "name different numbers of pipeline stages"
+        )
+    heads = {"attention heads": text.num_attention_heads, "key-value heads": text.num_key_value_heads}
+    for what, number in {**heads, "heads in the vision tower": vision.num_heads}.items():
+        if layout.tp_size < 1 or number % layout.tp_size:
+            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            raise ConfigError(
+                f"--cfg.parallel_config.tp_size is {layout.tp_size}; the model has {number} {what}, which it does not "
+                f"divide: expected one of {fitting}"
+            )
+    if stages or layout.tp_size > 1:
+        notice("--cfg.parallel_config has no effect: a checkpoint fits every layout")
+
+
 class _Unprefixed:
     """A source with a prefix taken off its names."""
 
@@ -149,20 +266,28 @@ class _Unprefixed:
         return {name.removeprefix(self._prefix): t for name, t in found.items()}
 
 
+#: converter → its directions
+CONVERTERS: dict[type, tuple[str, ...]] = {
+    GenericDCPConverter: ("hf_to_dcp", "dcp_to_hf"),
+    Qwen2_5_VLConverter: ("hf_to_mm", "mm_to_hf"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="mm-convert", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subcommands(dest="command")
-    converter = ArgumentParser(description=_first_line(GenericDCPConverter))
-    commands.add_subcommand("GenericDCPConverter", converter, help=converter.description)
-    directions = converter.add_subcommands(dest="direction")
-    for name in ("hf_to_dcp", "dcp_to_hf"):
-        method = ArgumentParser(description=_first_line(getattr(GenericDCPConverter, name)))
-        method.add_argument("--config", action="config", help="YAML file with the arguments")
-        method.add_method_arguments(GenericDCPConverter, name, as_positional=False)
-        directions.add_subcommand(name, method, help=method.description)
+    for converter_class, methods in CONVERTERS.items():
+        converter = ArgumentParser(description=_first_line(converter_class))
+        commands.add_subcommand(converter_class.__name__, converter, help=converter.description)
+        directions = converter.add_subcommands(dest="direction")
+        for name in methods:
+            method = ArgumentParser(description=_first_line(getattr(converter_class, name)))
+            method.add_argument("--config", action="config", help="YAML file with the arguments")
+            method.add_method_arguments(converter_class, name, as_positional=False)
+            directions.add_subcommand(name, method, help=method.description)
     functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}
     for name, function in functions.items():
         sub = ArgumentParser(description=_first_line(function))
@@ -177,11 +302,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             return functions[options.command](**chosen.as_dict())
         arguments = chosen[chosen.direction].as_dict()
         arguments.pop("config", None)
-        getattr(GenericDCPConverter(), chosen.direction)(**arguments)
+        converters = {converter_class.__name__: converter_class for converter_class in CONVERTERS}
+        convert = getattr(converters[options.command](), chosen.direction)
+        hints = get_type_hints(convert)
+        convert(**{name: _typed(hints[name], value) for name, value in arguments.items()})
         return 0
     except MMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """Return the dataclass that a parameter asks for, made of nested dicts; any other value as it is."""
+    if not is_dataclass(hint):
+        return value
+    hints = get_type_hints(hint)
+    return hint(**{name: _typed(hints[name], inner) for name, inner in value.items()})
 
 
 def _end_quietly_with_the_reader() -> None:

@@ -35,6 +35,7 @@ class Run:
     files: dict[str, Path]
     flags: dict[str, Any] = field(default_factory=dict)
     more: list[str] = field(default_factory=list)
+    script: str = "pretrain_transformers.py"
 
     def words(self) -> list[str]:
         settings = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 1, "save": self.folder / "run"}
@@ -82,14 +83,22 @@ def run(good: Path, tmp_path: Path) -> Run:
     return copy_of(good, tmp_path)
 
 
-def run_with_stderr(words: list[str], errors: str) -> None:
+@pytest.fixture
+def megatron_run(run: Run) -> Run:
+    """The same run on the Megatron road."""
+    run.script = "pretrain_vlm.py"
+    run.flags |= {"use_torch_fsdp2": None, "fsdp2_config_path": None}
+    return run
+
+
+def run_with_stderr(words: list[str], script: str, errors: str) -> None:
     """The entry script, its stderr in a file of its own; an uncaught exception ends it as Python would."""
     import traceback
 
     file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 2)
     try:
-        run_entry(words)
+        run_entry(words, script)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
@@ -105,7 +114,7 @@ def assert_refused(run: Run, *said: str) -> None:
     errors = run.folder / "stderr.txt"
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 died with exit code 1"):
-        run_ranks(run_with_stderr, 1, run.words(), str(errors), timeout=SECONDS)
+        run_ranks(run_with_stderr, 1, run.words(), run.script, str(errors), timeout=SECONDS)
     text = errors.read_text()
     assert time.monotonic() - started < SECONDS
     end = last_lines(text, LAST_LINES)
@@ -292,8 +301,8 @@ def test_everything_frozen(run: Run) -> None:
 
 
 def test_unknown_model_id(run: Run) -> None:
-    run.edit("model.json", "model_id", "qwen2_5vl")
-    assert_refused(run, "model.json: model_id 'qwen2_5vl'", "did you mean 'qwen2_5_vl'")
+    run.edit("model.json", "model_id", "qwen2_5_vlm")
+    assert_refused(run, "model.json: model_id 'qwen2_5_vlm'", "did you mean 'qwen2_5_vl'")
 
 
 def test_unknown_sampler(run: Run) -> None:
@@ -326,6 +335,51 @@ def test_more_images_than_tags(run: Run) -> None:
 
     run.rows(add)
     assert_refused(run, "DataError", "data/data.json", "row ", "1 <image>", "2 image(s)")
+
+
+# --- the Megatron road
+
+
+def test_the_megatron_road_of_a_script_that_has_none(megatron_run: Run) -> None:
+    megatron_run.script = "pretrain_transformers.py"
+    assert_refused(megatron_run, "--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py")
+
+
+def test_more_ranks_for_a_model_than_processes(megatron_run: Run) -> None:
+    megatron_run.flags["tensor_model_parallel_size"] = 2
+    assert_refused(megatron_run, "1 process can't be split into groups of 2", "--tensor-model-parallel-size 2")
+
+
+def test_virtual_stages_without_stages(megatron_run: Run) -> None:
+    megatron_run.flags["virtual_pipeline_model_parallel_size"] = 2
+    assert_refused(megatron_run, "--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2")
+
+
+def test_typo_in_model_json_of_the_megatron_road(megatron_run: Run) -> None:
+    megatron_run.edit("model.json", "text_decoder.num_layer", 2)
+    assert_refused(megatron_run, "model.json: unknown key 'text_decoder.num_layer'", "'num_layers'")
+
+
+def test_layers_of_stages_that_are_no_list(megatron_run: Run) -> None:
+    megatron_run.edit("model.json", "text_decoder.pipeline_num_layers", "1,1")
+    assert_refused(megatron_run, "model.json: 'text_decoder.pipeline_num_layers' is '1,1'", "such as [11, 17]")
+
+
+def test_no_weights_to_start_from(megatron_run: Run) -> None:
+    megatron_run.edit("model.json", "init_from_hf_path", None)
+    assert_refused(megatron_run, "model.json: there are no weights to start from", "--load")
+
+
+def test_stages_that_the_lists_do_not_fit(megatron_run: Run) -> None:
+    megatron_run.edit("model.json", "text_decoder.pipeline_num_layers", [1, 1])
+    assert_refused(
+        megatron_run, "'text_decoder.pipeline_num_layers' has 2 numbers", "--pipeline-model-parallel-size is 1"
+    )
+
+
+def test_a_number_that_contradicts_the_hf_directory(megatron_run: Run) -> None:
+    megatron_run.edit("model.json", "text_decoder.num_layers", 28)
+    assert_refused(megatron_run, "model.json: 'text_decoder.num_layers' is 28", "num_hidden_layers is 2")
 
 
 # --- whole commands

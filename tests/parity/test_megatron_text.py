@@ -27,9 +27,12 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from megatron.core import tensor_parallel as mcore
 
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_weights import load_parameters
-    from mindspeed_mm.models.text_decoder.gpt import ParallelSizes, build_language_model, language_config
+    from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
+    from mindspeed_mm.checkpoint.megatron_weights import fill
+    from mindspeed_mm.models.common.loss import select_targets
+    from mindspeed_mm.models.text_decoder.gpt import build_language_model
     from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
+    from mindspeed_mm.parallel.sizes import ParallelSizes
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_parallel)
@@ -43,7 +46,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
         param.data.add_(torch.randn_like(param) * 0.05)  # norms and biases too
 
     sizes = ParallelSizes(tensor=tensor_parallel, sequence_parallel=sequence_parallel)
-    model = build_language_model(config, language_config(config, sizes))
+    model = build_language_model(config, sizes, tied=config.tie_word_embeddings)
     shape = Shape(config.num_key_value_heads, tensor_parallel)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
@@ -52,15 +55,24 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
 
     values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
     rank = parallel_state.get_tensor_model_parallel_rank()
-    load_parameters(model, values, lambda name: decoder_tensor(name, shape), rank, lambda name: name)
+    model.made_of = lambda name: decoder_tensor(name, shape)  # type: ignore[assignment]
+    fill(parameters(hold([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)), values)
 
     ids = torch.randint(0, 96, (2, 16))
     labels = torch.randint(0, 96, (2, 16))
     positions = torch.arange(16).expand(2, -1)
-    logits = mcore.gather_from_tensor_model_parallel_region(model(ids, positions, None))
     expected = reference(ids).logits
-    loss = model(ids, positions, None, labels=labels).sum()
-    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected_loss = torch.nn.functional.cross_entropy(
+        expected[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    embeddings = model.embedding(ids, None)
+    if sequence_parallel:
+        embeddings = mcore.scatter_to_sequence_parallel_region(embeddings)
+    hidden = model(ids, positions, None, decoder_input=embeddings)
+    logits = model.logits(hidden)
+    targets = select_targets(labels, "per_token_loss")
+    assert relative(model.loss_sum(hidden.detach(), targets, chunk=5), expected_loss) < 1e-6
+    loss = model.loss_sum(hidden, targets)
     loss.backward()
     expected_loss.backward()
     found = {"logits": relative(logits, expected), "loss": relative(loss, expected_loss)}
@@ -103,7 +115,8 @@ def refuse(tensor_parallel: int, **changes: Any) -> str:
     from mindspeed_mm.utils.errors import ConfigError
 
     accelerator.prepare_megatron()
-    from mindspeed_mm.models.text_decoder.gpt import ParallelSizes, language_config
+    from mindspeed_mm.models.text_decoder.gpt import language_config
+    from mindspeed_mm.parallel.sizes import ParallelSizes
 
     config = transformers.Qwen3Config(num_attention_heads=8, num_key_value_heads=4, **changes)
     with pytest.raises(ConfigError) as error:

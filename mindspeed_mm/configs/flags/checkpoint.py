@@ -26,9 +26,10 @@ class CheckpointArguments:
     save_hf: Annotated[
         int | None, flag("ours: export a HF directory at the end, and every N steps if N is given", bare=0, minimum=0)
     ] = None
-    ckpt_format: Annotated[Literal["torch_dcp", "torch_dist", "torch"], flag("torch_dcp; FSDP2 writes no other")] = (
-        "torch_dcp"
-    )
+    ckpt_format: Annotated[
+        Literal["torch_dcp", "torch_dist", "torch"],
+        flag("whatever it says, one layout is written, which both roads read: torch's distributed checkpoint"),
+    ] = "torch_dcp"
     ckpt_step: Annotated[int | None, flag("load this iteration instead of the newest", minimum=0)] = None
     finetune: Annotated[bool, flag("load weights only, and start at iteration 0")] = False
     no_save_optim: Annotated[bool, flag("leave the optimizer out of checkpoints")] = False
@@ -54,6 +55,6 @@ class CheckpointArguments:
     use_persistent_ckpt_worker: Annotated[
         bool, no_effect("a thread of each rank writes, and there is no worker process to keep")("for async-save")
     ] = False
-    use_dist_ckpt: Annotated[bool, no_effect("checkpoints are torch_dcp")("older name of ckpt-format torch_dist")] = (
-        False
-    )
+    use_dist_ckpt: Annotated[
+        bool, no_effect("checkpoints are torch's distributed ones")("older name of ckpt-format torch_dist")
+    ] = False

@@ -1,4 +1,4 @@
-"""Megatron's and MindSpeed's flags that published launch scripts hold and that have no effect here.
+"""Megatron's and MindSpeed's flags that published launch scripts hold and that have no effect here, on either road.
 
 They are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
 """
@@ -6,29 +6,56 @@ They are accepted with their arity and type, so that a script runs unchanged; ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from mindspeed_mm.configs.flags.spec import no_effect, refused
+from mindspeed_mm.configs.flags.spec import FlagDetails, flag, no_effect, refused
 
-_STRUCTURE = no_effect("the HF config is authoritative for the model's structure")
+_STRUCTURE = no_effect(
+    fsdp2="the HF config is authoritative for the model's structure",
+    ptd="model.json or the HF config says the model's structure",
+)
 _TOKENIZER = no_effect("the tokenizer comes from data.json's model_name_or_path")
-_CLASSES = no_effect("the model is the HF class itself")
-_ATTENTION = no_effect("attention is chosen by model.json's attn_implementation")
-_KERNELS = no_effect("the kernels are transformers' and PyTorch's own")
-_OPTIMIZER = no_effect("FSDP2 shards the optimizer already")
-_OVERLAP = no_effect("FSDP2 overlaps by prefetch, see fsdp2.yaml's num_to_forward_prefetch")
+_CLASSES = no_effect(
+    fsdp2="the model is the HF class itself", ptd="the model is made of megatron-core's classes, and no others"
+)
+_ATTENTION = no_effect(
+    fsdp2="attention is chosen by model.json's attn_implementation",
+    ptd="attention is PyTorch's scaled_dot_product_attention, masked as the family needs it",
+)
+_KERNELS = no_effect(
+    fsdp2="the kernels are transformers' and PyTorch's own", ptd="the kernels are megatron-core's and PyTorch's own"
+)
 _ONE_CP = no_effect("context parallelism is not there yet, so there is one context-parallel rank")
-_NO_TP = no_effect("there is one tensor-parallel rank")
-_NO_PP = no_effect("there is one pipeline stage")
-_LAYOUT = no_effect("every part of the model has the same FSDP2 layout")
-_EXPERTS = no_effect("expert parallelism is not there yet: the HF model's own experts run on every rank")
-_RECOMPUTE = no_effect("recompute comes from fsdp2.yaml's recompute_modules")
-_MEMORY = no_effect("memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu")
+_STAGES = no_effect(fsdp2="there is one pipeline stage", ptd="stages exchange hidden states only")
+_EXPERTS = no_effect(
+    fsdp2="expert parallelism is not there yet: the HF model's own experts run on every rank",
+    ptd="models with experts are not there yet on the Megatron road",
+)
+_RECOMPUTE = no_effect(
+    fsdp2="recompute comes from fsdp2.yaml's recompute_modules", ptd="a recomputed layer is recomputed whole"
+)
+_MEMORY = no_effect(
+    fsdp2="memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
+    ptd="memory is saved by --recompute-granularity and --use-distributed-optimizer",
+)
 _BALANCE = no_effect("balancing rows between ranks is not there yet; it would not change what is learnt")
 _DYNAMIC = no_effect("dynamic batching is not there yet")
 _ROWS = no_effect("rows come from data.json")
 _DEVICE = no_effect("the device's own settings are kept")
-_SINGLE_SHARDING = no_effect("--use-torch-fsdp2 shards the model")
+_SINGLE_SHARDING = no_effect(
+    fsdp2="--use-torch-fsdp2 shards the model",
+    ptd="--use-distributed-optimizer and the parallel sizes spread the model",
+)
+
+
+def _layout(what: str, **details: Any) -> FlagDetails:
+    """A layout of its own for a part of the model: without effect with FSDP2, refused on the Megatron road."""
+    return flag(
+        what,
+        no_effect={"fsdp2": "every part of the model has the same FSDP2 layout"},
+        refused={"ptd": "a layout of its own for a part of the model is not there yet; remove the flag"},
+        **details,
+    )
 
 
 @dataclass
@@ -122,26 +149,45 @@ class MegatronKernelArguments:
 class MegatronParallelArguments:
     """Layout over ranks."""
 
-    use_distributed_optimizer: Annotated[bool, _OPTIMIZER("optimizer state over data-parallel ranks")] = False
-    overlap_grad_reduce: Annotated[bool, _OVERLAP("reduce gradients during backward")] = False
-    overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters ahead")] = False
-    sequence_parallel: Annotated[bool, _NO_TP("activations over tensor-parallel ranks")] = False
-    unaligned_linear: Annotated[bool, _NO_TP("tensor parallelism over odd sizes")] = False
+    unaligned_linear: Annotated[
+        bool,
+        flag(
+            "tensor parallelism over odd sizes",
+            no_effect={"fsdp2": "there is one tensor-parallel rank"},
+            refused={
+                "ptd": "it is not there yet; choose a --tensor-model-parallel-size that divides the model's heads"
+            },
+        ),
+    ] = False
     context_parallel_algo: Annotated[str, _ONE_CP("kind of context parallelism")] = "ulysses_cp_algo"
     ulysses_degree_in_cp: Annotated[int | None, _ONE_CP("Ulysses' part of hybrid context parallelism")] = None
     use_cp_send_recv_overlap: Annotated[bool, _ONE_CP("ring: overlap")] = False
     cp_window_size: Annotated[int, _ONE_CP("ring: window of double rings")] = 1
     megatron_cp_in_bnsd: Annotated[bool, _ONE_CP("ring: layout of tensors")] = False
     cp_attention_mask_type: Annotated[str | None, _ONE_CP("ring: kind of mask")] = None
-    variable_seq_lengths: Annotated[bool, _NO_PP("stages exchange tensors of any length")] = False
-    use_multiparameter_pipeline_model_parallel: Annotated[bool, _NO_PP("stages exchange several tensors")] = False
-    num_layers_per_virtual_pipeline_stage: Annotated[int | None, _NO_PP("layers of a virtual stage")] = None
-    enable_dummy_optimizer: Annotated[bool, _NO_PP("stages without trained parameters")] = False
+    use_multiparameter_pipeline_model_parallel: Annotated[bool, _STAGES("stages exchange several tensors")] = False
+    num_layers_per_virtual_pipeline_stage: Annotated[
+        int | None,
+        flag(
+            "layers of a virtual stage",
+            no_effect={"fsdp2": "there is one pipeline stage"},
+            refused={
+                "ptd": "write --virtual-pipeline-model-parallel-size, and model.json's pipeline_num_layers as one list "
+                "for each virtual stage"
+            },
+        ),
+    ] = None
+    enable_dummy_optimizer: Annotated[
+        bool,
+        no_effect(fsdp2="there is one pipeline stage", ptd="a stage with nothing to train is always fine")(
+            "stages without trained parameters"
+        ),
+    ] = False
     layerzero: Annotated[bool, _SINGLE_SHARDING("MindSpeed's older sharding")] = False
     layerzero_config: Annotated[str | None, _SINGLE_SHARDING("its file")] = None
-    hetero_parallel: Annotated[bool, _LAYOUT("another layout for each encoder")] = False
-    hetero_encoder_mbs_scale: Annotated[int, _LAYOUT("micro-batches of encoders")] = 1
-    dist_train: Annotated[bool, _LAYOUT("encoders on ranks of their own")] = False
+    hetero_parallel: Annotated[bool, _layout("another layout for each encoder")] = False
+    hetero_encoder_mbs_scale: Annotated[int, _layout("micro-batches of encoders", harmless=(1,))] = 1
+    dist_train: Annotated[bool, _layout("encoders on ranks of their own")] = False
     moe_token_dispatcher_type: Annotated[str, _EXPERTS("how tokens reach experts")] = "allgather"
     moe_grouped_gemm: Annotated[bool, _EXPERTS("experts in one product")] = False
     moe_permute_fusion: Annotated[bool, _EXPERTS("fused permutation of tokens")] = False
@@ -168,10 +214,6 @@ class MegatronParallelArguments:
 class MegatronMemoryArguments:
     """Memory."""
 
-    recompute_granularity: Annotated[Literal["full", "selective"] | None, _RECOMPUTE("what is recomputed")] = None
-    recompute_method: Annotated[Literal["uniform", "block"] | None, _RECOMPUTE("which layers are recomputed")] = None
-    recompute_num_layers: Annotated[int | None, _RECOMPUTE("how many layers are recomputed")] = None
-    recompute_activations: Annotated[bool, _RECOMPUTE("selective recompute")] = False
     recompute_skip_core_attention: Annotated[bool, _RECOMPUTE("keep attention's output")] = False
     recompute_num_layers_skip_core_attention: Annotated[int, _RECOMPUTE("in how many layers")] = 0
     swap_attention: Annotated[bool, _MEMORY("activations of attention to the host")] = False

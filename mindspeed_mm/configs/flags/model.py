@@ -7,21 +7,27 @@ from typing import Annotated
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
+_FSDP2_ONLY = no_effect(ptd="it describes --use-torch-fsdp2, which is not given")
+_BUILT_ON_META = no_effect(ptd="a rank builds only its own part of the model, and reads or draws only that")
+
 
 @dataclass
 class ModelArguments:
     """Model and run."""
 
     mm_model: Annotated[str | None, flag("model.json", path="file")] = None
-    use_torch_fsdp2: Annotated[bool, flag("train with FSDP2, the road that is there")] = False
-    fsdp2_config_path: Annotated[str | None, flag("fsdp2.yaml; absent = its defaults", path="file")] = None
-    init_model_with_meta_device: Annotated[bool, flag("build without memory, then load or draw each shard")] = False
+    use_torch_fsdp2: Annotated[bool, flag("train with FSDP2; absent = Megatron-core's parallelism")] = False
+    fsdp2_config_path: Annotated[str | None, _FSDP2_ONLY("fsdp2.yaml; absent = its defaults", path="file")] = None
+    init_model_with_meta_device: Annotated[
+        bool, _BUILT_ON_META("build without memory, then load or draw each shard")
+    ] = False
     trust_remote_code: Annotated[bool, flag("run code that comes with a model or processor directory")] = False
     untie_embeddings_and_output_weights: Annotated[
         bool,
-        no_effect("the HF config says whether the embedding and the head are one")(
-            "Megatron's switch for separate embedding and head"
-        ),
+        no_effect(
+            fsdp2="the HF config says whether the embedding and the head are one",
+            ptd="model.json's text_decoder or the HF config says whether the embedding and the head are one",
+        )("Megatron's switch for separate embedding and head"),
     ] = False
     seed: Annotated[int, flag("seed of weights, data order and dropout", minimum=0)] = 1234
     use_deter_comp: Annotated[
@@ -70,7 +76,7 @@ class PrecisionArguments:
     ] = 2
     accumulate_allreduce_grads_in_fp32: Annotated[
         bool,
-        no_effect("fsdp2.yaml's reduce_dtype says how gradients are reduced")(
+        no_effect(fsdp2="fsdp2.yaml's reduce_dtype says how gradients are reduced")(
             "gradients accumulated and reduced in fp32"
         ),
     ] = False

@@ -40,7 +40,8 @@ class OptimizerArguments:
     )
     lr_mult: Annotated[float, flag("factor on the learning rate of lr-scale-modules", minimum=0)] = 1.0
     optimizer_selection: Annotated[
-        Literal["fused_torch_adamw", "fused_adamw"] | None, flag("PyTorch's fused AdamW")
+        Literal["fused_torch_adamw", "fused_adamw"] | None,
+        no_effect(ptd="Megatron-core's optimizer brings its own Adam")("PyTorch's fused AdamW"),
     ] = "fused_torch_adamw"
     check_for_nan_in_loss_and_grad: Annotated[
         bool,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mindspeed_mm.configs.flags.spec import Flag, flags_of
+from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, flags_of
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
@@ -88,8 +88,8 @@ def build_parser(groups: Iterable[type]) -> FlagParser:
 
 
 def _add_flag(section: Any, item: Flag) -> None:
-    about = item.help + (f" (no effect here: {item.no_effect})" if item.no_effect else "")
-    about = (about + (f" ({item.refused})" if item.refused else "")).replace("%", "%%")
+    about = "".join([item.help, *_said_by_road("no effect", item.no_effect), *_said_by_road("refused", item.refused)])
+    about = about.replace("%", "%%")
     common = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
     if item.kind is bool and not item.many:
         # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
@@ -108,6 +108,13 @@ def _add_flag(section: Any, item: Flag) -> None:
     elif item.bare is not None:
         options |= {"nargs": "?", "const": item.bare}
     section.add_argument(*item.spellings, **options, **common)
+
+
+def _said_by_road(what: str, reasons: Mapping[Road, str]) -> list[str]:
+    if len(set(reasons.values())) == 1 and len(reasons) == len(ROADS):
+        return [f" ({what} here: {next(iter(reasons.values()))})"]
+    places = {"fsdp2": "with --use-torch-fsdp2", "ptd": "without --use-torch-fsdp2"}
+    return [f" ({what} {places[road]}: {reason})" for road, reason in reasons.items()]
 
 
 def reader(item: Flag) -> Callable[[Any], Any]:

@@ -161,6 +161,7 @@ def build_language_model(
     hf_config: Any,
     sizes: ParallelSizes,
     *,
+    tied: bool,
     layers: range | None = None,
     pre_process: bool = True,
     post_process: bool = True,
@@ -168,6 +169,7 @@ def build_language_model(
     """Build a stage's part of the decoder; its weights are random, on the device of the context.
 
     Args:
+        tied: whether the head is the embedding.
         layers: numbers of its layers in the whole model; None: all.
         pre_process, post_process: whether this stage holds the embedding, and the head.
     """
@@ -189,7 +191,7 @@ def build_language_model(
         hf_config.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        share_embeddings_and_output_weights=tied,
         position_embedding_type="mrope" if config.mrope_section else "rope",
         rotary_base=rope["rope_theta"],
         scatter_embedding_sequence_parallel=False,
@@ -198,7 +200,7 @@ def build_language_model(
         # hidden states are gathered before target positions are chosen
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = sizes.tensor > 1
-    if hf_config.tie_word_embeddings and pre_process != post_process:
+    if tied and pre_process != post_process:
         copy = model.shared_embedding_or_output_weight()
         copy.shared_embedding = True  # gets a bucket of its own, cut alike on both stages
         copy.shared = post_process  # counted once in the gradient's norm

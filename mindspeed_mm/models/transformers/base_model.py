@@ -101,7 +101,7 @@ class FSDP2Mixin:
         """
         initialize_from_names(
             self._module(),
-            functools.partial(_init_function, self._module()),
+            functools.partial(init_function, self._module()),
             current_build_context().seed,
             storage_is_empty=storage_is_empty,
             buffers_only=buffers_only,
@@ -158,7 +158,7 @@ class FSDP2Mixin:
         return self
 
 
-def _init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
+def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
     """Find who initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
     found: Any = root
     current = root

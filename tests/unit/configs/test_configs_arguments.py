@@ -15,7 +15,7 @@ from mindspeed_mm.configs.config import mm_extra_args_provider
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.optimizer import OptimizerArguments
 from mindspeed_mm.configs.flags.parser import build_parser
-from mindspeed_mm.configs.flags.spec import Flag, all_flags
+from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, all_flags
 from mindspeed_mm.utils.errors import ConfigError
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --train-iters 10 --use-torch-fsdp2"
@@ -130,18 +130,72 @@ def test_published_flags_all_parse(run_folder: Path) -> None:
         assert parser.parse_known_args(words)[1] == []
 
 
-@pytest.mark.parametrize("item", [i for i in all_flags(GROUPS) if i.no_effect], ids=lambda i: i.name)
-def test_a_flag_without_effect_is_said_exactly_once(run_folder: Path, said: list[str], item: Flag) -> None:
+def on_road(road: Road) -> list[str]:
+    """The minimal words of a launch on a road."""
+    return [*MINIMAL.split(), "--use-torch-fsdp2", "true" if road == "fsdp2" else "false"]
+
+
+@pytest.mark.parametrize(
+    "item, road", [(i, r) for i in all_flags(GROUPS) for r in i.no_effect], ids=lambda x: getattr(x, "name", x)
+)
+def test_a_flag_without_effect_is_said_exactly_once(run_folder: Path, said: list[str], item: Flag, road: Road) -> None:
     for _ in range(2):
-        parse_args([*MINIMAL.split(), *words_for(item), *words_for(item)])
-    assert said == [f"{item.spelling} has no effect here: {item.no_effect}"]
+        parse_args([*on_road(road), *words_for(item), *words_for(item)], roads=ROADS)
+    assert said == [f"{item.spelling} has no effect here: {item.no_effect[road]}"]
 
 
-@pytest.mark.parametrize("item", [i for i in all_flags(GROUPS) if i.refused], ids=lambda i: i.name)
-def test_a_flag_that_cannot_be_neglected_is_refused(run_folder: Path, item: Flag) -> None:
+@pytest.mark.parametrize(
+    "item, road", [(i, r) for i in all_flags(GROUPS) for r in i.refused], ids=lambda x: getattr(x, "name", x)
+)
+def test_a_flag_that_cannot_be_neglected_is_refused(run_folder: Path, item: Flag, road: Road) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_args([*MINIMAL.split(), *words_for(item)])
-    assert item.spelling in str(caught.value) and item.refused in str(caught.value)
+        parse_args([*on_road(road), *words_for(item)], roads=ROADS)
+    assert item.spelling in str(caught.value) and item.refused[road] in str(caught.value)
+
+
+def test_a_script_for_one_road_has_that_roads_rules(run_folder: Path, said: list[str]) -> None:
+    """Without --use-torch-fsdp2 it will be refused, and nothing is said about the road that it can't take."""
+    words = [*MINIMAL.split(), "--use-torch-fsdp2", "false", "--optimizer-selection", "fused_adamw"]
+    assert parse_args(words).roads == ("fsdp2",) and said == []
+    assert parse_args(words, roads=ROADS).roads == ROADS and len(said) == 1
+
+
+MEGATRON_ROAD = """
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2
+--sequence-parallel --variable-seq-lengths --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--recompute-granularity full --recompute-method block --recompute-num-layers 3 --recompute-activations --bf16
+--accumulate-allreduce-grads-in-fp32 --clip-grad 1.0
+"""
+
+
+def test_the_megatron_roads_flags_are_honoured_there_without_a_word(run_folder: Path, said: list[str]) -> None:
+    args = parse_args([*on_road("ptd"), *MEGATRON_ROAD.split()], roads=ROADS)
+    assert said == []
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    assert (*sizes, args.virtual_pipeline_model_parallel_size, args.recompute_num_layers) == (2, 2, 2, 3)
+    for name in ("sequence_parallel", "variable_seq_lengths", "use_distributed_optimizer", "overlap_grad_reduce"):
+        assert getattr(args, name) is True
+    assert args.accumulate_allreduce_grads_in_fp32 is True and args.overlap_param_gather is True
+    assert (args.recompute_granularity, args.recompute_method) == ("full", "block")
+
+
+def test_the_other_roads_file_may_be_missing(run_folder: Path, said: list[str]) -> None:
+    parse_args([*on_road("ptd"), "--fsdp2-config-path", "gone.yaml"], roads=ROADS)
+    assert len(said) == 1 and said[0].startswith("--fsdp2-config-path has no effect here")
+
+
+def test_virtual_stages_come_from_the_environment_too(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VP_SIZE", "2")
+    name, flag = "virtual_pipeline_model_parallel_size", ["--virtual-pipeline-model-parallel-size"]
+    assert getattr(parse_args(on_road("ptd"), roads=ROADS), name) == 2
+    assert getattr(parse_args([*on_road("ptd"), *flag, "2"], roads=ROADS), name) == 2
+    assert getattr(parse_args(on_road("fsdp2"), roads=ROADS), name) is None
+    with pytest.raises(ConfigError, match=r"size is 3 and the variable VP_SIZE is 2; keep one"):
+        parse_args([*on_road("ptd"), *flag, "3"], roads=ROADS)
+    for word in ("two", "0"):
+        monkeypatch.setenv("VP_SIZE", word)
+        with pytest.raises(ConfigError, match=rf"VP_SIZE is '{word}'; expected a whole number from 1 on"):
+            parse_args(on_road("ptd"), roads=ROADS)
 
 
 def test_honoured_flags_say_nothing(run_folder: Path, said: list[str]) -> None:

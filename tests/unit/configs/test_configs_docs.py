@@ -15,6 +15,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.sections import key_paths
 from mindspeed_mm.configs.tools_config import ToolsConfig
+from mindspeed_mm.configs.vlm_config import VLMModelConfig
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_configuration_docs.py"
 
@@ -35,7 +36,7 @@ def test_the_page_names_everything(maker: ModuleType) -> None:
     page = maker.make_page()
     for item in all_flags(GROUPS):
         assert f"`{item.spelling}`" in page
-    for cls in (Fsdp2Config, DataConfig, TransformersModelConfig, ToolsConfig):
+    for cls in (Fsdp2Config, DataConfig, TransformersModelConfig, VLMModelConfig, ToolsConfig):
         for path in key_paths(cls):
             assert f"`{path}`" in page
 
@@ -43,6 +44,6 @@ def test_the_page_names_everything(maker: ModuleType) -> None:
 def test_every_key_and_flag_is_explained() -> None:
     for item in all_flags(GROUPS):
         assert item.help
-    for cls in (Fsdp2Config, DataConfig, TransformersModelConfig, ToolsConfig):
+    for cls in (Fsdp2Config, DataConfig, TransformersModelConfig, VLMModelConfig, ToolsConfig):
         for name, info in cls.model_fields.items():
             assert info.description, f"{cls.__name__}.{name}"

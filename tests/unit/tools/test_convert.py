@@ -345,6 +345,62 @@ def test_a_damaged_checkpoint_is_an_error_and_leaves_nothing(
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.saving").exists()
 
 
+# --- by the published options of one family ------------------------------------------------------------------------
+
+HF_TO_MM = ["Qwen2_5_VLConverter", "hf_to_mm"]
+MM_TO_HF = ["Qwen2_5_VLConverter", "mm_to_hf"]
+LAYOUT = ["--cfg.parallel_config.llm_pp_layers", "[[1,1]]", "--cfg.parallel_config.vit_pp_layers", "[[2,0]]"]
+LAYOUT += ["--cfg.parallel_config.tp_size", "2"]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", LAYOUT), ("qwen2_5_vl tied", [])])
+def test_there_and_back_by_the_family(tmp_path: Path, family: str, layout: list[str]) -> None:
+    hf_dir = tiny_family_dir(tmp_path / "hf", family, dtype=torch.bfloat16)
+    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm", *layout]
+    assert convert(*HF_TO_MM, *words) == 0
+    assert (tmp_path / "mm" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    model = empty_model(hf_dir)
+    load_weights(model, open_weights(tmp_path / "mm" / "release"))
+    assert_same(dict(model.state_dict()), reference_tensors(hf_dir))
+    assert convert(*MM_TO_HF, *words, "--cfg.save_hf_dir", tmp_path / "out") == 0
+    assert_same(weights_in(tmp_path / "out"), weights_in(hf_dir))
+
+
+def test_a_layout_is_said_to_have_no_effect(tmp_path: Path, said: list[str]) -> None:
+    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
+    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir"]
+    assert convert(*HF_TO_MM, *words, tmp_path / "mm") == 0 and said == []
+    assert convert(*HF_TO_MM, *words, tmp_path / "mm2", *LAYOUT) == 0
+    assert said == ["--cfg.parallel_config has no effect: a checkpoint fits every layout"]
+    one, other = ((tmp_path / name / "release" / "__0_0.distcp").read_bytes() for name in ("mm", "mm2"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--cfg.parallel_config.llm_pp_layers", "[[1,2]]"], "llm_pp_layers [[1, 2]] adds up to 3; the model has 2"),
+        (["--cfg.parallel_config.vit_pp_layers", "[[1],[0]]"], "vit_pp_layers [[1], [0]] adds up to 1"),
+        ([*LAYOUT, "--cfg.parallel_config.vit_pp_layers", "[[2]]"], "name different numbers of pipeline stages"),
+        (["--cfg.parallel_config.tp_size", "4"], "tp_size is 4; the model has 2 key-value heads"),
+        (["--cfg.parallel_config.tp_size", "0"], "tp_size is 0; the model has 4 attention heads"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
+    assert convert(*HF_TO_MM, "--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm", *words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: --cfg.parallel_config") and sentence in error
+    assert not (tmp_path / "mm").exists()
+
+
+def test_another_family_is_refused(tmp_path: Path, hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(*HF_TO_MM, "--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm") == 1
+    assert "'qwen3_moe'; expected qwen2_5_vl, and GenericDCPConverter converts any other" in capsys.readouterr().err
+
+
 # --- memory --------------------------------------------------------------------------------------------------------
 
 _MEASURED = """

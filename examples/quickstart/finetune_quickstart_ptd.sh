@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# The quick start through Megatron-core: tensor parallel over two processes, or with PARALLEL=pp pipeline parallel.
+# Prepares the data if nobody has, trains from scratch, exports, evaluates on held-out digits.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/common.sh
+mm_use_environment sklearn
+export PYTHONPATH="$MM_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export TOKENIZERS_PARALLELISM=false
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+NPUS_PER_NODE=${NPUS_PER_NODE:-2}
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
+
+case "${PARALLEL:-tp}" in
+    tp) TP=2 PP=1 ;;
+    pp) TP=1 PP=2 ;;
+    *) echo "PARALLEL is '$PARALLEL'; expected tp or pp" >&2; exit 1 ;;
+esac
+CP=1
+MBS=8
+GRAD_ACC_STEP=2
+SEQ_LEN=128
+DP=$((WORLD_SIZE / TP / PP / CP))
+GBS=$((MBS * GRAD_ACC_STEP * DP))
+
+MM_DATA="./examples/quickstart/data.json"
+MM_MODEL="./examples/quickstart/model_ptd.json"
+MM_TOOL="./configs/tools.json"
+LOAD_PATH=${LOAD_PATH:-}
+SAVE_PATH="./runs/quickstart_ptd"
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS_PER_NODE \
+    --nnodes $NNODES \
+    --node_rank $NODE_RANK \
+    --master_addr $MASTER_ADDR \
+    --master_port $MASTER_PORT
+"
+
+GPT_ARGS="
+    --tensor-model-parallel-size $TP \
+    --pipeline-model-parallel-size $PP \
+    --context-parallel-size $CP \
+    --use-distributed-optimizer \
+    --variable-seq-lengths \
+    --micro-batch-size $MBS \
+    --global-batch-size $GBS \
+    --seq-length $SEQ_LEN \
+    --train-iters ${TRAIN_ITERS:-500} \
+    --lr 1.0e-3 \
+    --lr-decay-style cosine \
+    --lr-warmup-fraction 0.1 \
+    --min-lr 1.0e-5 \
+    --weight-decay 0.01 \
+    --clip-grad 1.0 \
+    --adam-beta1 0.9 \
+    --adam-beta2 0.95 \
+    --num-workers 1 \
+    --seed 42
+"
+
+MM_ARGS="
+    --mm-data $MM_DATA \
+    --mm-model $MM_MODEL \
+    --mm-tool $MM_TOOL
+"
+
+OUTPUT_ARGS="
+    --log-interval 1 \
+    --save-interval 250 \
+    --eval-interval 100 \
+    --eval-iters 5 \
+    --save $SAVE_PATH \
+    --save-hf
+"
+if [ -n "$LOAD_PATH" ]; then
+    OUTPUT_ARGS="$OUTPUT_ARGS --load $LOAD_PATH"
+else
+    # What an earlier run left: this one starts from scratch and would else append to its record.
+    rm -rf "$SAVE_PATH"/iter_* "$SAVE_PATH"/hf "$SAVE_PATH"/latest_checkpointed_iteration.txt \
+        "$SAVE_PATH"/metrics.jsonl "$SAVE_PATH"/report.json
+fi
+
+[ -f runs/quickstart/model/config.json ] || python examples/quickstart/prepare.py --out runs/quickstart
+mkdir -p "$SAVE_PATH"
+# shellcheck disable=SC2086
+torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \
+    $GPT_ARGS \
+    $MM_ARGS \
+    $OUTPUT_ARGS \
+    --distributed-backend nccl \
+    2>&1 | tee "$SAVE_PATH/train.log"
+
+python examples/quickstart/evaluate.py --run "$SAVE_PATH" --data runs/quickstart/data --at-least "${AT_LEAST:-0.95}"

@@ -1,0 +1,179 @@
+"""How the flags about the layout over ranks fit together, on the FSDP2 road and on the Megatron road."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from mindspeed_mm.configs.flags.spec import road_of, roads_of
+from mindspeed_mm.utils.log import notice
+
+_PARALLEL_SIZES = {
+    "tensor_model_parallel_size": "tensor parallelism",
+    "pipeline_model_parallel_size": "pipeline parallelism",
+    "virtual_pipeline_model_parallel_size": "pipeline parallelism",
+    "context_parallel_size": "context parallelism",
+    "expert_model_parallel_size": "expert parallelism",
+    "expert_tensor_parallel_size": "expert parallelism",
+}
+_ON_NO_ROAD = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def settle_layout(args: Namespace) -> None:
+    """Give flags about the layout their one meaning on the Megatron road; nothing changes on the other.
+
+    `virtual_pipeline_model_parallel_size` is None without interleaving, `recompute_activations` becomes
+    `recompute_granularity`, `recompute_num_layers` is 1 where uniform recompute names none, and `sequence_parallel` is
+    off where there is one tensor-parallel rank.
+    """
+    if road_of(args) != "ptd":
+        return
+    if args.virtual_pipeline_model_parallel_size == 1:
+        args.virtual_pipeline_model_parallel_size = None
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    if args.recompute_granularity == "full" and args.recompute_method == "uniform" and not args.recompute_num_layers:
+        args.recompute_num_layers = 1
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        notice("--sequence-parallel has no effect here: --tensor-model-parallel-size is 1")
+        args.sequence_parallel = False
+
+
+def data_parallel_size(args: Namespace) -> int:
+    """Return how many ranks read rows of their own; at least 1, also where the sizes don't fit (see `check_layout`)."""
+    if road_of(args) != "ptd":
+        return args.world_size
+    return max(1, args.world_size // _model_parallel_size(args))
+
+
+def check_layout(args: Namespace) -> list[str]:
+    """Return what doesn't fit in the layout over ranks."""
+    if not args.use_torch_fsdp2 and "ptd" not in roads_of(args):
+        return [
+            "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron road, which has no "
+            "such flag, starts from pretrain_vlm.py",
+            *_sizes_of_fsdp2(args),
+        ]
+    if road_of(args) == "fsdp2":
+        return _sizes_of_fsdp2(args)
+    return [*_sizes_of_megatron(args), *_check_pipeline(args), *_check_overlap(args), *_check_recompute(args)]
+
+
+def _sizes_of_fsdp2(args: Namespace) -> list[str]:
+    instead = "fsdp2.yaml's sharding_size spreads the model over ranks"
+    return [
+        f"{_spelled(name)} {size}: the FSDP2 road has no {what} yet; set it to 1 ({instead})"
+        for name, what in _PARALLEL_SIZES.items()
+        if (size := getattr(args, name)) is not None and size > 1
+    ]
+
+
+def _sizes_of_megatron(args: Namespace) -> list[str]:
+    problems = [
+        f"{_spelled(name)} {size}: the Megatron road has no {_PARALLEL_SIZES[name]} yet; set it to 1"
+        for name in _ON_NO_ROAD
+        if (size := getattr(args, name)) is not None and size > 1
+    ]
+    model_size = _model_parallel_size(args)
+    if args.world_size % model_size:
+        tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        fitting = ", ".join(str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0)
+        problems.append(
+            f"{args.world_size} process{'es' if args.world_size > 1 else ''} can't be split into groups of "
+            f"{model_size} (--tensor-model-parallel-size {tensor} × --pipeline-model-parallel-size {pipeline}); start "
+            f"a multiple of {model_size} processes, or choose sizes whose product is one of {fitting}"
+        )
+    return problems
+
+
+def _model_parallel_size(args: Namespace) -> int:
+    return args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+
+
+def _check_pipeline(args: Namespace) -> list[str]:
+    virtual, pipeline = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
+    if virtual is None:
+        return []
+    if pipeline == 1:
+        return [
+            f"--virtual-pipeline-model-parallel-size {virtual} needs --pipeline-model-parallel-size 2 or more: stages "
+            "are interleaved between pipeline ranks"
+        ]
+    rows = (args.micro_batch_size or 1) * args.data_parallel_size
+    if not args.global_batch_size or args.global_batch_size % rows:
+        return []  # said by the rule about batches
+    count = args.global_batch_size // rows
+    if count % pipeline == 0:
+        return []
+    below = count // pipeline * pipeline
+    nearest = " or ".join(str(n * rows) for n in (below, below + pipeline) if n)
+    return [
+        f"--virtual-pipeline-model-parallel-size {virtual}: a step has {count} "
+        f"micro-batch{'es' if count > 1 else ''} (--global-batch-size "
+        f"{args.global_batch_size} ÷ {rows} rows at a time), and interleaved stages need a multiple of "
+        f"--pipeline-model-parallel-size {pipeline}; nearest valid --global-batch-size: {nearest}"
+    ]
+
+
+def _check_overlap(args: Namespace) -> list[str]:
+    if not args.overlap_param_gather:
+        return []
+    needed = [name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(args, name)]
+    if not needed:
+        return []
+    return [f"--overlap-param-gather needs {' and '.join(map(_spelled, needed))}; add what is missing, or remove it"]
+
+
+def _check_recompute(args: Namespace) -> list[str]:
+    granularity, method = args.recompute_granularity, args.recompute_method
+    problems = []
+    if args.recompute_activations and granularity == "full":
+        problems.append(
+            "--recompute-activations asks for selective recompute, --recompute-granularity for full; keep one"
+        )
+    extra = [n for n in ("recompute_method", "recompute_num_layers") if getattr(args, n) is not None]
+    if extra and granularity != "full":
+        found = f"it is {granularity}" if granularity else "it is absent"
+        problems.append(
+            f"{' and '.join(map(_spelled, extra))}: only --recompute-granularity full knows layers, and {found}; write "
+            "full, or remove them"
+        )
+    if granularity == "full" and method is None:
+        problems.append(
+            "--recompute-granularity full needs --recompute-method: uniform recomputes all layers, block the first "
+            "--recompute-num-layers of each stage"
+        )
+    if granularity == "full" and method == "block" and args.recompute_num_layers is None:
+        problems.append("--recompute-method block needs --recompute-num-layers, the layers of each stage to recompute")
+    return problems
+
+
+def say_layout_notices(args: Namespace) -> None:
+    """Say what about the environment or the checkpoint's format costs speed or has no effect on this road."""
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if road_of(args) == "fsdp2":
+        if connections == "1":
+            notice(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; "
+                "export CUDA_DEVICE_MAX_CONNECTIONS=2 or leave it unset"
+            )
+        if args.ckpt_format != "torch_dcp":
+            notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
+        return
+    if args.ckpt_format == "torch":
+        notice("--ckpt-format torch has no effect here: what is written is torch's distributed checkpoint (torch_dcp)")
+    if args.tensor_model_parallel_size > 1 and connections != "1" and _on_cuda():
+        notice(
+            "tensor parallelism overlaps communication with computation only where kernels run in the order of their "
+            "launch; export CUDA_DEVICE_MAX_CONNECTIONS=1"
+        )
+
+
+def _on_cuda() -> bool:
+    from mindspeed_mm import accelerator  # torch comes with it, which reading a configuration must not import
+
+    return accelerator.current().name == "cuda"
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,1 @@
+"""Vision towers built of Megatron-core's modules."""

@@ -1,0 +1,154 @@
+"""How the flags about the layout over ranks fit together on the Megatron road."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.configs import layout_rules
+from mindspeed_mm.configs.arguments import parse_args, validate_args
+from mindspeed_mm.utils.errors import ConfigError
+
+MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 2 --lr 1e-3 --train-iters 10"
+TP2, PP2, VP2 = (f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline", "virtual-pipeline"))
+
+
+def validated(words: str = "", world_size: int = 8, **keywords: Any) -> Namespace:
+    args = parse_args(f"{MINIMAL} {words}".split(), roads=("ptd", "fsdp2"), **keywords)
+    validate_args(args, world_size)
+    return args
+
+
+@pytest.mark.parametrize(
+    "words, world_size, size",
+    [("", 1, 1), ("", 8, 8), (TP2, 8, 4), (f"{TP2} {PP2}", 8, 2), (f"{TP2} {PP2}", 4, 1), (PP2, 6, 3)],
+)
+def test_data_parallel_ranks(run_folder: Path, words: str, world_size: int, size: int) -> None:
+    args = validated(f"{words} --global-batch-size 48", world_size)
+    assert args.data_parallel_size == size
+    assert args.num_microbatches == 48 // (2 * size)
+
+
+def test_the_default_global_batch_counts_data_parallel_ranks_only(run_folder: Path) -> None:
+    assert validated(f"{TP2} {PP2}").global_batch_size == 4
+
+
+def test_with_fsdp2_every_rank_is_data_parallel(run_folder: Path) -> None:
+    assert validated("--use-torch-fsdp2").data_parallel_size == 8
+    with pytest.raises(ConfigError, match="the FSDP2 road has no tensor parallelism yet"):
+        validated(f"--use-torch-fsdp2 {TP2}")
+
+
+@pytest.mark.parametrize(
+    "words, world_size, parts",
+    [
+        (
+            "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2",
+            8,
+            [
+                "8 processes can't be split into groups of 6",
+                "size 3 × --pipeline",
+                "one of 1, 2, 4, 8",
+                "multiple of 6",
+            ],
+        ),
+        (TP2, 1, ["1 process can't be split into groups of 2", "one of 1"]),
+        ("--context-parallel-size 2", 8, ["--context-parallel-size 2: the Megatron road has no context parallelism"]),
+        ("--expert-model-parallel-size 2", 8, ["--expert-model-parallel-size 2", "no expert parallelism"]),
+        ("--expert-tensor-parallel-size 2", 8, ["--expert-tensor-parallel-size 2", "no expert parallelism"]),
+        (VP2, 8, ["--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2 or more"]),
+        (
+            f"{PP2} {VP2} --global-batch-size 24",
+            8,
+            ["a step has 3 micro-batches", "24 ÷ 8 rows", "multiple of --pipeline-model-parallel-size 2", "16 or 32"],
+        ),
+        (f"{PP2} {VP2} --global-batch-size 8", 8, ["a step has 1 micro-batch (", "--global-batch-size: 16"]),
+        (
+            "--overlap-param-gather",
+            8,
+            ["--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"],
+        ),
+        ("--overlap-param-gather --use-distributed-optimizer", 8, ["needs --overlap-grad-reduce;"]),
+        ("--overlap-param-gather --overlap-grad-reduce", 8, ["needs --use-distributed-optimizer;"]),
+        (
+            "--recompute-granularity selective --recompute-method block --recompute-num-layers 2",
+            8,
+            ["--recompute-method and --recompute-num-layers: only --recompute-granularity full", "it is selective"],
+        ),
+        ("--recompute-num-layers 2", 8, ["--recompute-num-layers: only --recompute-granularity full", "it is absent"]),
+        ("--recompute-granularity full", 8, ["full needs --recompute-method: uniform"]),
+        ("--recompute-granularity full --recompute-method block", 8, ["block needs --recompute-num-layers"]),
+        (
+            "--recompute-granularity full --recompute-activations --recompute-method uniform",
+            8,
+            ["--recompute-activations asks for selective"],
+        ),
+        ("--bf16 --fp16", 8, ["--bf16 and --fp16"]),
+        (f"{PP2} --global-batch-size 12", 8, ["--global-batch-size 12 is not divisible by 8", "4 data-parallel ranks"]),
+    ],
+)
+def test_what_does_not_fit(run_folder: Path, words: str, world_size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validated(words, world_size)
+    assert len(str(caught.value).splitlines()) == 1
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        (f"{PP2} {VP2} --global-batch-size 16", "virtual_pipeline_model_parallel_size", 2),
+        ("--virtual-pipeline-model-parallel-size 1", "virtual_pipeline_model_parallel_size", None),
+        (f"{TP2} --sequence-parallel", "sequence_parallel", True),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+        ("--recompute-granularity selective", "recompute_granularity", "selective"),
+        ("--recompute-granularity full --recompute-method uniform", "recompute_num_layers", 1),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 4", "recompute_num_layers", 4),
+        ("--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", "overlap_param_gather", True),
+        ("--ckpt-format torch_dist", "ckpt_format", "torch_dist"),
+        ("--ckpt-format torch_dcp", "ckpt_format", "torch_dcp"),
+    ],
+)
+def test_what_fits_is_settled_without_a_word(
+    run_folder: Path, said: list[str], words: str, name: str, value: Any
+) -> None:
+    assert getattr(validated(words), name) == value
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "words, start",
+    [
+        ("--sequence-parallel", "--sequence-parallel has no effect here: --tensor-model-parallel-size is 1"),
+        ("--ckpt-format torch", "--ckpt-format torch has no effect here"),
+        ("--fsdp2-config-path fsdp2.yaml", "--fsdp2-config-path has no effect here: it describes --use-torch-fsdp2"),
+        ("--init-model-with-meta-device", "--init-model-with-meta-device has no effect here"),
+        ("--enable-dummy-optimizer", "--enable-dummy-optimizer has no effect here: a stage with nothing to train"),
+        ("--use-cpu-initialization", "--use-cpu-initialization has no effect here"),
+    ],
+)
+def test_what_has_no_effect_is_said(run_folder: Path, said: list[str], words: str, start: str) -> None:
+    args = validated(words)
+    assert len(said) == 1 and said[0].startswith(start)
+    assert args.sequence_parallel is False
+
+
+def test_connections_that_tensor_parallelism_wants(
+    run_folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection, and only where it matters: on CUDA, with tensor parallelism."""
+    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    validated(TP2)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+    validated(PP2)
+    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: False)
+    validated(TP2)
+    assert said == []
+    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: True)
+    validated(TP2)
+    assert len(said) == 1 and "export CUDA_DEVICE_MAX_CONNECTIONS=1" in said[0]
