@@ -103,9 +103,10 @@ def make_model(folder: Path, rows: list[dict[str, Any]], pixels: np.ndarray) -> 
     tokenizer = build_byte_bpe_tokenizer(texts, VOCAB_SIZE, folder, default_system=None)
     mean, deviation = round(float(pixels.mean()), 4), round(float(pixels.std()), 4)
     build_qwen2_5_vl_processor(tokenizer, folder, image_mean=[mean] * 3, image_std=[deviation] * 3)
+    rows_of_embedding = -(-len(tokenizer) // 64) * 64  # more than tokens, as in published models: divides over ranks
     config = qwen2_5_vl_config(
         tokenizer,
-        text={"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3},
+        text={"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": rows_of_embedding},
         vision={"hidden_size": 128, "intermediate_size": 512, "num_heads": 4},
     )
     save_model_dir(config, tokenizer, folder, seed=None)

@@ -22,6 +22,7 @@ def apply_compatibility() -> None:
     """Mend megatron-core 0.16 for a process without Transformer Engine; does nothing with it, and nothing twice."""
     # that the two libraries are missing is known here, and needs no word from each of its modules
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if not has_transformer_engine():
         _apply()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -255,6 +256,9 @@ class VLModel(MegatronModule):
                 positions = positions.expand(3, rows, -1)
         else:
             positions = F.pad(positions, (0, target - length))
+        for _, grid in _MEDIA:
+            if batch.get(grid) is not None:
+                batch[grid] = batch[grid].tolist()  # lengths of segments are needed on the host, and only there
         batch["position_ids"] = positions
         if batch.get("labels") is not None:
             batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type)
@@ -268,7 +272,7 @@ class VLModel(MegatronModule):
         found = []
         for (_, grid), token in zip(_MEDIA, (self.hf_config.image_token_id, self.hf_config.video_token_id)):
             found.append(int((batch["input_ids"] == token).sum()))
-            expected = int(batch[grid].prod(-1).sum()) // merge if batch.get(grid) is not None else 0
+            expected = sum(math.prod(thw) for thw in batch.get(grid) or ()) // merge
             if found[-1] != expected:
                 raise DataError(
                     f"a micro-batch has {found[-1]} tokens {token} for {expected} merged patches ({grid}); media and "
@@ -291,7 +295,7 @@ class VLModel(MegatronModule):
             input_ids, labels: [batch, sequence] int64; position_ids: [batch, sequence] or [3, batch, sequence].
             targets: of the labels; None: logits are returned.
             media_tokens: how many placeholders of images and of videos there are.
-            media: pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, or none of them.
+            media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
 
         Returns:
             on the last stage {"loss", "denominator"} as TransformersModel.forward, or logits [batch, sequence,
@@ -329,7 +333,8 @@ class VLModel(MegatronModule):
             if not trained and self.stage.has_patch_embedding and self.stage.has_embedding:
                 return None
             assert self.family.smallest_image is not None
-            pixels, grids = (t.to(device) for t in self.family.smallest_image(self.hf_config.vision_config))
+            pixels, grids = self.family.smallest_image(self.hf_config.vision_config)
+            pixels = pixels.to(device)
         if not self.stage.has_patch_embedding:
             self.image_encoder.set_input_tensor(received)
             pixels = None
@@ -353,8 +358,8 @@ class VLModel(MegatronModule):
 
 
 def _join_media(media: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Patches and grids of images, then of videos; (None, None) without any."""
+    """Patches and grids (in host memory) of images, then of videos; (None, None) without any."""
     found = [(media[p], media[g]) for p, g in _MEDIA if media.get(p) is not None]
     if not found:
         return None, None
-    return torch.cat([p for p, _ in found]), torch.cat([g for _, g in found])
+    return torch.cat([p for p, _ in found]), torch.tensor([thw for _, grids in found for thw in grids])
