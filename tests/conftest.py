@@ -43,6 +43,15 @@ def ranks4() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def megatron_pools() -> Iterator[dict[int, RankPool]]:
+    """1, 2 and 4 workers of their own for the Megatron backend, which patches the processes it runs in."""
+    pools = {size: RankPool(size) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
 def qwen2_5_vl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2.5-VL directory with weights; read only, shared by the whole run."""
     return tiny_qwen2_5_vl_dir(tmp_path_factory.mktemp("qwen2_5_vl"))

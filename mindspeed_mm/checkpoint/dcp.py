@@ -7,6 +7,7 @@ Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,13 @@ def load(
     Raises:
         CheckpointError: a file or a tensor is missing or left over, or shapes differ; nothing has been changed then.
     """
-    extra = read_state(directory)
-    if optimizer is not None and not extra.get("has_optimizer", True):
-        raise CheckpointError(
-            f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its weights"
-        )
+    extra = read_state(directory, with_optimizer=optimizer is not None)
     reader = DcpReader(directory)
     wanted = model_tensors(model)
     if optimizer is not None:
         wanted |= optimizer_tensors(model, optimizer)
-    _refuse_misfits(reader, wanted, optimizer is not None, strict=strict)
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    refuse_misfits(reader, shapes, with_optimizer=optimizer is not None, strict=strict)
     requests = []
     for name, tensor in wanted.items():
         if name in reader.tensors:
@@ -56,17 +54,28 @@ def load(
             requests.append(ReadRequest(name, region, local))
     reader.read_into(requests)
     if load_rng:
-        restore_random_state(directory, state, int(extra.get("world_size", state.world_size)))
+        restore_random_state(directory, state, extra)
     return extra
 
 
-def _refuse_misfits(reader: DcpReader, wanted: dict[str, torch.Tensor], with_optimizer: bool, *, strict: bool) -> None:
+def refuse_misfits(
+    reader: DcpReader, wanted: Mapping[str, tuple[int, ...]], *, with_optimizer: bool, strict: bool
+) -> None:
+    """Raise or tell what does not fit between a checkpoint and a run.
+
+    Args:
+        wanted: key and shape of each tensor of the run, whole.
+        with_optimizer: whether the optimizer's tensors are read.
+
+    Raises:
+        CheckpointError: another shape; or `strict`, and a tensor is missing or left over.
+    """
     where = f"checkpoint '{reader.directory}'"
-    for name, tensor in wanted.items():
-        if name in reader.tensors and reader.shape(name) != tuple(tensor.shape):
+    for name, shape in wanted.items():
+        if name in reader.tensors and reader.shape(name) != shape:
             raise CheckpointError(
                 f"{where} does not fit this model: {name} has shape {reader.shape(name)}, the model's is "
-                f"{tuple(tensor.shape)}; is it another model, or another config.json?"
+                f"{shape}; is it another model, or another config.json?"
             )
     kinds = ("model.", "optimizer.") if with_optimizer else ("model.",)
     missing = [n for n in wanted if n not in reader.tensors]
@@ -90,10 +99,22 @@ def _refuse_misfits(reader: DcpReader, wanted: dict[str, torch.Tensor], with_opt
     notice(text, key=f"misfits {reader.directory}")
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """Read state.json of a checkpoint folder."""
+def read_state(directory: Path, *, with_optimizer: bool = False) -> dict[str, Any]:
+    """Read state.json of a checkpoint folder.
+
+    Args:
+        with_optimizer: the optimizer's state is needed too.
+
+    Raises:
+        CheckpointError: it can't be read, or the checkpoint has no optimizer.
+    """
     path = directory / "state.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        extra = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{path}' can't be read ({error}); the checkpoint is not whole") from error
+    if with_optimizer and not extra.get("has_optimizer", True):
+        raise CheckpointError(
+            f"checkpoint '{directory}' was saved with --no-save-optim; add --no-load-optim to start from its weights"
+        )
+    return extra

@@ -44,10 +44,11 @@ _SMALLEST_FILE = 1_000_000_000
 Progress = Callable[[int], None]
 
 
-class _Fetcher(Protocol):
+class Fetcher(Protocol):
     """Makes tensors of the model readable, all ranks together."""
 
-    def tensors(self) -> dict[str, LazyTensor]: ...
+    def tensors(self) -> dict[str, LazyTensor]:
+        """The model's tensors by name, in the same order on all ranks."""
 
     def fetch(self, names: set[str], owner: int) -> None:
         """Before rank `owner` reads these; the tensors fetched before may be forgotten."""
@@ -132,8 +133,24 @@ def export(
         ConfigError: it is no transformers model.
         CheckpointError: a rank could not write; nothing is visible then.
     """
+    export_gathered(model, _FromModel(model, dist.get_rank(group)), directory, source, group, dtype, conversions)
+
+
+def export_gathered(
+    model: nn.Module,
+    fetcher: Fetcher,
+    directory: Path,
+    source: str | None,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None,
+    conversions: list[Any] | None = None,
+) -> None:
+    """Write what `fetcher` gathers as `model` would be written; the other arguments and errors are `export`'s.
+
+    Args:
+        model: a transformers model; for its class and configuration only.
+    """
     agreement = Agreement(group, directory.parent)
-    fetcher = _FromModel(model, agreement.rank)
     known = _weights_of(source)
     hub = _hub_layout(model, fetcher.tensors(), known, conversions)
     dtypes = _dtypes(hub, known, dtype)
@@ -214,7 +231,7 @@ def _write_directory(
     hub: dict[str, LazyTensor],
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None,
-    fetcher: _Fetcher,
+    fetcher: Fetcher,
     agreement: Agreement | None,
     progress: Progress | None = None,
 ) -> None:
@@ -272,7 +289,7 @@ def _make_empty(working: Path) -> None:
 
 
 def _write_files(
-    files: list[_File], fetcher: _Fetcher, working: Path, rank: int, size: int, progress: Progress | None
+    files: list[_File], fetcher: Fetcher, working: Path, rank: int, size: int, progress: Progress | None
 ) -> None:
     """File i is written by rank i modulo size. Ranks take turns at gathering, and write while others gather."""
     problem: BaseException | None = None

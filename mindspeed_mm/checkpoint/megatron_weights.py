@@ -1,24 +1,60 @@
-"""Weights of transformers' layout in and out of Megatron-core models split over tensor-parallel ranks and stages."""
+"""Weights of transformers' layout into Megatron-core models split over tensor-parallel ranks and stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, Region, whole
+from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
+from mindspeed_mm.checkpoint.megatron_parts import Part, hold_parameter, parameters
 from mindspeed_mm.models.common.megatron_names import Made
-from mindspeed_mm.utils.errors import CheckpointError
+from mindspeed_mm.models.transformers.base_model import init_function
+from mindspeed_mm.parallel.materialize import draw_own_parameters
 
-MadeOf = Callable[[str], Made]
+_THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
 
 
-@torch.no_grad()
+def fill(targets: Iterable[tuple[Part, torch.Tensor]], values: Mapping[str, Node], *, in_order: bool = False) -> None:
+    """Fill tensors, each rank reading its parts of `values` only.
+
+    Args:
+        targets: parts of transformers' tensors and the tensors that hold them.
+        values: name in transformers' model → what it is; what is made of a name that is missing stays as it is.
+        in_order: read one tensor after the other, as values that are drawn at random ask for.
+    """
+    work = [(part, tensor, values[part.source]) for part, tensor in targets if part.source in values]
+    if in_order:
+        for item in sorted(work, key=lambda item: item[0].source):
+            _fill(*item)
+        return
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool:
+        for _ in pool.map(lambda item: _fill(*item), work):
+            pass
+
+
+@torch.no_grad()  # a thread of its own has a mode of its own
+def _fill(part: Part, tensor: torch.Tensor, node: Node) -> None:
+    if len(part.pieces) == 1:
+        node.read_into(part.region, part.value(tensor))
+    else:
+        part.put(tensor, node.read(part.region))
+
+
 def load_parameters(
-    chunk: nn.Module, values: Mapping[str, Node], made_of: MadeOf, tensor_rank: int, rename: Callable[[str], str]
+    chunk: nn.Module,
+    values: Mapping[str, Node],
+    made_of: Callable[[str], Made],
+    tensor_rank: int,
+    rename: Callable[[str], str],
 ) -> None:
-    """Fill a chunk's parameters from transformers' tensors, each rank reading its part of them only.
+    """Fill a single chunk's parameters from transformers' tensors.
 
     Args:
         values: name in transformers' model → expression over what files hold.
@@ -29,27 +65,46 @@ def load_parameters(
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    for name, param in chunk.named_parameters():
-        made = made_of(rename(name))
-        missing = [s for s in made.sources if s not in values]
-        if missing:
-            raise CheckpointError(f"no value for {missing[0]}, which {rename(name)} is made of")
-        joined = made.join([LazyTensor(values[s]) for s in made.sources])
-        node = joined.node if isinstance(joined, LazyTensor) else None
-        assert node is not None
-        region = tensor_region(param, tensor_rank)
-        if any(start + length > size for (start, length), size in zip(region, node.shape)):
-            raise CheckpointError(
-                f"{' and '.join(made.sources)} give a tensor of shape {node.shape}, and {rename(name)} needs rows or "
-                f"columns {region}: configuration and weights don't belong together"
-            )
-        node.read_into(region, param.data)
+    shapes = {name: node.shape for name, node in values.items()}
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    named = [(rename(name), param) for name, param in chunk.named_parameters()]
+    held = [hold_parameter(name, param, made_of(name), shapes, tensor_rank, size) for name, param in named]
+    fill(parameters(held), values)
 
 
-def tensor_region(param: torch.Tensor, tensor_rank: int) -> Region:
-    """Which part of the whole tensor a tensor-parallel rank's parameter is."""
-    region = list(whole(param.shape))
-    if getattr(param, "tensor_model_parallel", False):
-        dim = param.partition_dim  # type: ignore[attr-defined]
-        region[dim] = (tensor_rank * param.shape[dim], param.shape[dim])
-    return tuple(region)
+def drawn(twin: Any, seed: int) -> dict[str, Node]:
+    """Random values for the parameters of a transformers model, drawn when they are read, one module at a time.
+
+    They are the ones that a model built and sharded in one piece draws: they depend on the seed and a module's name.
+
+    Args:
+        twin: the transformers model, on meta.
+    """
+    draws = _Draws(twin, seed)
+    values: dict[str, Node] = {}
+    for name, param in twin.named_parameters():
+        values[name] = leaf(name, param.shape, param.dtype, draws.read).node
+    return values
+
+
+class _Draws:
+    """Draws the parameters of a module whole, in host memory, and keeps those of the last one."""
+
+    def __init__(self, twin: Any, seed: int) -> None:
+        self._twin, self._seed = twin, seed
+        self._module: str | None = None
+        self._values: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        module_name, own = name.rpartition(".")[::2]
+        with self._lock:
+            if module_name != self._module:
+                module = self._twin.get_submodule(module_name)
+                initialize = init_function(self._twin, module, module_name)
+                self._values = draw_own_parameters(module, module_name, initialize, self._seed)
+                self._module = module_name
+            value = self._values[own]
+        for dim, (start, length) in enumerate(region):
+            value = value.narrow(dim, start, length)
+        return value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +28,24 @@ def random_state() -> dict[str, torch.Tensor]:
     }
 
 
-def restore_random_state(directory: Path, state: ParallelState, saved_ranks: int) -> None:
+def restore_random_state(
+    directory: Path, state: ParallelState, extra: Mapping[str, Any], layout: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Restore what `random_state` returned on this rank, if the checkpoint was saved by as many ranks alike.
+
+    Args:
+        extra: state.json's content.
+        layout: sizes of model parallelism other than 1, as the checkpoint's `layout` has them.
+
+    Returns:
+        all that the rank's file holds; empty if nothing is restored.
+    """
     path = directory / f"rng_{state.rank:05d}.safetensors"
-    if saved_ranks != state.world_size or not path.is_file():
-        notice(
-            f"random states are not restored: '{directory}' holds those of {saved_ranks} ranks, this run has "
-            f"{state.world_size}"
-        )
-        return
+    saved_by = _ranks(int(extra.get("world_size", state.world_size)), extra.get("layout"))
+    own = _ranks(state.world_size, layout)
+    if saved_by != own or not path.is_file():
+        notice(f"random states are not restored: '{directory}' holds those of {saved_by}, this run has {own}")
+        return {}
     saved = load_file(path)
     accelerator.current().set_rng_state(
         {k.removeprefix("torch."): v for k, v in saved.items() if k.startswith("torch.")}
@@ -42,3 +54,9 @@ def restore_random_state(directory: Path, state: ParallelState, saved_ranks: int
     position, has_gauss, cached = saved["numpy.rest"].tolist()
     keys = saved["numpy.keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    return saved
+
+
+def _ranks(count: int, layout: Mapping[str, int] | None) -> str:
+    sizes = ", ".join(f"{name} parallelism {size}" for name, size in sorted((layout or {}).items()) if size > 1)
+    return f"{count} ranks ({sizes})" if sizes else f"{count} ranks"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +27,15 @@ from torch.futures import Future
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
+from mindspeed_mm.checkpoint.stored_pieces import Piece, StoredPieces
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.files import fsync_path, write_json
 from mindspeed_mm.utils.log import notice
 
 _FORMAT = 1
+
+Stored = torch.Tensor | StoredPieces
 
 
 class Snapshot(Protocol):
@@ -51,23 +56,29 @@ class Snapshot(Protocol):
         """
 
 
-class Snapshots:
-    """Takes snapshots of a model and its optimizer.
+class TensorSnapshots:
+    """Takes snapshots of tensors.
 
     It keeps from one snapshot to the next what is costly to make: the host memory for copies, whose pages the system
     hands out at the first write only, and torch's plan of who writes what.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, save_rng: bool, state: ParallelState
+        self,
+        tensors: Callable[[], Mapping[str, Stored]],
+        *,
+        random_states: Callable[[], dict[str, torch.Tensor]] | None,
+        content: Mapping[str, Any],
+        state: ParallelState,
     ) -> None:
         """
         Args:
-            model: names of its parameters are the keys.
-            optimizer: None: not saved.
+            tensors: gives what this rank writes, by its key in the checkpoint.
+            random_states: gives this rank's; None: they are not saved.
+            content: JSON values for state.json that are the same in every snapshot.
         """
-        self._model, self._optimizer, self._save_rng, self._state = model, optimizer, save_rng, state
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._tensors, self._random_states, self._content, self._state = tensors, random_states, content, state
+        self._buffers: dict[Any, torch.Tensor] = {}
         self._planner = _Planner()
 
     def take(self, extra: dict[str, Any], *, detached: bool) -> TensorSnapshot:
@@ -78,13 +89,11 @@ class Snapshots:
             detached: copy the tensors, so that training may go on before the snapshot is written. The next detached
                 snapshot overwrites the copies. False: the tensors must be left alone until it is written.
         """
-        tensors = model_tensors(self._model)
-        if self._optimizer is not None:
-            tensors |= optimizer_tensors(self._model, self._optimizer)
+        tensors = self._tensors()
         content = {
             "format": _FORMAT,
             "world_size": self._state.world_size,
-            "has_optimizer": self._optimizer is not None,
+            **self._content,
             **copy.deepcopy(extra),
         }
         return TensorSnapshot(
@@ -93,20 +102,51 @@ class Snapshots:
             self._planner,
             rank=self._state.rank,
             state=content if self._state.rank == 0 else None,
-            random_states=random_state() if self._save_rng else None,
+            random_states=self._random_states() if self._random_states else None,
         )
 
     @torch.no_grad()
-    def _copies(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _copies(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         """Copy this rank's parts into host memory that is kept."""
+        copies: dict[str, Stored] = {}
         for name, tensor in tensors.items():
-            part = _local(tensor)
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                buffer = self._buffers[name] = _host_buffer(part)
-            buffer.copy_(part, non_blocking=True)
+            if isinstance(tensor, StoredPieces):
+                made = [Piece(p.region, partial(_same, self._copy((name, p.region), p.value()))) for p in tensor]
+                copies[name] = StoredPieces(tensor.shape, tensor.dtype, made)
+            else:
+                copies[name] = self._copy(name, _local(tensor))
         accelerator.current().synchronize()
-        return {name: self._buffers[name] for name in tensors}
+        return copies
+
+    def _copy(self, key: Any, part: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+            buffer = self._buffers[key] = _host_buffer(part)
+        return buffer.copy_(part, non_blocking=True)
+
+
+class Snapshots(TensorSnapshots):
+    """Takes snapshots of a model and its optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, save_rng: bool, state: ParallelState
+    ) -> None:
+        """
+        Args:
+            model: names of its parameters are the keys.
+            optimizer: None: not saved.
+        """
+
+        def tensors() -> dict[str, Stored]:
+            made: dict[str, Stored] = dict(model_tensors(model))
+            return made if optimizer is None else made | optimizer_tensors(model, optimizer)
+
+        super().__init__(
+            tensors,
+            random_states=random_state if save_rng else None,
+            content={"has_optimizer": optimizer is not None},
+            state=state,
+        )
 
 
 class TensorSnapshot:
@@ -114,8 +154,8 @@ class TensorSnapshot:
 
     def __init__(
         self,
-        tensors: dict[str, torch.Tensor],
-        copies: dict[str, torch.Tensor] | None,
+        tensors: Mapping[str, Stored],
+        copies: Mapping[str, Stored] | None,
         planner: _Planner,
         *,
         rank: int,
@@ -131,7 +171,7 @@ class TensorSnapshot:
         self._planner.copies = self._copies
         try:
             # the ranks tell each other about failures in here, so nothing of our own that can fail comes before it
-            dcp.save(self._tensors, storage_writer=writer, planner=self._planner, process_group=group)
+            dcp.save(dict(self._tensors), storage_writer=writer, planner=self._planner, process_group=group)
         except BaseException:
             self._planner.forget()
             raise
@@ -156,11 +196,14 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
-        self.copies: dict[str, torch.Tensor] | None = None
+        self.copies: Mapping[str, Stored] | None = None
         self._new_key()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
+        stored = self.state_dict[index.fqn] if self.copies is None else self.copies[index.fqn]
+        if isinstance(stored, StoredPieces):
+            return stored.at(index)
+        return super().lookup_object(index) if self.copies is None else stored
 
     def forget(self) -> None:
         """Drop what is remembered: after a failure ranks may remember different things."""
@@ -202,6 +245,10 @@ def _plain(error: Exception) -> Exception:
     """An error that survives the way to other ranks: its type and arguments arrive there, not what it came from."""
     full = no_space(error)
     return RuntimeError(first_line(error)) if full is None else OSError(full.errno, full.strerror)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,10 +94,39 @@ def initialize_from_names(
         if unfilled_buffers_are_fine:
             untouched = [n for n in untouched if n in own]
         if untouched:
-            raise ConfigError(
-                f"'{name}.{untouched[0]}' ({type(module).__name__}) is given no value by the model's weight "
-                "initialisation; override _init_weights for it, or build without --init-model-with-meta-device"
-            )
+            raise _untouched(module, f"{name}.{untouched[0]}")
+
+
+@torch.no_grad()
+def draw_own_parameters(
+    module: nn.Module, name: str, initialize: Callable[[nn.Module], None], seed: int
+) -> dict[str, torch.Tensor]:
+    """The random values that `initialize_from_names` gives a module's own parameters: whole, in host memory.
+
+    Args:
+        module: may be on meta; it is left as it is.
+        name: of the module in its model.
+        initialize: initialises a module's own tensors in place.
+
+    Raises:
+        ConfigError: a parameter is left untouched by `initialize`.
+    """
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    with _whole_tensors(module, own, {}, storage_is_empty=True, keep_parameters=True) as tensors:
+        with seeded(seed, name):
+            initialize(module)
+        values = {n: t.detach() for n, t in tensors()}
+    untouched = [n for n, value in values.items() if bool(torch.isnan(value).any())]
+    if untouched:
+        raise _untouched(module, f"{name}.{untouched[0]}")
+    return values
+
+
+def _untouched(module: nn.Module, name: str) -> ConfigError:
+    return ConfigError(
+        f"'{name}' ({type(module).__name__}) is given no value by the model's weight initialisation; override "
+        "_init_weights for it, or build without --init-model-with-meta-device"
+    )
 
 
 @contextmanager

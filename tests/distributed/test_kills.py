@@ -27,7 +27,7 @@ from tests.support.workers import RankError, RankPool
 STEPS = 20
 
 
-def run_with_slow_disk(words: list[str]) -> None:
+def run_with_slow_disk(words: list[str], script: str) -> None:
     """Run the entry script; each fsync takes a while, as it does on a real disk."""
     fsync = os.fsync
 
@@ -37,7 +37,7 @@ def run_with_slow_disk(words: list[str]) -> None:
 
     os.fsync = slow
     try:
-        run_entry(words)
+        run_entry(words, script)
     finally:
         os.fsync = fsync
 
@@ -49,11 +49,13 @@ def nothing() -> None:
 class Run:
     """A run folder, and what has been logged into it so far."""
 
-    def __init__(self, folder: Path, hf_dir: Path, steps: int = STEPS) -> None:
+    def __init__(
+        self, folder: Path, hf_dir: Path, steps: int = STEPS, script: str = "pretrain_transformers.py"
+    ) -> None:
         data = write_mixed_dataset(folder / "data", rows=12, seed=1, images=False)
         self.folder = folder / "run"
         self._files = write_run_files(folder / "files", hf_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
-        self._steps = steps
+        self._steps, self._script = steps, script
 
     def words(self, **flags: Any) -> list[str]:
         settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": self._steps, "save_interval": 2}
@@ -68,8 +70,8 @@ class Run:
         """Whether a checkpoint of iteration `least` or later is being written."""
         return any(int(p.name.split("_")[1].split(".")[0]) >= least for p in self.folder.glob(".iter_*.saving"))
 
-    def finish(self, pool: RankPool) -> None:
-        pool.run(run_entry, self.words(), timeout=120)
+    def finish(self, pool: RankPool, **flags: Any) -> None:
+        pool.run(run_entry, self.words(**flags), self._script, timeout=120)
 
     def kill(self, pool: RankPool, when: Callable[[], bool], **flags: Any) -> None:
         """Start the run, kill all ranks as soon as `when` says so, and look at what is left."""
@@ -87,7 +89,7 @@ class Run:
         watcher.start()
         try:
             with pytest.raises(RankError, match="died with exit code -9"):
-                pool.run(run_with_slow_disk, self.words(**flags), timeout=120)
+                pool.run(run_with_slow_disk, self.words(**flags), self._script, timeout=120)
         finally:
             over.set()
             watcher.join()
@@ -157,6 +159,25 @@ def test_three_kills(ranks2: RankPool, ranks4: RankPool, qwen3_dir: Path, tmp_pa
     assert [p.name for p in run.folder.glob(".*")] == []
     assert len(run.records()) > exact + 2
     assert_equal(run, unbroken, exact, loss=1e-5, norm=1e-5)
+
+
+def test_kills_of_the_megatron_backend(
+    ranks2: RankPool, megatron_pools: dict[int, RankPool], qwen3_dir: Path, tmp_path: Path
+) -> None:
+    """Split over tensor-parallel ranks, then over stages, then replicated; the other backend goes on to the end."""
+    megatron = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
+    unbroken = unbroken_run(ranks2, tmp_path / "unbroken", qwen3_dir)
+    run = Run(tmp_path / "killed", qwen3_dir, script="pretrain_vlm.py")
+    pool = megatron_pools[2]
+    run.kill(pool, lambda: run.is_saving(4), **megatron, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert find_checkpoint(run.folder).iteration == 2
+    run.kill(pool, lambda: run.is_saving(8), async_save=True, **megatron, pipeline_model_parallel_size=2)
+    assert find_checkpoint(run.folder).iteration in (6, 8)
+    replicated = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    run.kill(pool, after(run, 0.2), async_save=True, **megatron, **replicated)
+    run.finish(ranks2)
+    assert find_checkpoint(run.folder).iteration == STEPS
+    assert_equal(run, unbroken, exact=0, loss=1e-5, norm=1e-5)
 
 
 @pytest.mark.full

@@ -15,12 +15,3 @@ def pools(ranks2: RankPool, ranks4: RankPool) -> Iterator[dict[int, RankPool]]:
     single = RankPool(1)
     yield {1: single, 2: ranks2, 4: ranks4}
     single.close()
-
-
-@pytest.fixture(scope="session")
-def megatron_pools() -> Iterator[dict[int, RankPool]]:
-    """1, 2 and 4 workers of their own for the Megatron backend, which patches the processes it runs in."""
-    pools = {size: RankPool(size) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()

@@ -1,0 +1,61 @@
+"""Pieces of a tensor that a rank writes into a torch_dcp folder: any number of rectangles, made when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mindspeed_mm.checkpoint.lazy import Region
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor.
+
+    Attributes:
+        value: gives its values; may be a view of what training goes on to change.
+    """
+
+    region: Region
+    value: Callable[[], torch.Tensor]
+
+
+class StoredPieces:
+    """What this rank writes of a tensor; torch's planner asks for it by the names with underscores."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> None:
+        """
+        Args:
+            shape: of the whole tensor.
+            pieces: disjoint.
+        """
+        self.shape, self.dtype = tuple(shape), dtype
+        self.pieces = {tuple(start for start, _ in piece.region): piece for piece in pieces}
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.pieces.values())
+
+    def at(self, index: MetadataIndex) -> torch.Tensor:
+        """The values of the piece that begins where `index` says."""
+        return self.pieces[tuple(index.offset or ())].value()
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [self._write_item(name, piece) for piece in self.pieces.values()]
+
+    def _write_item(self, name: str, piece: Piece) -> WriteItem:
+        start = torch.Size([s for s, _ in piece.region])
+        sizes = torch.Size([n for _, n in piece.region])
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(start, sizes),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size(self.shape),
+        )
+        return WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data)

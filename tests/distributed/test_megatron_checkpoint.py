@@ -1,0 +1,572 @@
+"""Weights, checkpoints and exports of the Megatron backend: any layout goes on from what any other has written.
+
+One set of workers runs all cases. What a layout holds is put together here by other means than the package's: whole
+parameters over tensor-parallel ranks, split by `Made.split`; what data-parallel ranks own by Megatron's own maps.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
+from tests.support.tiny_families import weights_in
+from tests.support.workers import run_ranks
+
+RANKS = 4
+SEED = 77
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How four ranks split a model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    distributed: bool = False
+    dtype: str = "float32"
+    optimizer: str = "adam"
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * (self.virtual or 1)
+
+
+LAYOUTS = {
+    "TP2 PP2": Layout(tensor=2, pipeline=2),
+    "TP2 DP2 distributed": Layout(tensor=2, distributed=True),
+    "PP2 VPP2 DP2 distributed": Layout(pipeline=2, virtual=2, distributed=True),
+    "DP4": Layout(),
+    "DP4 distributed bf16": Layout(distributed=True, dtype="bfloat16"),
+    "TP4 bf16": Layout(tensor=4, dtype="bfloat16"),
+    "PP2 DP2 fp16": Layout(pipeline=2, dtype="float16"),
+}
+# (model, layout)
+EXPORTS = (
+    ("tied", "TP2 PP2"),
+    ("tied", "PP2 VPP2 DP2 distributed"),
+    ("untied", "DP4 distributed bf16"),
+    ("untied", "TP4 bf16"),
+    ("vl", "TP2 PP2"),
+    ("vl", "DP4 distributed bf16"),
+)
+DRAWN = (("tied", "TP2 PP2"), ("untied", "TP4 bf16"), ("vl", "PP2 VPP2 DP2 distributed"))
+
+
+class Run:
+    """A model in a layout, with its optimizer, on this rank."""
+
+    def __init__(self, hf_dir: Path, layout: Layout, seed: int | None = SEED, weights: Path | None = None) -> None:
+        from megatron.core import parallel_state
+        from megatron.core import tensor_parallel as mcore
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from transformers import AutoConfig
+
+        from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
+        from mindspeed_mm.models.common.megatron_family import find_family
+        from mindspeed_mm.models.common.modelzoo import ModelHub
+        from mindspeed_mm.models.transformers.twin import meta_model
+        from mindspeed_mm.models.vlm_model import VLModel
+        from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
+        from mindspeed_mm.parallel.pipeline import plan_stages
+        from mindspeed_mm.parallel.sizes import ParallelSizes
+        from mindspeed_mm.parallel.state import initialize_parallel
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, layout.virtual)
+        mcore.model_parallel_cuda_manual_seed(SEED)
+        self.layout, self.tensor_rank = layout, parallel_state.get_tensor_model_parallel_rank()
+        dtype = getattr(torch, layout.dtype)
+        sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.virtual, params_dtype=dtype)
+        config = AutoConfig.from_pretrained(hf_dir)
+        family, text = find_family(config.model_type), config.get_text_config()
+        vision = config.vision_config.depth if family.image_encoder is not None else None
+        stages = plan_stages(layout.pipeline, layout.virtual, text_layers=text.num_hidden_layers, vision_layers=vision)
+        self.twin = meta_model(ModelHub.get(None, config), config)
+        pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.chunks: list[Any] = [
+            VLModel(config, family, sizes, stages[i * layout.pipeline + pipeline_rank], self.twin, vp_stage=i)
+            for i in range(layout.virtual or 1)
+        ]
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                param.data.fill_(torch.nan)
+                param.requires_grad_(not any(part in chunk.made_of(name).sources[0] for part in layout.frozen))
+        self.state = initialize_parallel("gloo")
+        groups = MegatronGroups(
+            tensor_rank=self.tensor_rank,
+            tensor_size=layout.tensor,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+            host_group=self.state.host_group,
+            state=self.state,
+        )
+        self.stored = MegatronState(self.chunks, self.twin, groups)
+        if weights is not None:
+            self.stored.load_weights(weights, strict=True, downcast=False, allow_pickle=False)
+        elif seed is not None:
+            self.stored.draw_weights(seed)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=layout.dtype != "float32",
+            use_distributed_optimizer=layout.distributed,
+            bucket_size=8000,
+        )
+        config = self.chunks[0].config
+        self.model = [
+            DistributedDataParallel(config, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(self.chunks)
+        ]
+        args = Namespace(
+            optimizer=layout.optimizer,
+            use_distributed_optimizer=layout.distributed,
+            overlap_param_gather=False,
+            lr=0.01,
+            min_lr=0.0,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            sgd_momentum=0.9,
+            weight_decay_exclude_modules=None,
+            lr_scale_modules=None,
+            lr_mult=1.0,
+        )
+        names: list[Any] = [None] * RANKS
+        dist.all_gather_object(names, trained_names(self.model))
+        self.optimizer = build_megatron_optimizer(self.model, args, dtype, sorted(set().union(*names)))
+        self.stored.attach(self.optimizer)
+
+    def step(self, number: int) -> None:
+        """Step with gradients that depend on transformers' names and `number` only."""
+        shapes = {n: p.shape for n, p in self.twin.named_parameters()}
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                if not param.requires_grad:
+                    continue
+                made, values = chunk.made_of(name), []
+                for source in made.sources:
+                    generator = torch.Generator().manual_seed(hash_of(f"{source} {number}"))
+                    values.append(torch.randn(shapes[source], generator=generator))
+                whole = made.join(values)
+                if getattr(param, "tensor_model_parallel", False):
+                    whole = whole.chunk(self.layout.tensor, dim=param.partition_dim)[self.tensor_rank]
+                param.main_grad.copy_(whole)
+        self.optimizer.prepare_grads()
+        self.optimizer.step_with_ready_grads()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the training state, whole, by its key in a checkpoint; the same on all ranks."""
+        from mindspeed_mm.checkpoint.megatron_optimizer import stepped_parameters
+
+        own: list[Any] = []
+        stepped = stepped_parameters(self.optimizer)
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+                place = (chunk.made_of(name), tuple(param.shape), dim, self.tensor_rank)
+                if param not in stepped:
+                    if not (self.layout.distributed and param.requires_grad):
+                        own.append((*place, "", (0, param.numel()), param.detach().flatten().float().numpy()))
+                    continue
+                s = stepped[param]
+                tensors = {"": s.main, **{k: v for k, v in s.state.items() if isinstance(v, torch.Tensor)}}
+                own += [(*place, kind, s.span, t.detach().flatten().numpy()) for kind, t in tensors.items()]
+                if "step" in s.group:
+                    own.append((*place, "step", None, float(s.group["step"])))
+        everyones: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyones, own)
+        locals_: dict[Any, torch.Tensor] = {}
+        whole: dict[str, torch.Tensor] = {}
+        for made, shape, dim, tensor_rank, kind, span, flat in (item for items in everyones for item in items):
+            if span is None:
+                whole |= {f"optimizer.{source}.step": torch.tensor(flat) for source in made.sources}
+                continue
+            local = locals_.setdefault((made, shape, dim, kind, tensor_rank), torch.full(shape, torch.nan))
+            part = local.view(-1)[span[0] : span[1]]
+            assert part.isnan().all() or torch.equal(part, torch.from_numpy(flat)), "replicas or copies differ"
+            part.copy_(torch.from_numpy(flat))
+        counts = {n: p.shape[0] for n, p in self.twin.named_parameters()}
+        for (made, shape, dim, kind, tensor_rank), local in locals_.items():
+            if tensor_rank:
+                continue
+            if dim is not None:
+                parts = [locals_[made, shape, dim, kind, r] for r in range(self.layout.tensor)]
+                local = torch.cat(parts, dim)
+            for source, value in zip(made.sources, made.split(local, [counts[s] for s in made.sources])):
+                assert not value.isnan().any(), (source, kind)
+                whole[f"optimizer.{source}.{kind}" if kind else f"model.{source}"] = value
+        return whole
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters themselves, not what the optimizer steps."""
+        found: list[Any] = []
+        for chunk in self.chunks:
+            for name, param in chunk.named_parameters():
+                dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+                found.append((chunk.made_of(name), dim, param.detach().clone()))
+        everyones: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyones, (self.tensor_rank, found))
+        counts = {n: p.shape[0] for n, p in self.twin.named_parameters()}
+        whole: dict[str, torch.Tensor] = {}
+        by_rank: dict[int, list[Any]] = {}
+        for rank, items in everyones:
+            by_rank.setdefault(rank, []).extend(items)
+        for number, (made, dim, value) in enumerate(by_rank[0]):
+            if dim is not None:
+                value = torch.cat([by_rank[r][number][2] for r in range(self.layout.tensor)], dim)
+            for source, part in zip(made.sources, made.split(value, [counts[s] for s in made.sources])):
+                whole[f"model.{source}"] = part
+        return whole
+
+    def save(self, directory: Path, **extra: Any) -> None:
+        snapshots = self.stored.snapshots(save_optimizer=True, save_rng=True)
+        write(snapshots.take({"iteration": 1, **extra}, detached=False), directory)
+
+    def load(self, directory: Path, *, optimizer: bool = True, rng: bool = True, strict: bool = True) -> dict[str, Any]:
+        return self.stored.load(directory, optimizer=optimizer, rng=rng, strict=strict)
+
+
+def write(snapshot: Any, directory: Path) -> None:
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    snapshot.write(directory, dist.group.WORLD)
+    dist.barrier()
+
+
+def hash_of(text: str) -> int:
+    import zlib
+
+    return zlib.crc32(text.encode())
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Keys that only one has, or whose values are not bit-equal."""
+    assert len(expected) > 10
+    return sorted(found.keys() ^ expected.keys()) + [
+        k for k, v in expected.items() if k in found and not torch.equal(found[k], v)
+    ]
+
+
+class Sharded:
+    """The same model as the FSDP2 backend has it, over four ranks."""
+
+    def __init__(self, hf_dir: Path) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from mindspeed_mm.parallel.state import build_fsdp_mesh, initialize_parallel
+
+        self.state = initialize_parallel("gloo")
+        torch.manual_seed(dist.get_rank())
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_dir)).float()
+        for layer in (*self.model.model.layers, self.model):
+            fully_shard(layer, mesh=build_fsdp_mesh(RANKS))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        from mindspeed_mm.checkpoint.dcp import load
+
+        return load(directory, model=self.model, optimizer=self.optimizer, load_rng=True, state=self.state)
+
+    def save(self, directory: Path) -> None:
+        from mindspeed_mm.checkpoint.snapshot import Snapshots
+
+        snapshots = Snapshots(self.model, self.optimizer, save_rng=True, state=self.state)
+        write(snapshots.take({"iteration": 2}, detached=False), directory)
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+
+        tensors = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        return {k: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for k, t in tensors.items()}
+
+
+def every_layout_resumes_from_every_other(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
+    """Save in one layout, load in the next, step, save …; then to FSDP2 and back. What differs, by transition."""
+    found: dict[str, list[str]] = {}
+    names = list(LAYOUTS)
+    run = Run(hf_dir, LAYOUTS[names[0]])
+    run.step(0)
+    run.step(1)
+    for number, name in enumerate(names[1:], start=2):
+        before, directory = run.whole(), folder / f"chain{number}"
+        run.save(directory)
+        run = Run(hf_dir, LAYOUTS[name], seed=SEED + number)
+        extra = run.load(directory)
+        found[f"{names[number - 2]} → {name}"] = differences(run.whole(), before)
+        masters = {k: v for k, v in before.items() if k.startswith("model.")}
+        dtype = getattr(torch, LAYOUTS[name].dtype)
+        found[f"parameters of {name}"] = differences(
+            run.whole_parameters(), {k: v.to(dtype) for k, v in masters.items()}
+        )
+        found[f"state of {name}"] = [] if extra["iteration"] == 1 and extra["has_optimizer"] else [json.dumps(extra)]
+        run.step(number)
+    before = run.whole()
+    run.save(folder / "to-fsdp2")
+    sharded = Sharded(hf_dir)
+    sharded.load(folder / "to-fsdp2")
+    found[f"{names[-1]} → FSDP2"] = differences(sharded.whole(), before)
+    sharded.save(folder / "from-fsdp2")
+    run = Run(hf_dir, LAYOUTS["TP2 DP2 distributed"], seed=None)
+    run.load(folder / "from-fsdp2")
+    found["FSDP2 → TP2 DP2 distributed"] = differences(run.whole(), before)
+    return found
+
+
+def one_more(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
+    """From stages to replicas."""
+    run = Run(hf_dir, LAYOUTS["PP2 VPP2 DP2 distributed"])
+    run.step(0)
+    before = run.whole()
+    run.save(folder / hf_dir.name)
+    run = Run(hf_dir, LAYOUTS["TP4 bf16"], seed=None)
+    run.load(folder / hf_dir.name)
+    return {hf_dir.name: differences(run.whole(), before)}
+
+
+def frozen_parts_and_momentum(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
+    """What is not trained is saved without optimizer state, also where a stage trains nothing; SGD's state is saved."""
+    found = {}
+    first_half = ("embed_tokens", "layers.0.", "layers.1.")
+    pairs = {
+        "frozen, to a stage that trains nothing": (
+            Layout(distributed=True, dtype="bfloat16", frozen=first_half),
+            Layout(tensor=2, pipeline=2, frozen=first_half),
+        ),
+        "frozen, back": (
+            Layout(pipeline=2, virtual=2, distributed=True, frozen=first_half),
+            Layout(tensor=2, distributed=True, frozen=first_half),
+        ),
+        "SGD": (Layout(tensor=2, pipeline=2, optimizer="sgd"), Layout(optimizer="sgd", dtype="bfloat16")),
+    }
+    for name, (one, other) in pairs.items():
+        run = Run(hf_dir, one)
+        run.step(0)
+        run.save(folder / name)
+        before = run.whole()
+        run = Run(hf_dir, other, seed=SEED + 1)
+        run.load(folder / name)
+        found[name] = differences(run.whole(), before)
+        trained = [k for k in before if k.startswith("optimizer.") and any(part in k for part in first_half)]
+        assert bool(trained) == (name == "SGD")
+    return found
+
+
+def detached_snapshots_keep_their_moment(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
+    """Steps taken before a detached snapshot is written don't reach it, the second time neither."""
+    found = {}
+    for name in ("TP2 DP2 distributed", "PP2 DP2 fp16"):
+        run = Run(hf_dir, LAYOUTS[name])
+        snapshots = run.stored.snapshots(save_optimizer=True, save_rng=False)
+        for number in (0, 2):
+            run.step(number)
+            before = run.whole()
+            snapshot = snapshots.take({"iteration": number}, detached=True)
+            run.step(number + 1)
+            assert differences(run.whole(), before)
+            directory = folder / f"{name} {number}"
+            write(snapshot, directory)
+            other = Run(hf_dir, LAYOUTS["DP4"], seed=None)
+            other.load(directory)
+            found[f"{name} {number}"] = differences(other.whole(), before)
+            run.load(directory)
+    return found
+
+
+def misfits(folder: Path, hf_dir: Path, smaller: Path) -> dict[str, str]:
+    """What is said of checkpoints that don't fit, by case; whatever is refused changes nothing."""
+    from mindspeed_mm.utils.errors import CheckpointError
+
+    run = Run(hf_dir, LAYOUTS["TP2 DP2 distributed"])
+    run.step(0)
+    run.save(folder / "whole")
+    snapshots = run.stored.snapshots(save_optimizer=False, save_rng=False)
+    write(snapshots.take({"iteration": 1}, detached=False), folder / "no optimizer")
+    saved = run.whole()
+    said = {}
+    shallow = Run(smaller, LAYOUTS["TP2 PP2"])
+    narrow = Run(hf_dir, Layout(tensor=2, pipeline=2, frozen=("layers.0.",)), seed=SEED + 1)
+    cases: dict[str, tuple[Run, str]] = {
+        "another model": (shallow, "whole"),
+        "frozen": (narrow, "whole"),
+        "no optimizer": (narrow, "no optimizer"),
+    }
+    for name, (run, directory) in cases.items():
+        before = {n: p.detach().clone() for c in run.chunks for n, p in c.named_parameters()}
+        with pytest.raises(CheckpointError) as error:
+            run.load(folder / directory)
+        said[name] = str(error.value)
+        for chunk in run.chunks:
+            assert all(torch.equal(before[n], p) for n, p in chunk.named_parameters()), name
+    narrow.load(folder / "whole", strict=False)
+    found = narrow.whole()
+    said["not strict"] = " ".join(k for k, v in found.items() if not torch.equal(v, saved[k]))
+    narrow.load(folder / "no optimizer", optimizer=False, rng=False)
+    kept = narrow.whole()
+    said["without optimizer"] = " ".join(k for k in found if not torch.equal(kept[k], found[k]))
+    return said
+
+
+def weights_go_in_and_out(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What exports hold, by source and layout; rank 0 reads them."""
+    made = {}
+    for kind, name in EXPORTS:
+        run = Run(folder / kind, LAYOUTS[name], weights=folder / kind)
+        target = folder / "exports" / f"{kind}, {name}"
+        run.stored.export_hf(target, str(folder / kind), None)
+        if dist.get_rank() == 0:
+            made[f"{kind}, {name}"] = weights_in(target)
+    return made
+
+
+def weights_of_a_checkpoint(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
+    """A torch_dcp folder as weights, into what the optimizer steps in higher precision too; rounded if asked for."""
+    found = {}
+    run = Run(hf_dir, LAYOUTS["TP2 PP2"])
+    run.save(folder / "weights")
+    before = {k: v for k, v in run.whole().items() if k.startswith("model.")}
+    run = Run(hf_dir, LAYOUTS["DP4 distributed bf16"], weights=folder / "weights")
+    found["torch_dcp"] = differences(run.whole(), before)
+    run.stored.load_weights(folder / "weights", strict=True, downcast=True, allow_pickle=False)
+    found["rounded"] = differences(run.whole(), {k: v.bfloat16().float() for k, v in before.items()})
+    return found
+
+
+def drawn_weights(hf_dir: Path, layout: str) -> list[str]:
+    """Random weights are those that one model, built whole with the same seed, draws."""
+    from mindspeed_mm.models.common.build_context import BuildContext, build_context
+    from mindspeed_mm.models.transformers_model import TransformersModel
+
+    with build_context(BuildContext(seed=SEED)):
+        whole = TransformersModel({"init_from_hf_path": str(hf_dir), "train_from_scratch": True}).model
+    expected = {f"model.{n}": p.detach() for n, p in whole.named_parameters()}
+    return differences(Run(hf_dir, LAYOUTS[layout]).whole(), expected)
+
+
+def random_states(folder: Path, hf_dir: Path) -> dict[str, Any]:
+    """Megatron-core's states come back where the layout is the same; else it is said that they don't."""
+    from unittest import mock
+
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from mindspeed_mm.checkpoint import rng
+
+    def draws() -> list[float]:
+        with get_cuda_rng_tracker().fork():
+            return [*torch.rand(3).tolist(), *torch.rand(2).tolist()]
+
+    run = Run(hf_dir, LAYOUTS["TP2 PP2"])
+    draws()
+    run.save(folder / "random")
+    expected = draws()
+    run = Run(hf_dir, LAYOUTS["TP2 PP2"])
+    assert draws() != expected
+    run.load(folder / "random")
+    same = draws() == expected
+    run = Run(hf_dir, LAYOUTS["DP4"])
+    with mock.patch.object(rng, "notice") as notice:
+        run.load(folder / "random")
+    return {"same": same, "said": notice.call_args.args[0]}
+
+
+def who_writes(folder: Path, hf_dir: Path) -> dict[str, list[int]]:
+    """Bytes of the tensors that each rank wrote, by layout."""
+    sizes = {}
+    for name in ("DP4", "TP2 DP2 distributed", "TP2 PP2"):
+        directory = folder / f"sizes {name}"
+        Run(hf_dir, LAYOUTS[name]).save(directory)
+        sizes[name] = [sum(p.stat().st_size for p in directory.glob(f"__{r}_*.distcp")) for r in range(RANKS)]
+    return sizes
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    from mindspeed_mm import accelerator
+
+    accelerator.prepare_megatron()
+    dist.init_process_group("gloo")
+    tmp = Path(folder)
+    tied, untied, smaller, vl = (tmp / name for name in ("tied", "untied", "smaller", "vl"))
+    return {
+        "chain": every_layout_resumes_from_every_other(tmp / "chain", tied),
+        "untied and vl": {**one_more(tmp / "more", untied), **one_more(tmp / "more", vl)},
+        "frozen": frozen_parts_and_momentum(tmp / "frozen", tied),
+        "detached": detached_snapshots_keep_their_moment(tmp / "detached", tied),
+        "misfits": misfits(tmp / "misfits", untied, smaller),
+        "exports": weights_go_in_and_out(tmp),
+        "weights": weights_of_a_checkpoint(tmp / "weights", untied),
+        "drawn": {f"{kind}, {layout}": drawn_weights(tmp / kind, layout) for kind, layout in DRAWN},
+        "random": random_states(tmp / "random", tied),
+        "sizes": who_writes(tmp / "sizes", untied),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    tiny_qwen3_dir(folder / "tied", tie=True, deep=True)
+    tiny_qwen3_dir(folder / "untied", tie=False, deep=True)
+    tiny_qwen3_dir(folder / "smaller", tie=False, deep=False)
+    tiny_qwen2_5_vl_dir(folder / "vl", deep=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, RANKS, str(folder), timeout=240)
+
+
+@pytest.mark.parametrize("case", ["chain", "untied and vl", "frozen", "detached", "weights", "drawn"])
+def test_every_tensor_arrives_bit_equal(found: list[dict[str, Any]], case: str) -> None:
+    for rank in found:
+        assert rank[case]
+        for what, different in rank[case].items():
+            assert not different, what
+
+
+def test_exports_hold_what_was_loaded(found: list[dict[str, Any]], folder: Path) -> None:
+    import transformers
+
+    assert len(found[0]["exports"]) == len(EXPORTS)
+    for name, exported in found[0]["exports"].items():
+        source = weights_in(folder / name.split(",")[0])
+        assert exported.keys() == source.keys(), name
+        assert all(v.dtype == source[k].dtype and torch.equal(v, source[k]) for k, v in exported.items()), name
+    for kind, name in (("tied", "tied, TP2 PP2"), ("untied", "untied, TP4 bf16")):
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "exports" / name, output_loading_info=True
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (kind == "tied")
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        said = rank["misfits"]
+        assert (
+            "does not fit this model: model.model.layers.0.self_attn.q_proj.weight has shape" in said["another model"]
+        )
+        assert "another config.json?" in said["another model"]
+        assert "optimizer.model.layers.0." in said["frozen"] and "add --no-load-optim" in said["frozen"]
+        assert "saved with --no-save-optim" in said["no optimizer"]
+        assert not said["not strict"] and not said["without optimizer"]
+
+
+def test_random_states_come_back_in_the_same_layout(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["random"]["same"]
+        assert "4 ranks (pipeline parallelism 2, tensor parallelism 2), this run has 4 ranks" in rank["random"]["said"]
+
+
+def test_ranks_share_the_writing(found: list[dict[str, Any]]) -> None:
+    for name, sizes in found[0]["sizes"].items():
+        assert max(sizes) < 1.35 * sum(sizes) / RANKS, (name, sizes)
