@@ -63,6 +63,12 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3_dir(tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.fixture(scope="session")
+def deep_qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `qwen3_dir`, with four layers and 8 heads in 4 groups."""
+    return tiny_qwen3_dir(tmp_path_factory.mktemp("deep_qwen3"), deep=True)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_globals() -> Iterator[None]:
     """No test sees the arguments or the notices of the test before it."""

@@ -34,6 +34,7 @@ from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import info_rank0
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -102,7 +103,7 @@ class PTDBackend:
             loss_group=self.state.data_parallel_group,
         )
         accelerator.current().manual_seed(args.seed)
-        with build_context(context), torch.device("meta"):
+        with build_context(context), self.state.device:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
         for chunk in chunks:
             if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
@@ -112,7 +113,8 @@ class PTDBackend:
                     "add --use-torch-fsdp2"
                 )
             chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
-            materialize_chunk(chunk, self.state.device)
+            if hasattr(chunk, "hf_twin"):
+                materialize_chunk(chunk, self.state.device)
         self._config = chunks[0].config
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must see the same switches
@@ -185,7 +187,7 @@ class PTDBackend:
         if finite:
             factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), self.args.clip_grad))
             self._release_idle_towers(reduced.counts)
-            scale_gradients(optimizer.get_parameters(), torch.tensor(factor / (divisor * scale)))
+            scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
             optimizer.step_with_ready_grads()
         metrics = {n: figure / micro_batches for n, figure in zip(names, figures, strict=True)}
         result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, metrics)
@@ -267,6 +269,7 @@ class PTDBackend:
             self.load_weights(Path(directory))
         elif self._twin is not None:
             self._stored.draw_weights(self.args.seed)
+            info_rank0(f"{type(chunk).__name__}: random weights, seed {self.args.seed}")
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         args = self.args

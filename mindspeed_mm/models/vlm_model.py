@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from mindspeed_mm.configs.model_config import choose_loss_type
-from mindspeed_mm.configs.vlm_config import VLMModelConfig
+from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import IGNORE_INDEX, LossOptions, Targets, finish_loss, select_targets
@@ -27,6 +27,7 @@ from mindspeed_mm.models.transformers.twin import meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.log import info_rank0
 
 _MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
@@ -113,7 +114,7 @@ class VLModel(MegatronModule):
 
     @classmethod
     def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
-        """Build a stage as model.json and the run's layout (the current BuildContext) say.
+        """Build a stage, without storage, as model.json and the run's layout (the current BuildContext) say.
 
         Args:
             config: model.json's content.
@@ -139,22 +140,23 @@ class VLModel(MegatronModule):
         )
         if needs_variable_shapes(stages):
             sizes = replace(sizes, variable_seq_lengths=True)
-        model = cls(
-            hf_config,
-            family,
-            sizes,
-            stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
-            meta_model(ModelHub.get(None, hf_config), hf_config),
-            loss_options=LossOptions(
-                loss_type=choose_loss_type(context.flags, described.loss_cfg),
-                compute_mode=described.loss_cfg.compute_mode,
-                chunk_size=described.loss_cfg.effective_chunk_size,
-            ),
-            vision_recompute=described.recompute_of("vision_encoder"),
-            text_recompute=described.recompute_of("text_decoder"),
-            loss_group=context.loss_group,
-            vp_stage=vp_stage,
-        )
+        with torch.device("meta"):
+            model = cls(
+                hf_config,
+                family,
+                sizes,
+                stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
+                meta_model(ModelHub.get(None, hf_config), hf_config),
+                loss_options=LossOptions(
+                    loss_type=choose_loss_type(context.flags, described.loss_cfg),
+                    compute_mode=described.loss_cfg.compute_mode,
+                    chunk_size=described.loss_cfg.effective_chunk_size,
+                ),
+                vision_recompute=described.recompute_of("vision_encoder"),
+                text_recompute=described.recompute_of("text_decoder"),
+                loss_group=context.loss_group,
+                vp_stage=vp_stage,
+            )
         model.source = described.init_from_hf_path
         model.source_dtype = getattr(hf_config, "dtype", None)
         model.pending_weights = None if described.train_from_scratch else described.init_from_hf_path
@@ -165,6 +167,8 @@ class VLModel(MegatronModule):
                     "--seq-length is missing: pipeline stages exchange tensors of that length, and rows are padded to "
                     "it; give it, or add --variable-seq-lengths"
                 )
+        if family.image_encoder is not None and not vp_stage:
+            _tell_default_freezes(described)
         model.freeze(
             vision_encoder=described.freeze_vision_encoder,
             vision_projector=described.freeze_vision_projector,
@@ -355,6 +359,15 @@ class VLModel(MegatronModule):
             hidden = by_row.transpose(0, 1)
         hidden = hidden.contiguous()
         return tensor_parallel.scatter_to_sequence_parallel_region(hidden) if self.config.sequence_parallel else hidden
+
+
+def _tell_default_freezes(described: VLMModelConfig) -> None:
+    frozen = [PART_PATHS[part] for part, value in described.default_freezes().items() if value]
+    if frozen:
+        info_rank0(
+            f"model.json says nothing of {' and '.join(f'{path}.freeze' for path in frozen)}: frozen, as published; "
+            "write false to train"
+        )
 
 
 def _join_media(media: Mapping[str, Any]) -> tuple[Any, Any]:
