@@ -1,0 +1,124 @@
+"""A user's own Megatron-core model and script on the Megatron backend: any layout, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import metrics_of
+from tests.support.workers import RankError, RankPool
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.training import pretrain
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return {"ids": torch.randint(0, 64, (17,), generator=torch.Generator().manual_seed(index))}
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    args = get_args()
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size, pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+    )
+    return GPTModel(
+        config, get_gpt_layer_local_spec(), 64, 32, pre_process=pre_process, post_process=post_process,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    )
+
+
+def loss_func(losses):
+    return losses.sum(), torch.tensor(float(losses.numel())), {"largest": losses.detach().max()}
+
+
+def forward_step(data_iterator, model):
+    ids = next(data_iterator)["ids"]
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
+    return model(tokens, positions, mask, labels=labels), loss_func
+
+
+def provider(samples):
+    return Rows(), None, None
+
+
+if __name__ == "__main__":
+    pretrain(provider, model_provider, forward_step_func=forward_step)
+"""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 process": (1, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "DP2": (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
+
+
+def run_script(script: str, words: list[str]) -> None:
+    import runpy
+    import sys
+
+    before = sys.argv
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def train(folder: Path, pools: dict[int, RankPool], layout: str, run: str, **flags: Any) -> Path:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    ranks, chosen = LAYOUTS[layout]
+    settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 4, "lr": 1e-2, "seq_length": 16}
+    settings |= {"num_workers": 0, "log_interval": 1, "distributed_backend": "gloo", "save": folder / run}
+    words: list[str] = []
+    for name, value in {**settings, **chosen, **flags}.items():
+        words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    pools[ranks].run(run_script, str(script), words, timeout=120)
+    return folder / run
+
+
+def test_a_users_model_goes_on_in_every_layout(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Stages draw their own random weights, so that the layouts are compared from a checkpoint on.
+
+    How rows of a tensor-parallel parameter are ordered only the model knows: without `made_of` that size must stay.
+    """
+    whole = train(tmp_path, megatron_pools, "1 process", "whole", save_interval=2)
+    losses, norms = metrics_of(whole)
+    assert len(losses) == 4
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["largest"] > r["loss"] for r in records)
+    with pytest.raises(RankError, match="saved with --tensor-model-parallel-size 1, this run has 2: without `made_of`"):
+        train(tmp_path, megatron_pools, "TP2", "TP2", load=whole, ckpt_step=2)
+    for layout in ("1 process", "PP2", "DP2"):
+        found = metrics_of(train(tmp_path, megatron_pools, layout, layout, load=whole, ckpt_step=2))
+        assert found[0] == pytest.approx(losses[2:], rel=1e-6), layout
+        assert found[1] == pytest.approx(norms[2:], rel=1e-5), layout
+
+
+def test_a_users_model_resumes_bit_for_bit(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for layout in ("TP2", "PP2", "DP2"):
+        whole = train(tmp_path, megatron_pools, layout, layout, save_interval=2)
+        again = train(tmp_path, megatron_pools, layout, f"{layout}_again", load=whole, ckpt_step=2)
+        assert metrics_of(again) == tuple(figures[2:] for figures in metrics_of(whole)), layout
