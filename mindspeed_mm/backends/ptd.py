@@ -129,6 +129,8 @@ class PTDBackend:
             state=self.state,
         )
         self._stored = MegatronState(chunks, self._twin, groups)
+        if args.no_strict_load and self._twin is not None:
+            self._stored.draw_weights(args.seed)  # what files may lack needs a value first
         if load_weights:
             self._fill(chunks[0])
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)

@@ -166,20 +166,15 @@ def hold(
     for chunk in chunks:
         made_of: Callable[[str], Made] = getattr(chunk, "made_of", None) or own_names(chunk)
         for name, param in chunk.named_parameters():
-            held.append(hold_parameter(name, param, made_of(name), shapes, tensor_rank, tensor_size))
+            made = made_of(name)
+            offset, size = [0] * param.dim(), list(param.shape)
+            if getattr(param, "tensor_model_parallel", False):
+                dim = param.partition_dim  # type: ignore[attr-defined]
+                offset[dim], size[dim] = tensor_rank * size[dim], tensor_size * size[dim]
+            rows = _rows_of(name, made, tuple(size), shapes)
+            is_copy = bool(getattr(param, "shared", False))
+            held.append(Held(param, made, tuple(offset), tuple(size), rows, is_copy))
     return held
-
-
-def hold_parameter(
-    name: str, param: nn.Parameter, made: Made, shapes: Mapping[str, Shape] | None, tensor_rank: int, tensor_size: int
-) -> Held:
-    """Say what this rank holds in a parameter; `name` is for messages, the rest as in `hold`."""
-    offset, size = [0] * param.dim(), list(param.shape)
-    if getattr(param, "tensor_model_parallel", False):
-        dim = param.partition_dim  # type: ignore[attr-defined]
-        offset[dim], size[dim] = tensor_rank * size[dim], tensor_size * size[dim]
-    rows = _rows_of(name, made, tuple(size), shapes)
-    return Held(param, made, tuple(offset), tuple(size), rows, bool(getattr(param, "shared", False)))
 
 
 def _rows_of(name: str, made: Made, size: Shape, shapes: Mapping[str, Shape] | None) -> Shape:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from torch import nn
 
 from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
-from mindspeed_mm.checkpoint.megatron_parts import Part, hold_parameter, parameters
-from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.checkpoint.megatron_parts import Part
 from mindspeed_mm.models.transformers.base_model import init_function
 from mindspeed_mm.parallel.materialize import draw_own_parameters
 
@@ -45,31 +42,6 @@ def _fill(part: Part, tensor: torch.Tensor, node: Node) -> None:
         node.read_into(part.region, part.value(tensor))
     else:
         part.put(tensor, node.read(part.region))
-
-
-def load_parameters(
-    chunk: nn.Module,
-    values: Mapping[str, Node],
-    made_of: Callable[[str], Made],
-    tensor_rank: int,
-    rename: Callable[[str], str],
-) -> None:
-    """Fill a single chunk's parameters from transformers' tensors.
-
-    Args:
-        values: name in transformers' model → expression over what files hold.
-        made_of: name of a Megatron-core tensor in the whole model → how it is made.
-        tensor_rank: this rank among the tensor-parallel ones.
-        rename: a parameter's name in the chunk → its name in the whole model.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
-    shapes = {name: node.shape for name, node in values.items()}
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    named = [(rename(name), param) for name, param in chunk.named_parameters()]
-    held = [hold_parameter(name, param, made_of(name), shapes, tensor_rank, size) for name, param in named]
-    fill(parameters(held), values)
 
 
 def drawn(twin: Any, seed: int) -> dict[str, Node]:

@@ -89,14 +89,28 @@ def tower_parameters(optimizer: Any) -> list[tuple[tuple[str, ...], list[nn.Para
 
 def trained_names(model: Sequence[Any]) -> list[str]:
     """Names of what is trained here, by transformers' names where the chunks know them."""
-    return [name for chunk in model for name, _ in _named(chunk)]
+    return [name for chunk in model for names, _ in _named(chunk) for name in names]
 
 
-def _named(chunk: Any) -> list[tuple[str, nn.Parameter]]:
+def _named(chunk: Any) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Trained parameters with the names of transformers' tensors that each is made of."""
     inner = chunk.module
     made_of = getattr(inner, "made_of", None)
     named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
-    return [(made_of(n).sources[0] if made_of else n, p) for n, p in named]
+    return [(made_of(n).sources if made_of else (n,), p) for n, p in named]
+
+
+def _refuse_parts(names: tuple[str, ...], args: Any) -> None:
+    """Refuse to treat a part of a parameter in another way than the rest of it."""
+    for flag in ("weight_decay_exclude_modules", "lr_scale_modules"):
+        for wanted in getattr(args, flag) or ():
+            hit = [name for name in names if wanted.lower() in name.lower()]
+            if hit and len(hit) < len(names):
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')} {wanted}: {', '.join(names)} are one parameter on the Megatron "
+                    f"backend, and only {', '.join(hit)} have this in their names; name what all of them have, or add "
+                    "--use-torch-fsdp2"
+                )
 
 
 def _groups(model: Sequence[Any], args: Any, trained: Sequence[str]) -> list[dict[str, Any]]:
@@ -104,8 +118,9 @@ def _groups(model: Sequence[Any], args: Any, trained: Sequence[str]) -> list[dic
     for chunk in model:
         modalities_of = getattr(chunk.module, "modalities_of", lambda name: ())
         own_names = {id(p): n for n, p in chunk.module.named_parameters()}
-        for name, param in _named(chunk):
-            named.setdefault(tuple(modalities_of(own_names[id(param)])), []).append((name, param))
+        for names, param in _named(chunk):
+            _refuse_parts(names, args)
+            named.setdefault(tuple(modalities_of(own_names[id(param)])), []).append((names[0], param))
     groups = []
     for modalities, parameters in named.items():
         for group in build_param_groups(

@@ -1,6 +1,6 @@
 """Weights, checkpoints and exports of the Megatron backend: any layout goes on from what any other has written.
 
-One set of workers runs all cases. What a layout holds is put together here by other means than the package's: whole
+What a layout holds is put together here by other means than the package's: whole
 parameters over tensor-parallel ranks, split by `Made.split`; what data-parallel ranks own by Megatron's own maps.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
 from tests.support.tiny_families import weights_in
-from tests.support.workers import run_ranks
+from tests.support.workers import RankPool
 
 RANKS = 4
 SEED = 77
@@ -59,7 +60,7 @@ EXPORTS = (
     ("vl", "TP2 PP2"),
     ("vl", "DP4 distributed bf16"),
 )
-DRAWN = (("tied", "TP2 PP2"), ("untied", "TP4 bf16"), ("vl", "PP2 VPP2 DP2 distributed"))
+DRAWN = {"tied": "TP2 PP2", "untied": "TP4 bf16", "vl": "PP2 VPP2 DP2 distributed"}
 
 
 class Run:
@@ -71,13 +72,17 @@ class Run:
         layout: Layout,
         seed: int | None = SEED,
         weights: Path | None = None,
+        strict: bool = True,
         plain: bool = False,
     ) -> None:
         """
         Args:
-            seed, weights: of random weights, or where they are.
+            seed, weights, strict: of random weights, or where they are, and whether all of them must be there.
             plain: chunks of Megatron-core's own that know nothing of transformers.
         """
+        from mindspeed_mm import accelerator
+
+        accelerator.prepare_megatron()
         from megatron.core import parallel_state
         from megatron.core import tensor_parallel as mcore
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -95,6 +100,7 @@ class Run:
 
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
+        destroy_groups()
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, layout.virtual)
         mcore.model_parallel_cuda_manual_seed(SEED)
         self.layout, self.tensor_rank = layout, parallel_state.get_tensor_model_parallel_rank()
@@ -126,10 +132,10 @@ class Run:
             state=self.state,
         )
         self.stored = MegatronState(self.chunks, None if plain else self.twin, groups)
-        if weights is not None:
-            self.stored.load_weights(weights, strict=True, downcast=False, allow_pickle=False)
-        elif seed is not None:
+        if seed is not None and (weights is None or not strict):
             self.stored.draw_weights(seed)
+        if weights is not None:
+            self.stored.load_weights(weights, strict=strict, downcast=False, allow_pickle=False)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=layout.dtype != "float32",
             use_distributed_optimizer=layout.distributed,
@@ -249,6 +255,14 @@ class Run:
         return self.stored.load(directory, optimizer=optimizer, rng=rng, strict=strict)
 
 
+def destroy_groups() -> None:
+    """End the groups of earlier runs, each of which has threads of its own; a run before this one is used no more."""
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def write(snapshot: Any, directory: Path) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
@@ -337,15 +351,32 @@ def every_layout_resumes_from_every_other(folder: Path, hf_dir: Path) -> dict[st
     return found
 
 
-def one_more(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
-    """From stages to replicas."""
+def stages_to_tensor_parallel_ranks(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
     run = Run(hf_dir, LAYOUTS["PP2 VPP2 DP2 distributed"])
     run.step(0)
     before = run.whole()
-    run.save(folder / hf_dir.name)
+    run.save(folder / "stages")
     run = Run(hf_dir, LAYOUTS["TP4 bf16"], seed=None)
-    run.load(folder / hf_dir.name)
-    return {hf_dir.name: differences(run.whole(), before)}
+    run.load(folder / "stages")
+    return {"all": differences(run.whole(), before)}
+
+
+def steps_that_differ(folder: Path, hf_dir: Path) -> dict[str, Any]:
+    """Torch counts steps by parameter, Megatron by group."""
+    from unittest import mock
+
+    sharded = Sharded(hf_dir)
+    sharded.whole()  # makes the optimizer's state
+    for number, state in enumerate(sharded.optimizer.state.values()):
+        state["step"].fill_(7 if number % 2 else 9)
+    sharded.save(folder / "steps")
+    run = Run(hf_dir, LAYOUTS["TP2 PP2"], seed=None)
+    from mindspeed_mm.checkpoint import megatron_load
+
+    with mock.patch.object(megatron_load, "notice") as notice:
+        run.load(folder / "steps")
+    steps = {group["step"] for group in run.optimizer.param_groups}
+    return {"steps": steps, "said": notice.call_args.args[0]}
 
 
 def frozen_parts_and_momentum(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
@@ -378,22 +409,22 @@ def frozen_parts_and_momentum(folder: Path, hf_dir: Path) -> dict[str, list[str]
 
 def detached_snapshots_keep_their_moment(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
     """Steps taken before a detached snapshot is written don't reach it, the second time neither."""
-    found = {}
+    moments = {}
     for name in ("TP2 DP2 distributed", "PP2 DP2 fp16"):
         run = Run(hf_dir, LAYOUTS[name])
         snapshots = run.stored.snapshots(save_optimizer=True, save_rng=False)
         for number in (0, 2):
             run.step(number)
-            before = run.whole()
+            moments[f"{name} {number}"] = before = run.whole()
             snapshot = snapshots.take({"iteration": number}, detached=True)
             run.step(number + 1)
             assert differences(run.whole(), before)
-            directory = folder / f"{name} {number}"
-            write(snapshot, directory)
-            other = Run(hf_dir, LAYOUTS["DP4"], seed=None)
-            other.load(directory)
-            found[f"{name} {number}"] = differences(other.whole(), before)
-            run.load(directory)
+            write(snapshot, folder / f"{name} {number}")
+    other = Run(hf_dir, LAYOUTS["DP4"], seed=None)
+    found = {}
+    for name, moment in moments.items():
+        other.load(folder / name)
+        found[name] = differences(other.whole(), moment)
     return found
 
 
@@ -431,16 +462,9 @@ def misfits(folder: Path, hf_dir: Path, smaller: Path) -> dict[str, str]:
     return said
 
 
-def weights_go_in_and_out(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What exports hold, by source and layout; rank 0 reads them."""
-    made = {}
-    for kind, name in EXPORTS:
-        run = Run(folder / kind, LAYOUTS[name], weights=folder / kind)
-        target = folder / "exports" / f"{kind}, {name}"
-        run.stored.export_hf(target, str(folder / kind), None)
-        if dist.get_rank() == 0:
-            made[f"{kind}, {name}"] = weights_in(target)
-    return made
+def weights_go_in_and_out(target: Path, hf_dir: Path, layout: str) -> None:
+    """Load a directory and export it."""
+    Run(hf_dir, LAYOUTS[layout], weights=hf_dir).stored.export_hf(target, str(hf_dir), None)
 
 
 def weights_of_a_checkpoint(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
@@ -456,7 +480,7 @@ def weights_of_a_checkpoint(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
     return found
 
 
-def drawn_weights(hf_dir: Path, layout: str) -> list[str]:
+def drawn_weights(folder: Path, hf_dir: Path) -> dict[str, list[str]]:
     """Random weights are those that one model, built whole with the same seed, draws."""
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.transformers_model import TransformersModel
@@ -464,18 +488,19 @@ def drawn_weights(hf_dir: Path, layout: str) -> list[str]:
     with build_context(BuildContext(seed=SEED)):
         whole = TransformersModel({"init_from_hf_path": str(hf_dir), "train_from_scratch": True}).model
     expected = {f"model.{n}": p.detach() for n, p in whole.named_parameters()}
-    return differences(Run(hf_dir, LAYOUTS[layout]).whole(), expected)
+    layout = DRAWN[hf_dir.name]
+    return {layout: differences(Run(hf_dir, LAYOUTS[layout]).whole(), expected)}
 
 
 def random_states(folder: Path, hf_dir: Path) -> dict[str, Any]:
     """Megatron-core's states come back where the layout is the same; else it is said that they don't."""
     from unittest import mock
 
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     from mindspeed_mm.checkpoint import rng
 
     def draws() -> list[float]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
         with get_cuda_rng_tracker().fork():
             return [*torch.rand(3).tolist(), *torch.rand(2).tolist()]
 
@@ -484,6 +509,8 @@ def random_states(folder: Path, hf_dir: Path) -> dict[str, Any]:
     run.save(folder / "random")
     expected = draws()
     run = Run(hf_dir, LAYOUTS["TP2 PP2"])
+    draws()
+    draws()  # one more than before the save: only what is loaded makes them equal
     assert draws() != expected
     run.load(folder / "random")
     same = draws() == expected
@@ -491,6 +518,24 @@ def random_states(folder: Path, hf_dir: Path) -> dict[str, Any]:
     with mock.patch.object(rng, "notice") as notice:
         run.load(folder / "random")
     return {"same": same, "said": notice.call_args.args[0]}
+
+
+def weights_that_are_missing(folder: Path, hf_dir: Path) -> dict[str, Any]:
+    """A file without a part of a fused tensor: refused, or else what is missing keeps the values drawn before."""
+    from mindspeed_mm.utils.errors import CheckpointError
+
+    source = weights_in(hf_dir)
+    missing = "model.layers.1.self_attn.k_proj.weight"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({k: v for k, v in source.items() if k != missing}, folder / "model.safetensors")
+    dist.barrier()
+    drawn = Run(hf_dir, LAYOUTS["DP4 distributed bf16"]).whole()
+    run = Run(hf_dir, LAYOUTS["DP4 distributed bf16"], weights=folder, strict=False)
+    expected = {f"model.{k}": v for k, v in source.items()} | {f"model.{missing}": drawn[f"model.{missing}"]}
+    with pytest.raises(CheckpointError) as error:
+        run.stored.load_weights(folder, strict=True, downcast=False, allow_pickle=False)
+    return {"different": differences(run.whole(), expected), "said": str(error.value)}
 
 
 def models_without_transformers(folder: Path, hf_dir: Path) -> dict[str, Any]:
@@ -524,28 +569,6 @@ def who_writes(folder: Path, hf_dir: Path) -> dict[str, list[int]]:
     return sizes
 
 
-def all_cases(folder: str) -> dict[str, Any]:
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
-    dist.init_process_group("gloo")
-    tmp = Path(folder)
-    tied, untied, smaller, vl = (tmp / name for name in ("tied", "untied", "smaller", "vl"))
-    return {
-        "chain": every_layout_resumes_from_every_other(tmp / "chain", tied),
-        "untied and vl": {**one_more(tmp / "more", untied), **one_more(tmp / "more", vl)},
-        "frozen": frozen_parts_and_momentum(tmp / "frozen", tied),
-        "detached": detached_snapshots_keep_their_moment(tmp / "detached", tied),
-        "misfits": misfits(tmp / "misfits", untied, smaller),
-        "exports": weights_go_in_and_out(tmp),
-        "weights": weights_of_a_checkpoint(tmp / "weights", untied),
-        "drawn": {f"{kind}, {layout}": drawn_weights(tmp / kind, layout) for kind, layout in DRAWN},
-        "random": random_states(tmp / "random", tied),
-        "plain": models_without_transformers(tmp / "plain", untied),
-        "sizes": who_writes(tmp / "sizes", untied),
-    }
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
@@ -556,58 +579,85 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(all_cases, RANKS, str(folder), timeout=240)
+@pytest.fixture
+def ranks(megatron_pools: dict[int, RankPool]) -> RankPool:
+    return megatron_pools[RANKS]
 
 
-@pytest.mark.parametrize("case", ["chain", "untied and vl", "frozen", "detached", "weights", "drawn"])
-def test_every_tensor_arrives_bit_equal(found: list[dict[str, Any]], case: str) -> None:
-    for rank in found:
-        assert rank[case]
-        for what, different in rank[case].items():
-            assert not different, what
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        (every_layout_resumes_from_every_other, ("tied",)),
+        (stages_to_tensor_parallel_ranks, ("untied", "vl")),
+        (frozen_parts_and_momentum, ("tied",)),
+        (detached_snapshots_keep_their_moment, ("tied",)),
+        (weights_of_a_checkpoint, ("untied",)),
+        (drawn_weights, ("tied", "untied", "vl")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ", ".join(value) if isinstance(value, tuple) else ""),
+)
+def test_every_tensor_arrives_bit_equal(
+    case: Any, kinds: tuple[str, ...], ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    for kind in kinds:
+        for found in ranks.run(case, tmp_path / kind, folder / kind, timeout=120):
+            assert found
+            for what, different in found.items():
+                assert not different, what
 
 
-def test_exports_hold_what_was_loaded(found: list[dict[str, Any]], folder: Path) -> None:
+def test_exports_hold_what_was_loaded(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     import transformers
 
-    assert len(found[0]["exports"]) == len(EXPORTS)
-    for name, exported in found[0]["exports"].items():
-        source = weights_in(folder / name.split(",")[0])
-        assert exported.keys() == source.keys(), name
-        assert all(v.dtype == source[k].dtype and torch.equal(v, source[k]) for k, v in exported.items()), name
+    for kind, layout in EXPORTS:
+        target = tmp_path / f"{kind}, {layout}"
+        ranks.run(weights_go_in_and_out, target, folder / kind, layout)
+        source, exported = weights_in(folder / kind), weights_in(target)
+        assert exported.keys() == source.keys(), target.name
+        same = [v.dtype == source[k].dtype and torch.equal(v, source[k]) for k, v in exported.items()]
+        assert all(same), target.name
     for kind, name in (("tied", "tied, TP2 PP2"), ("untied", "untied, TP4 bf16")):
-        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder / "exports" / name, output_loading_info=True
-        )
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (kind == "tied")
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        said = rank["misfits"]
-        assert said == found[0]["misfits"]
-        assert "does not fit this model: model.model.layers.0.self_attn.o_proj.weight has" in said["another model"]
-        assert "is it another model, or another config.json?" in said["another model"]
-        assert "optimizer.model.layers.0." in said["frozen"] and "add --no-load-optim" in said["frozen"]
-        assert "saved with --no-save-optim" in said["no optimizer"]
-        assert not said["not strict"] and not said["without optimizer"]
+def test_what_does_not_fit_is_refused_and_changes_nothing(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    said, *others = ranks.run(misfits, tmp_path, folder / "untied", folder / "smaller")
+    assert all(other == said for other in others)
+    assert "does not fit this model: model.model.layers.0.self_attn.o_proj.weight has" in said["another model"]
+    assert "is it another model, or another config.json?" in said["another model"]
+    assert "optimizer.model.layers.0." in said["frozen"] and "add --no-load-optim" in said["frozen"]
+    assert "saved with --no-save-optim" in said["no optimizer"]
+    assert not said["not strict"] and not said["without optimizer"]
 
 
-def test_random_states_come_back_in_the_same_layout(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert rank["random"]["same"]
-        assert "4 ranks (pipeline parallelism 2, tensor parallelism 2), this run has 4 ranks" in rank["random"]["said"]
+def test_random_states_come_back_in_the_same_layout(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for found in ranks.run(random_states, tmp_path, folder / "tied"):
+        assert found["same"]
+        assert "4 ranks (pipeline parallelism 2, tensor parallelism 2), this run has 4 ranks" in found["said"]
 
 
-def test_models_without_transformers_are_resumed_in_the_same_split(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert not rank["plain"]["different"]
-        assert "saved with --tensor-model-parallel-size 2, this run has 1" in rank["plain"]["said"]
+def test_steps_of_a_group_that_differ_are_told(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for found in ranks.run(steps_that_differ, tmp_path, folder / "untied"):
+        assert found["steps"] == {9}
+        assert "took 7 to 9 steps" in found["said"]
 
 
-def test_ranks_share_the_writing(found: list[dict[str, Any]]) -> None:
-    for name, sizes in found[0]["sizes"].items():
+def test_what_files_lack_keeps_its_values(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for found in ranks.run(weights_that_are_missing, tmp_path, folder / "untied"):
+        assert not found["different"]
+        assert "lacks 1 of Qwen3ForCausalLM's tensors: model.layers.1.self_attn.k_proj.weight" in found["said"]
+
+
+def test_models_without_transformers_are_resumed_in_the_same_split(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    for found in ranks.run(models_without_transformers, tmp_path, folder / "untied"):
+        assert not found["different"]
+        assert "saved with --tensor-model-parallel-size 2, this run has 1" in found["said"]
+
+
+def test_ranks_share_the_writing(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for name, sizes in ranks.run(who_writes, tmp_path, folder / "untied")[0].items():
         assert max(sizes) < 1.35 * sum(sizes) / RANKS, (name, sizes)

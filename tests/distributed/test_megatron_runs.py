@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
 from tests.support.tiny_families import assert_same, tiny_family_dir, weights_in
-from tests.support.workers import RankPool
+from tests.support.workers import RankError, RankPool
 
 TRAINED = {"image_encoder": {"vision_encoder": {"freeze": False}, "vision_projector": {"freeze": False}}}
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -31,6 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 PP2": (4, {"tensor_model_parallel_size": 2, **PP2}),
     "FSDP2": (2, FSDP2),
 }
+
+
+def modules_of_megatron() -> list[str]:
+    return [name for name in sys.modules if name.startswith("megatron.core")]
 
 
 @functools.cache
@@ -63,7 +68,8 @@ class Pools:
         chosen = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
         if layout == "FSDP2":
             chosen["fsdp2_config_path"] = files["fsdp2.yaml"]
-        settings = {**chosen, "micro_batch_size": 1, "global_batch_size": 8, "save": run, **layout_flags, **flags}
+        settings = {**chosen, "micro_batch_size": 1, "global_batch_size": 8, "save": run}
+        settings |= {"eval_iters": 0, **layout_flags, **flags}
         pool = self._fsdp2 if layout == "FSDP2" else self._megatron[ranks]
         pool.run(run_entry, launch_flags(files, **settings), "pretrain_vlm.py", timeout=180)
         return metrics_of(run)
@@ -74,10 +80,18 @@ def pools(megatron_pools: dict[int, RankPool], ranks2: RankPool) -> Pools:
     return Pools(megatron_pools, ranks2)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "TP2"), ("qwen3", "PP2 VPP2")])
-def test_both_backends_train_alike(kind: str, layout: str, pools: Pools, tmp_path: Path) -> None:
-    losses, norms = pools.train(kind, layout, tmp_path / "megatron", train_iters=20, no_save_optim=True)
-    expected_losses, expected_norms = pools.train(kind, "FSDP2", tmp_path / "fsdp2", train_iters=20)
+# names are transformers' on both backends
+SCALED = {"weight_decay_exclude_modules": "embed_tokens", "lr_scale_modules": "down_proj", "lr_mult": 0.5}
+
+
+@pytest.mark.parametrize(("kind", "layout", "flags"), [("qwen2_5_vl", "TP2", {}), ("qwen3", "PP2 VPP2", SCALED)])
+def test_both_backends_train_alike(
+    kind: str, layout: str, flags: dict[str, Any], pools: Pools, ranks2: RankPool, tmp_path: Path
+) -> None:
+    settings = {"train_iters": 20, "no_save_optim": True, **flags}
+    losses, norms = pools.train(kind, layout, tmp_path / "megatron", **settings)
+    expected_losses, expected_norms = pools.train(kind, "FSDP2", tmp_path / "fsdp2", **settings)
+    assert ranks2.run(modules_of_megatron) == [[], []]  # what the other backend never imports
     assert len(losses) == len(expected_losses) == 20
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
@@ -120,6 +134,42 @@ def test_evaluation_is_the_same_in_every_layout(pools: Pools, tmp_path: Path) ->
         assert figures == pytest.approx(found["FSDP2"], rel=1e-6), layout
 
 
+def test_a_part_of_a_parameter_can_not_be_treated_apart(pools: Pools, tmp_path: Path) -> None:
+    """Queries, keys and values are one parameter on the Megatron backend."""
+    said = r"--lr-scale-modules k_proj: model.layers.0.self_attn.q_proj.weight, .* are one parameter"
+    with pytest.raises(RankError, match=said):
+        pools.train("qwen3", "1 process", tmp_path, train_iters=1, lr_scale_modules="k_proj", lr_mult=0.5)
+
+
+def test_sgd_steps_alike(pools: Pools, tmp_path: Path) -> None:
+    settings = {"train_iters": 4, "optimizer": "sgd", "sgd_momentum": 0.9, "lr": "0.1"}
+    losses, norms = pools.train("qwen3", "TP2", tmp_path / "megatron", **settings)
+    expected_losses, expected_norms = pools.train("qwen3", "FSDP2", tmp_path / "fsdp2", **settings)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [("TP2", {"bf16": True}), ("PP2", {"bf16": True}), ("DP2", {"bf16": True}), ("DP2", {"fp16": True})],
+    ids=["bf16 TP2", "bf16 PP2", "bf16 DP2", "fp16 DP2"],
+)
+def test_half_precision(layout: str, flags: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
+    """Close to float32; and resumed bit for bit, from the copies in float32 and not from rounded parameters."""
+    expected, _ = pools.train("qwen3", "1 process", tmp_path / "fp32", train_iters=4, no_save_optim=True)
+    scale = {"initial_loss_scale": 2.0**24, "hysteresis": 1} if "fp16" in flags else {}
+    settings = {"train_iters": 4, "save_interval": 2, **flags, **scale}
+    losses, norms = pools.train("qwen3", layout, tmp_path / "whole", **settings)
+    if scale:
+        scales = [r["loss_scale"] for r in read_metrics(tmp_path / "whole" / "metrics.jsonl")]
+        assert scales[0] == 2.0**24 and scales[1] == 2.0**23  # the first step overflows and is skipped
+    else:
+        assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses != pytest.approx(expected, rel=1e-6)
+    found = pools.train("qwen3", layout, tmp_path / "again", load=tmp_path / "whole", ckpt_step=2, **settings)
+    assert found == (losses[2:], norms[2:])
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5_vl tied"])
 def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """From a directory in bfloat16 and several files, over two stages of two ranks, into a directory: lr is 0."""
@@ -128,7 +178,9 @@ def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, R
         (hf_dir / name).unlink()
     tiny_family_dir(hf_dir, family, dtype=torch.bfloat16, max_shard_size=100_000)
     data = write_mixed_dataset(tmp_path / "data", rows=4, seed=2, images=False)
-    files = write_run_files(tmp_path / "files", hf_dir, data, model=TRAINED)
+    # from where model.json says, or from where --load says
+    random = {"train_from_scratch": True} if "tied" in family else {}
+    files = write_run_files(tmp_path / "files", hf_dir, data, model={**TRAINED, **random})
     settings = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
     words = launch_flags(
@@ -139,8 +191,26 @@ def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, R
         global_batch_size=4,
         train_iters=1,
         lr="0",
+        load=hf_dir if random else None,
         save=tmp_path / "run",
         save_hf=True,
     )
     megatron_pools[4].run(run_entry, words, "pretrain_vlm.py", timeout=120)
     assert_same(weights_in(tmp_path / "run" / "hf"), weights_in(hf_dir))
+
+
+@pytest.mark.parametrize("layout", ["DP2", "PP2", "TP2"])
+def test_a_tower_without_input_is_left_alone(
+    layout: str, megatron_pools: dict[int, RankPool], qwen2_5_vl_dir: Path, tmp_path: Path
+) -> None:
+    """Rows without images: its gradients are zero, and weight decay must not touch it either."""
+    data = write_mixed_dataset(tmp_path / "data", rows=4, seed=2, images=False)
+    files = write_run_files(tmp_path / "files", qwen2_5_vl_dir, data, model=TRAINED)
+    settings = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
+    settings |= {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 2, "no_save_optim": True}
+    words = launch_flags(files, **settings, **LAYOUTS[layout][1], save=tmp_path / "run", save_hf=True)
+    megatron_pools[2].run(run_entry, words, "pretrain_vlm.py", timeout=120)
+    before, after = weights_in(qwen2_5_vl_dir), weights_in(tmp_path / "run" / "hf")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) == ("visual." in name), name

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,11 +193,22 @@ def run_case(case: Case, pools: dict[int, Any], folder: Path) -> tuple[list[floa
     return metrics_of(folder / "run")
 
 
-def assert_equal(case: Case, pools: dict[int, Any], folder: Path) -> None:
+def assert_equal(case: Case, pools: dict[int, Any], folder: Path, name: str | None = None) -> None:
     losses, norms = run_case(case, pools, folder)
     expected_losses, expected_norms = reference(case.kind, case.frozen)
+    assert len(losses) == len(norms) == STEPS
+    if "MM_PARITY_RECORDS" in os.environ:  # what scripts/make_parallelism_table.py makes the documentation's table of
+        record = {"kind": case.kind, "layout": case.layout, "recompute": case.recompute, "special": name}
+        record |= {"loss": largest(losses, expected_losses), "norm": largest(norms, expected_norms)}
+        with open(os.environ["MM_PARITY_RECORDS"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
+
+
+def largest(found: list[float], expected: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", SUBSET, ids=str)
@@ -205,7 +218,7 @@ def test_layout(case: Case, megatron_pools: dict[int, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_layout(name: str, megatron_pools: dict[int, Any], tmp_path: Path) -> None:
-    assert_equal(SPECIAL[name], megatron_pools, tmp_path)
+    assert_equal(SPECIAL[name], megatron_pools, tmp_path, name)
 
 
 @pytest.mark.full
