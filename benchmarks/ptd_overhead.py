@@ -1,6 +1,6 @@
 """How much our loop costs on the Megatron backend: step time against the same Megatron-core model in a bare loop.
 
-    python benchmarks/ptd_overhead.py             # every layout, about 3 minutes on two cores
+    python benchmarks/ptd_overhead.py             # every layout, about 9 minutes on two cores
     python benchmarks/ptd_overhead.py --layout dp2 --rounds 12
 
 Both run in turn in the same processes on the same micro-batches. Our step is the whole of it: the schedule, the
@@ -114,7 +114,7 @@ class BareLoop:
             chunk = VLModel(source.hf_config, source.family, source.sizes, source.stage, source.hf_twin())
         materialize_chunk(chunk, torch.device("cpu"))
         chunk.load_state_dict(source.state_dict())
-        chunk.seq_length = source.seq_length
+        chunk.seq_length, chunk.model_type = source.seq_length, source.model_type
         return chunk
 
     def block(self) -> list[float]:

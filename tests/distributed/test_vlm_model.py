@@ -12,23 +12,12 @@ import pytest
 import torch
 
 from tests.support.launch import ROOT
+from tests.support.megatron import start
 from tests.support.workers import RankPool
 
 EXAMPLES = ROOT / "examples" / "qwen2.5vl"
 # parameters of the published checkpoints, as their index files on the hub state them
 PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
-
-
-def prepare() -> None:
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
-    from megatron.core import parallel_state, tensor_parallel
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def build(config: dict[str, Any], rank: int = 0, vp_stage: int | None = None, **sizes: Any) -> Any:
@@ -44,7 +33,7 @@ def build(config: dict[str, Any], rank: int = 0, vp_stage: int | None = None, **
 
 def published_sizes() -> dict[str, Any]:
     """Size → (parameters of the stages, of transformers' model, trained ones, whether all are on meta)."""
-    prepare()
+    start()
     found = {}
     for size in PUBLISHED:
         config = json.loads((EXAMPLES / f"model_{size}.json").read_text())
@@ -75,7 +64,7 @@ def test_published_models_build_on_meta(megatron_pools: dict[int, RankPool]) -> 
 
 def count_forwards(hf_dir: str, recompute: dict[str, Any]) -> tuple[int, int]:
     """Attention and MLP forward calls of a step of a text model with four layers, backward included."""
-    prepare()
+    start()
     from mindspeed_mm.backends.ptd import materialize_chunk
 
     model = build({"model_id": "qwen3", "init_from_hf_path": hf_dir}, recompute=recompute)
@@ -117,7 +106,7 @@ def test_what_is_recomputed(
 
 def refusals(text_dir: str, vl_dir: str) -> dict[str, str]:
     """What was asked for → the sentence."""
-    prepare()
+    start()
     from mindspeed_mm.utils.errors import MMError
 
     text = {"model_id": "qwen3", "init_from_hf_path": text_dir}
@@ -169,7 +158,7 @@ def test_refusals(megatron_pools: dict[int, RankPool], deep_qwen3_dir: Path, qwe
 
 
 def told_freezes(vl_dir: str) -> list[str]:
-    prepare()
+    start()
     from mindspeed_mm.utils.log import logger
 
     lines: list[str] = []
@@ -191,7 +180,7 @@ def test_default_freezes_are_told(megatron_pools: dict[int, RankPool], qwen2_5_v
 
 
 def unknown_family(hf_dir: str) -> str:
-    prepare()
+    start()
     from mindspeed_mm.models.common.megatron_family import find_family
     from mindspeed_mm.utils.errors import ConfigError
 

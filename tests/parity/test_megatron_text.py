@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from tests.support.megatron import start
+from tests.support.workers import RankPool
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False},
@@ -19,9 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[str, float]:
     """Largest relative differences of this rank."""
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
+    start(tensor_parallel)
     import transformers
     from megatron.core import parallel_state
     from megatron.core import tensor_parallel as mcore
@@ -34,9 +33,6 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_parallel)
-    mcore.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
     settings = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
@@ -101,8 +97,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("tensor_parallel", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2 SP"]
 )
-def test_the_decoder_equals_transformers(family: str, tensor_parallel: int, sequence_parallel: bool) -> None:
-    for found in run_ranks(compare, tensor_parallel, family, tensor_parallel, sequence_parallel):
+def test_the_decoder_equals_transformers(
+    family: str, tensor_parallel: int, sequence_parallel: bool, megatron_pools: dict[int, RankPool]
+) -> None:
+    for found in megatron_pools[tensor_parallel].run(compare, family, tensor_parallel, sequence_parallel):
         worst = max(found, key=found.__getitem__)
         assert found[worst] < 1e-5, worst
         assert found["loss"] < 1e-6
@@ -128,8 +126,8 @@ def refusals() -> list[str]:
     return [refuse(8), refuse(2, vocab_size=97), refuse(1, hidden_act="gelu")]
 
 
-def test_what_can_not_be_split_is_refused() -> None:
-    (said,) = run_ranks(refusals, 1)
+def test_what_can_not_be_split_is_refused(megatron_pools: dict[int, RankPool]) -> None:
+    (said,) = megatron_pools[1].run(refusals)
     assert "num_key_value_heads is 4" in said[0] and "sizes that do: 1, 2, 4" in said[0]
     assert "vocab_size is 97" in said[1]
     assert "hidden_act is 'gelu'" in said[2]

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from tests.support.megatron import start
+from tests.support.workers import RankPool
 
 PATCH = 4
 SHALLOW = {"depth": 2, "num_heads": 2, "fullatt_block_indexes": [1]}
@@ -44,18 +45,6 @@ def make_input(grids: list[list[int]], config: Any) -> tuple[torch.Tensor, torch
     grid = torch.tensor(grids)
     width = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return torch.randn(int(grid.prod(-1).sum()), width), grid
-
-
-def prepare(tensor_parallel: int) -> None:
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
-    from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as mcore
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_parallel)
-    mcore.model_parallel_cuda_manual_seed(1)
 
 
 def build(config: Any, layers: range | None = None, *, first: bool = True, last: bool = True, **sizes: Any) -> Any:
@@ -104,7 +93,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def compare(tensor_parallel: int) -> dict[str, float]:
     """Largest relative differences of this rank, by case and tensor."""
-    prepare(tensor_parallel)
+    start(tensor_parallel)
     found = {}
     for depth in (SHALLOW, DEEP):
         config = small_config(**depth)
@@ -131,8 +120,8 @@ def compare(tensor_parallel: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["TP1", "TP2"])
-def test_the_tower_equals_transformers(tensor_parallel: int) -> None:
-    for found in run_ranks(compare, tensor_parallel, tensor_parallel, timeout=120):
+def test_the_tower_equals_transformers(tensor_parallel: int, megatron_pools: dict[int, RankPool]) -> None:
+    for found in megatron_pools[tensor_parallel].run(compare, tensor_parallel, timeout=120):
         worst = max(found, key=found.__getitem__)
         assert found[worst] < 1e-5, worst
 
@@ -148,7 +137,7 @@ def run(stages: list[Any], pixels: torch.Tensor, grid: torch.Tensor) -> torch.Te
 
 
 def split_in_stages() -> dict[str, Any]:
-    prepare(1)
+    start()
     config = small_config(**DEEP)
     reference = make_reference(config)
     cuts = {
@@ -177,8 +166,8 @@ def split_in_stages() -> dict[str, Any]:
     return found
 
 
-def test_stages_equal_the_whole_tower() -> None:
-    (found,) = run_ranks(split_in_stages, 1)
+def test_stages_equal_the_whole_tower(megatron_pools: dict[int, RankPool]) -> None:
+    (found,) = megatron_pools[1].run(split_in_stages)
     assert found == dict.fromkeys(["in two", "projector apart", "patch embedding apart"], True)
 
 
@@ -195,7 +184,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def recompute() -> dict[str, tuple[bool, int]]:
     """For each setting: whether output and gradients are the same bits, and how often attention ran."""
-    prepare(1)
+    start()
     from mindspeed_mm.models.vision.segments import SegmentAttention
 
     config = small_config(**DEEP)
@@ -232,8 +221,8 @@ def recompute() -> dict[str, tuple[bool, int]]:
     return found
 
 
-def test_recomputing_changes_nothing() -> None:
-    (found,) = run_ranks(recompute, 1)
+def test_recomputing_changes_nothing(megatron_pools: dict[int, RankPool]) -> None:
+    (found,) = megatron_pools[1].run(recompute)
     for case, (same, calls) in found.items():
         assert same, case
         assert calls == (4 if case.endswith("frozen: vision_encoder") else 8), case
@@ -241,7 +230,7 @@ def test_recomputing_changes_nothing() -> None:
 
 def rotate_in_low_precision() -> dict[str, bool]:
     """For each dtype: whether attention within a segment gives the same bits as transformers'."""
-    prepare(1)
+    start()
     from mindspeed_mm.models.vision.segments import Segments, VisionSegments
 
     config = small_config(**SHALLOW)
@@ -266,8 +255,8 @@ def rotate_in_low_precision() -> dict[str, bool]:
     return found
 
 
-def test_positions_are_as_exact_as_transformers_in_low_precision() -> None:
-    (found,) = run_ranks(rotate_in_low_precision, 1)
+def test_positions_are_as_exact_as_transformers_in_low_precision(megatron_pools: dict[int, RankPool]) -> None:
+    (found,) = megatron_pools[1].run(rotate_in_low_precision)
     assert found == {"torch.bfloat16": True, "torch.float16": True}
 
 
@@ -284,8 +273,8 @@ def lay_out() -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def test_segments_of_equal_length_are_attended_to_in_one_call() -> None:
-    ((image, several),) = run_ranks(lay_out, 1)
+def test_segments_of_equal_length_are_attended_to_in_one_call(megatron_pools: dict[int, RankPool]) -> None:
+    ((image, several),) = megatron_pools[1].run(lay_out)
     # the last column of windows is half as wide; windows are in place, and a single image always is
     assert image == [(((10, 8), (100, 16)), True), (((1, 1680),), True)]
     assert several == [(((2, 8), (10, 16)), True), (((2, 24), (2, 64)), False)]
@@ -296,7 +285,7 @@ PUBLISHED = {"3B": (3420, 2048), "7B": (3420, 3584), "32B": (3456, 5120), "72B":
 
 def count_published() -> dict[str, tuple[int, int]]:
     """For each published size the parameters of the tower built without storage, and of transformers'."""
-    prepare(1)
+    start()
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     found = {}
@@ -312,15 +301,15 @@ def count_published() -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_published_sizes_have_as_many_parameters() -> None:
-    (found,) = run_ranks(count_published, 1)
+def test_published_sizes_have_as_many_parameters(megatron_pools: dict[int, RankPool]) -> None:
+    (found,) = megatron_pools[1].run(count_published)
     assert found.keys() == PUBLISHED.keys()
     for size, (ours, theirs) in found.items():
         assert ours == theirs, size
 
 
 def refusals() -> list[str]:
-    prepare(1)
+    start()
     from mindspeed_mm.models.vision.qwen2_5_vl import vision_config
     from mindspeed_mm.parallel.sizes import ParallelSizes
     from mindspeed_mm.utils.errors import ConfigError, DataError
@@ -342,8 +331,8 @@ def refusals() -> list[str]:
     return [*said, str(bad.value)]
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    (said,) = run_ranks(refusals, 1)
+def test_what_does_not_fit_is_refused(megatron_pools: dict[int, RankPool]) -> None:
+    (said,) = megatron_pools[1].run(refusals)
     assert said[0] == (
         "--tensor-model-parallel-size 8: the vision tower's intermediate_size is 3420, which does not divide by it; "
         "smaller sizes that do: 1, 2, 4"

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from tests.support.megatron import start
+from tests.support.workers import RankPool
 
 IMAGE, VIDEO, START = 90, 91, 92
 TOLERANCE = 1e-5
@@ -83,12 +84,9 @@ def make_batch(media: list[list[tuple[str, tuple[int, int, int]]]]) -> dict[str,
 
 def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[str, dict[str, float]]:
     """Batch → what was compared → largest relative difference on this rank."""
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
+    start(tensor_parallel)
     import transformers
     from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as mcore
 
     from mindspeed_mm.checkpoint.lazy import leaf
     from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
@@ -99,9 +97,6 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
     from mindspeed_mm.parallel.pipeline import plan_stages
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_parallel)
-    mcore.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
     hf_config = config(tie)
     reference = transformers.Qwen2_5_VLForConditionalGeneration(hf_config).train()
@@ -177,8 +172,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     [(1, False, False), (2, False, True), (2, True, False)],
     ids=["TP1", "TP2 tied", "TP2 SP"],
 )
-def test_equals_transformers(ranks: int, sequence_parallel: bool, tie: bool) -> None:
-    for found in run_ranks(compare, ranks, ranks, sequence_parallel, tie, timeout=120):
+def test_equals_transformers(
+    ranks: int, sequence_parallel: bool, tie: bool, megatron_pools: dict[int, RankPool]
+) -> None:
+    for found in megatron_pools[ranks].run(compare, ranks, sequence_parallel, tie, timeout=120):
         assert found.keys() == BATCHES.keys()
         for name, differences in found.items():
             worst = max(differences, key=differences.__getitem__)
