@@ -313,10 +313,17 @@ class PTDBackend:
             data_iterator=iterators,
             model=self.model if chunks > 1 else self.model[0],
             num_microbatches=num_microbatches,
-            seq_length=self.args.seq_length,
+            seq_length=self._seq_length(),
             micro_batch_size=self.args.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _seq_length(self) -> int | None:
+        """The length that rows are padded to: under sequence parallelism a multiple of the tensor-parallel size."""
+        length = self.args.seq_length
+        if length is None or not self.sizes.sequence_parallel:
+            return length
+        return -(-length // self.sizes.tensor) * self.sizes.tensor
 
     def _new_sums(self) -> StepSums:
         return StepSums(self._sum_dtype, self.state.device)

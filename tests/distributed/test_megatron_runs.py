@@ -148,6 +148,8 @@ def test_sgd_steps_alike(pools: Pools, tmp_path: Path) -> None:
     expected_losses, expected_norms = pools.train("qwen3", "FSDP2", tmp_path / "fsdp2", **settings)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert norms == pytest.approx(expected_norms, rel=1e-5)
+    with pytest.raises(RankError, match="--optimizer sgd: Megatron's distributed optimizer steps Adam only"):
+        pools.train("qwen3", "DP2", tmp_path / "refused", **settings)
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,16 @@ def run_script(script: str, words: list[str]) -> None:
         sys.argv = before
 
 
-def train(folder: Path, pools: dict[int, RankPool], layout: str, run: str, **flags: Any) -> Path:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
+def train(folder: Path, pools: dict[int, RankPool], layout: str, run: str, script: str = SCRIPT, **flags: Any) -> Path:
+    file = folder / "train.py"
+    file.write_text(script)
     ranks, chosen = LAYOUTS[layout]
     settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 4, "lr": 1e-2, "seq_length": 16}
     settings |= {"num_workers": 0, "log_interval": 1, "distributed_backend": "gloo", "save": folder / run}
     words: list[str] = []
     for name, value in {**settings, **chosen, **flags}.items():
         words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
-    pools[ranks].run(run_script, str(script), words, timeout=120)
+    pools[ranks].run(run_script, str(file), words, timeout=120)
     return folder / run
 
 
@@ -122,3 +122,9 @@ def test_a_users_model_resumes_bit_for_bit(megatron_pools: dict[int, RankPool], 
         whole = train(tmp_path, megatron_pools, layout, layout, save_interval=2)
         again = train(tmp_path, megatron_pools, layout, f"{layout}_again", load=whole, ckpt_step=2)
         assert metrics_of(again) == tuple(figures[2:] for figures in metrics_of(whole)), layout
+
+
+def test_a_model_that_schedules_can_not_drive_is_refused(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    plain = SCRIPT.replace("    return GPTModel(", "    return torch.nn.Linear(2, 2)\n    return GPTModel(")
+    with pytest.raises(RankError, match="Linear, which model_provider returned, has no set_input_tensor"):
+        train(tmp_path, megatron_pools, "1 process", "run", script=plain)

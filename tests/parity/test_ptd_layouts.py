@@ -135,6 +135,7 @@ SPECIAL = {
         },
     ),
     "two rows a micro-batch, padded": Case("vl", "PP2", micro=2),
+    "a length that does not divide": Case("text", "TP2 SP PP2", flags={"seq_length": 255}),
     "four rows a micro-batch": Case("vl tied", "TP2 SP", micro=4),
     "chunked loss": Case(
         "vl tied", "TP2 PP2", model={**TRAINED, "loss_cfg": {"compute_mode": "chunk", "chunk_size": 16}}
@@ -179,21 +180,11 @@ def run_case(case: Case, pools: dict[int, Any], folder: Path) -> tuple[list[floa
     model_id = "qwen2_5_vl" if case.kind.startswith("vl") else "qwen3"
     loss = {"loss_cfg": {"loss_type": "per_token_loss"}}
     files = write_run_files(folder, hf_dir, data, model={"model_id": model_id, **loss, **model})
-    flags = launch_flags(
-        files,
-        use_torch_fsdp2=False,
-        fsdp2_config_path=None,
-        ckpt_format=None,
-        micro_batch_size=case.micro or usual,
-        global_batch_size=ROWS,
-        seq_length=256,
-        train_iters=STEPS,
-        save=folder / "run",
-        no_save_optim=True,
-        **layout,
-        **(RECOMPUTE if case.recompute else {}),
-        **case.flags,
-    )
+    settings = {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None, "no_save_optim": True}
+    settings |= {"micro_batch_size": case.micro or usual, "global_batch_size": ROWS, "train_iters": STEPS}
+    settings |= {"seq_length": 256, "save": folder / "run", **layout}
+    settings |= {**(RECOMPUTE if case.recompute else {}), **case.flags}
+    flags = launch_flags(files, **settings)
     pools[world].run(run_entry, flags, "pretrain_vlm.py", timeout=120)
     return metrics_of(folder / "run")
 
