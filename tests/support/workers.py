@@ -242,15 +242,17 @@ def _reset_state() -> None:
 
 
 def _leave_groups() -> None:
-    """Leave the groups that the function before made: each keeps threads, which add up over hundreds of functions.
+    """Leave the groups that a function on megatron made before: they are many, and each keeps threads.
 
-    Done when the next function starts, as only then has every rank ended the one before.
+    Done when the next function starts, as only then has every rank ended the one before. Elsewhere groups stay, as
+    torch remembers those of device meshes.
     """
     from torch.distributed import distributed_c10d as c10d
 
     megatron = sys.modules.get("megatron.core.parallel_state")
-    if megatron is not None:
-        megatron.destroy_model_parallel()
+    if megatron is None:
+        return
+    megatron.destroy_model_parallel()
     if c10d.is_initialized():
         for group in list(c10d._world.pg_map):
             if group is not c10d.GroupMember.WORLD:
