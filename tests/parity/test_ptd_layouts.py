@@ -92,7 +92,8 @@ def is_in_subset(case: Case) -> bool:
             return False
     elif is_text and number % 2:
         return False
-    return ("tied" in case.kind) == (number % 2 != is_text) and case.recompute == (number // 2 % 2 != is_text)
+    turn = number // 2 if is_text else number
+    return ("tied" in case.kind) == (turn % 2 != is_text) and case.recompute == (turn // 2 % 2 != is_text)
 
 
 SUBSET = [case for case in TABLE if is_in_subset(case)]
