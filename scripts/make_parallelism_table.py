@@ -1,7 +1,7 @@
 """Write what the tests of Megatron layouts measured into the table of docs/parallelism.md.
 
-MM_PARITY_RECORDS=/tmp/records.jsonl python -m pytest tests/parity/test_ptd_layouts.py -m "full or not full"
-python scripts/make_parallelism_table.py /tmp/records.jsonl
+MM_PARITY_RECORDS=records.jsonl python -m pytest tests/parity/test_ptd_layouts.py -m "full or not full"
+python scripts/make_parallelism_table.py records.jsonl
 """
 
 from __future__ import annotations

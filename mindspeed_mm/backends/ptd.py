@@ -135,6 +135,7 @@ class PTDBackend:
             self._fill(chunks[0])
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
         self._tied = tied_embedding(chunks, self.state)
+        self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
@@ -384,6 +385,20 @@ class TiedEmbedding:
         self._weights, self._group = weights, group
 
     @torch.no_grad()
+    def align(self) -> None:
+        """Give the head's copy the embedding's values, which a model that draws its own weights does not do.
+
+        The embedding is on the first stage, and in the first chunk, that has a copy.
+        """
+        if self._group is None:
+            return
+        first = self._weights[0].data
+        if dist.get_world_size(self._group) > 1:
+            dist.broadcast(first, dist.get_global_rank(self._group, 0), group=self._group)
+        for other in self._weights[1:]:
+            other.data.copy_(first)
+
+    @torch.no_grad()
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients, so that they stay equal."""
         trained: list[Any] = [w for w in self._weights if w.requires_grad]
@@ -400,30 +415,27 @@ class TiedEmbedding:
 
 def tied_embedding(chunks: list[Any], state: ParallelState) -> TiedEmbedding:
     """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call."""
-    weights = [
+    tied = [
         c.shared_embedding_or_output_weight()
         for c in chunks
         if getattr(c, "share_embeddings_and_output_weights", False) and c.pre_process != c.post_process
     ]
-    mine = [w for w in weights if w is not None]
-    holders: list[Any] = [None] * state.world_size
-    dist.all_gather_object(holders, bool(mine), group=state.host_group)
+    pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    everywhere: list[Any] = [None] * state.world_size
+    dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=state.host_group)
     own_group = None
-    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    pipelines: list[Any] = [None] * state.world_size
-    dist.all_gather_object(pipelines, tuple(ranks), group=state.host_group)
-    for pipeline in sorted(set(pipelines)):
-        having = [rank for rank in pipeline if holders[rank]]
+    for ranks in sorted({ranks for ranks, _ in everywhere}):
+        having = [rank for rank in ranks if everywhere[rank][1]]
         group = dist.new_group(having) if having else None
         if state.rank in having:
             own_group = group
-    return TiedEmbedding(mine, own_group)
+    return TiedEmbedding(tied, own_group)
 
 
 def sizes_from_args(args: Any, params_dtype: torch.dtype) -> ParallelSizes:
     """The layout that the flags ask for."""
     recompute = {
-        "recompute_granularity": "selective" if args.recompute_activations else args.recompute_granularity,
+        "recompute_granularity": args.recompute_granularity,
         "recompute_method": args.recompute_method,
         "recompute_num_layers": args.recompute_num_layers,
     }

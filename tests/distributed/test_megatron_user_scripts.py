@@ -128,3 +128,15 @@ def test_a_model_that_schedules_can_not_drive_is_refused(megatron_pools: dict[in
     plain = SCRIPT.replace("    return GPTModel(", "    return torch.nn.Linear(2, 2)\n    return GPTModel(")
     with pytest.raises(RankError, match="Linear, which model_provider returned, has no set_input_tensor"):
         train(tmp_path, megatron_pools, "1 process", "run", script=plain)
+
+
+def test_a_users_tied_embedding_starts_equal_on_both_stages(
+    megatron_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """A checkpoint holds one copy: if the head's were another, a single process would go on differently."""
+    tied = SCRIPT.replace("share_embeddings_and_output_weights=False", "share_embeddings_and_output_weights=True")
+    whole = train(tmp_path, megatron_pools, "PP2", "whole", script=tied, save_interval=2)
+    losses, norms = metrics_of(whole)
+    found = metrics_of(train(tmp_path, megatron_pools, "1 process", "one", script=tied, load=whole, ckpt_step=2))
+    assert found[0] == pytest.approx(losses[2:], rel=1e-6)
+    assert found[1] == pytest.approx(norms[2:], rel=1e-5)
