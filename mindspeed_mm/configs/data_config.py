@@ -57,6 +57,21 @@ def _read_row_limit(value: Any) -> int | None:
     return number
 
 
+def _read_probabilities(value: Any) -> Any:
+    """Comma separated text, or a list, of numbers above 0."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if value is None:
+        return None
+    try:
+        numbers = [float(item) for item in value]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        raise ValueError("expected numbers above 0, comma separated or in a list")
+    return numbers
+
+
 def _read_val_limit(value: Any) -> int | None:
     """Like a row limit, but 0 is allowed: no validation rows."""
     return 0 if value is not None and read_int(value) == 0 else _read_row_limit(value)
@@ -85,11 +100,11 @@ class DatasetAttr(Section):
     images: str | None = Field(None, description="column with image paths")
     videos: str | None = Field(None, description="column with video paths")
     audios: str | None = Field(None, description="column with audio paths")
-    chosen: str | None = Field(None, description="must be null: preference training is not there yet")
-    rejected: str | None = Field(None, description="must be null: preference training is not there yet")
-    ranking: Bool = Field(False, description="must be false: preference training is not there yet")
-    pretrain: Bool = Field(False, description="must be false: plain-text pretraining is not there yet")
-    packing: Bool = Field(False, description="must be false: packing is not there yet")
+    chosen: str | None = Field(None, description="column with the preferred answer")
+    rejected: str | None = Field(None, description="column with the other answer")
+    ranking: Bool = Field(False, description="rows are preference pairs; they are read, training on them is not there")
+    pretrain: Bool = Field(False, description="rows are plain text (alpaca: the prompt column); all of it is trained")
+    packing: Bool = Field(False, description="the same as basic_parameters.packing")
 
 
 class BasicParameters(Section):
@@ -117,9 +132,26 @@ class BasicParameters(Section):
     val_max_samples: Annotated[int | None, BeforeValidator(_read_val_limit)] = Field(
         None, description="upper bound on validation rows; null or -1 = all; 0 = no validation"
     )
-    streaming: Bool = Field(False, description="must be false: streaming is not there yet")
-    packing: Bool = Field(False, description="must be false: packing is not there yet")
-    neat_packing: Bool = Field(False, description="must be false: packing is not there yet")
+    streaming: Bool = Field(False, description="rows are found while training goes on; shuffled within a buffer")
+    buffer_size: Count = Field(16384, description="streaming: rows that the shuffle buffer holds")
+    packing: Bool = Field(False, description="several samples share a row of the batch, up to the length limit")
+    neat_packing: Bool = Field(False, description="the same: samples of a row never see each other")
+    mix_strategy: Annotated[str, one_of(("concat", "interleave_under", "interleave_over"))] = Field(
+        "concat", description="several data sets: one after the other, or drawn until the first / the last has ended"
+    )
+    interleave_probs: Annotated[list[float] | None, BeforeValidator(_read_probabilities)] = Field(
+        None, description="interleaving: share of each data set, comma separated or a list; null = equal shares"
+    )
+    default_system: str | None = Field(None, description="system text of rows that have none")
+    on_bad_sample: Annotated[str, one_of(("raise", "skip"))] = Field(
+        "raise", description="a row or a medium that can't be used ends the run, or is left out and counted"
+    )
+    preprocess_on_fly: Bool | None = Field(
+        None, description="false: tokens are made once, before training, and kept in cache_dir; null = true"
+    )
+    cache_dir: str | None = Field(None, description="folder of that cache")
+    overwrite_cache: Bool = Field(False, description="make the cache anew")
+    preprocessing_num_workers: Count | None = Field(None, description="processes that make the cache")
 
     @model_validator(mode="after")
     def _one_validation_source(self) -> BasicParameters:
@@ -149,6 +181,13 @@ class PreprocessParameters(Section):
     video_maxlen: Count | None = Field(None, description="most frames taken from one video")
     use_audio_in_video: Bool = Field(False, description="read a video's sound too")
     audio_sampling_rate: Count | None = Field(None, description="samples a second that audio is converted to, in Hz")
+    max_aspect_ratio: Annotated[Float, Field(ge=1)] | None = Field(
+        None, description="an image or video whose longer side is more times the shorter can't be used"
+    )
+    image_decoder: Annotated[str, one_of(("pil", "fast"))] = Field(
+        "pil", description="fast: large JPEG files are decoded at a smaller size; pixels differ slightly"
+    )
+    media_timeout: Annotated[Float, Field(gt=0)] = Field(60.0, description="seconds that reading one medium may take")
 
 
 class DatasetParam(Section):
@@ -189,6 +228,9 @@ class DataloaderParam(Section):
     )
     sampler_type: Annotated[str, one_of(SAMPLERS, SAMPLERS_NOT_YET)] = Field(
         "BaseRandomBatchSampler", description="stateful_distributed_sampler is the same; SequentialSampler: file order"
+    )
+    priority_mode: Annotated[str, one_of(("data_bucketing_img", "data_reordering_img"))] | None = Field(
+        None, description="BucketBatchSampler: rows of like image cost come together / are spread evenly"
     )
     shuffle: Bool | None = Field(
         None, description="new order every epoch; null = true, with SequentialSampler false (its only value)"

@@ -29,10 +29,14 @@ DATASET_TYPES = (
     "mosstts_delay",
 )
 
-SAMPLERS = ("BaseRandomBatchSampler", "SequentialSampler", "stateful_distributed_sampler")
-SAMPLERS_NOT_YET = (
+SAMPLERS = (
+    "BaseRandomBatchSampler",
+    "SequentialSampler",
+    "stateful_distributed_sampler",
     "LengthGroupedSampler",
     "BucketBatchSampler",
+)
+SAMPLERS_NOT_YET = (
     "AESampler",
     "LuminaMetaLenDistSampler",
     "variable_video_batch_sampler",
@@ -59,18 +63,8 @@ COLLATORS = (
 )
 
 _BASIC = "dataset_param.basic_parameters"
-_PACKING = "packing is not there yet; write false (rows are then padded to the longest of their micro-batch)"
-_RANKING = "preference training is not there yet; train on the preferred answers as ordinary rows"
 
 REFUSED = (
-    Refused(f"{_BASIC}.streaming", is_on, "streaming is not there yet; write false"),
-    Refused(f"{_BASIC}.packing", is_on, _PACKING),
-    Refused(f"{_BASIC}.neat_packing", is_on, _PACKING),
-    Refused("dataset_param.attr.packing", is_on, _PACKING),
-    Refused("dataset_param.attr.ranking", is_on, _RANKING),
-    Refused("dataset_param.attr.chosen", is_given, _RANKING),
-    Refused("dataset_param.attr.rejected", is_given, _RANKING),
-    Refused("dataset_param.attr.pretrain", is_on, "plain-text pretraining is not there yet; write false"),
     Refused(f"{_BASIC}.stage", lambda v: v not in (None, "sft"), "this stage is not there yet; write 'sft'"),
     Refused(f"{_BASIC}.use_pmcc_data", is_on, "this record format is not there; write false"),
     Refused(f"{_BASIC}.chat_template", is_given, "a template of one's own is not there yet; write 'template'"),
@@ -81,8 +75,8 @@ REFUSED = (
 
 NO_EFFECT = (
     NoEffect(
-        rf"{_BASIC}\.(cache_dir|overwrite_cache|preprocess_on_fly|preprocessing_.*|async_preprocess.*)",
-        "rows are prepared on the fly in the loader's workers, so there is no cache and no map step",
+        rf"{_BASIC}\.(preprocessing_batch_size|async_preprocess.*)",
+        "rows are prepared in the loader's workers, in order and ahead of time",
     ),
     NoEffect(
         r"dataset_param\.preprocess_parameters\.(image|video)_resolution",
@@ -93,7 +87,7 @@ NO_EFFECT = (
     NoEffect(r"dataloader_param\.seed|dataset_param\.basic_parameters\.data_seed", "the seed comes from --seed"),
     NoEffect(r"dataloader_param\.initial_global_step_for_sampler", "a checkpoint's consumed samples are the position"),
     NoEffect(r"dataloader_param\.data_sharding", "the order of rows is global, however many ranks share them"),
-    NoEffect(r"dataloader_param\.(group_.*|priority_mode)", "the sampler of this run doesn't group rows"),
+    NoEffect(r"dataloader_param\.group_.*", "rows are grouped by what they cost"),
     NoEffect(r"dataloader_param\.enable_preload", "the loader's workers read ahead by themselves"),
     NoEffect(
         r"dataset_param\.tokenizer_config(\..*)?",

@@ -21,6 +21,21 @@ class DataError(MMError, ValueError):
     """A data file or a row of it can't be used."""
 
 
+class BadSample(DataError):
+    """One row or one of its media can't be used; `on_bad_sample: skip` leaves it out and counts it.
+
+    Attributes:
+        reason: what is wrong, in a few words without names, to count by ("image can't be decoded").
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
+        return type(self), (str(self), self.reason)
+
+
 class CheckpointError(MMError, RuntimeError):
     """A checkpoint or a weight file is missing, damaged or does not fit."""
 

@@ -1,0 +1,87 @@
+"""A medium of a row: how the row names it, what its header says, and what it is decoded to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """A medium as a row names it.
+
+    Attributes:
+        kind: image, video or audio.
+        path: as written; empty for a typed part that takes the next one of the row's column.
+        content: the encoded file itself (parquet rows may hold it); None: it lies at `path`.
+        frames: a clip given as pictures; `path` and `content` are then unused.
+        fps: frames a second of a clip given as pictures, if the row says so.
+    """
+
+    kind: Kind
+    path: str = ""
+    content: bytes | None = None
+    frames: tuple[MediaRef, ...] = ()
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What decides how many tokens a medium takes, as its header says it: nothing has been decoded.
+
+    Attributes:
+        kind: image, video or audio.
+        height, width: pixels of the picture or of every frame: upright, and after the limits of data.json.
+        frames: sampled frames of a video.
+        fps: sampled frames a second.
+        samples: length of a sound at the model's rate.
+    """
+
+    kind: Kind
+    height: int = 0
+    width: int = 0
+    frames: int = 0
+    fps: float = 0.0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A decoded video.
+
+    Attributes:
+        frames: [frames, height, width, 3] uint8, RGB, upright.
+        timestamps: of each frame, in seconds from the beginning.
+        fps: sampled frames a second.
+        source_fps: frames a second of the file.
+        source_frames: frames of the file.
+    """
+
+    frames: np.ndarray
+    timestamps: Sequence[float]
+    fps: float
+    source_fps: float
+    source_frames: int
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """What a sample costs, known before its media are decoded.
+
+    Attributes:
+        tokens: positions of the row, media included; 0: it gives no sample.
+        patches: rows of its media tensors (image and video patches, audio frames).
+        squared_patches: sum over images, frames of videos and sounds of their patches squared.
+        fault: why it gives no sample; None if it does.
+    """
+
+    tokens: int
+    patches: int = 0
+    squared_patches: int = 0
+    fault: str | None = None
