@@ -12,7 +12,8 @@ from typing import Any
 import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.global_args import get_args
-from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.data.counting import drop_host_fields
+from mindspeed_mm.data.providers import data_json_provider
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.training import pretrain
 from mindspeed_mm.utils.device import move_to_device
@@ -33,7 +34,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 def get_batch(data_iterator: Any, model: Any) -> dict[str, Any]:
     """Take the next micro-batch; what depends on lengths and positions is found on the host."""
     batch = dict(next(data_iterator))
-    batch.pop("num_rows", None)
+    drop_host_fields(batch)
     return move_to_device(unwrap_model(model).prepare(batch), accelerator.current().device())
 
 
@@ -51,26 +52,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
 
 def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
     """Build the loaders that data.json describes."""
-    args = get_args()
-    data = args.mm.data
-    datasets = build_mm_dataset(data.dataset_param, max_length=args.seq_length, seed=args.seed)
-    train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
-
-    def loader(dataset: Any, *, training: bool) -> Any:
-        return build_mm_dataloader(
-            dataset,
-            data.dataloader_param,
-            consumed_samples=args.consumed_train_samples if training else 0,
-            micro_batch_size=args.micro_batch_size,
-            global_batch_size=args.global_batch_size,
-            num_workers=args.num_workers,
-            seed=args.seed,
-            dp_rank=args.data_parallel_rank,
-            dp_size=args.data_parallel_size,
-            train=training,
-        )
-
-    return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
+    return data_json_provider(get_args())
 
 
 model_provider.reads_model_json = True  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
 from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sentences, prepare_process
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
+from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
@@ -90,7 +91,7 @@ def pretrain(
         data = build_run_data(
             train_valid_test_datasets_provider, args, backend.data_parallel_rank, backend.data_parallel_size
         )
-        args.train_iters = resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch)
+        args.train_iters = resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
         model = backend.build_model(model_provider, load_weights=start.directory is None)
         backend.build_optimizer(model)
         if start.directory is not None:
@@ -111,7 +112,7 @@ def train(
     assert forward_step is not None, "pretrain() was given no forward_step function"
     epoch_samples = _epoch_samples(data, args)
     saver = _open_saver(args, progress.last_saved)
-    watch = _open_watch(backend, args, resumed=progress.iteration > 0)
+    watch = _open_watch(backend, args, progress.iteration)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started = time.time()
     profiler.start()
@@ -134,7 +135,7 @@ def train(
                 break
             if saver and progress.iteration < args.train_iters and _save_is_due(progress, epoch_samples, args):
                 watch.pause_clock()
-                _save(saver, backend, progress, args)
+                _save(saver, backend, progress, data, args)
                 watch.restart_clock()
             if args.manual_gc and _is_due(progress.iteration, args.manual_gc_interval):
                 gc.collect()
@@ -142,7 +143,7 @@ def train(
         if saver:
             saver.wait()
             if saver.last_saved != progress.iteration:
-                _save(saver, backend, progress, args, is_last=True)
+                _save(saver, backend, progress, data, args, is_last=True)
         if progress.iteration >= args.train_iters:
             _finish(forward_step, data, backend, args, watch, progress)
     watch.close()
@@ -176,7 +177,7 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     progress.consumed_samples += args.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    watch.add(pending.counts, backend.flops(pending.counts), pending.result)
+    watch.add(progress.iteration, pending.counts, backend.flops(pending.counts), pending.result)
     if watch.wants_result(progress.iteration) or pending.stop:
         result = pending.result()
         watch.log_step(
@@ -201,12 +202,15 @@ def _finish(
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
-def _save(saver: CheckpointSaver, backend: Backend, progress: Progress, args: Any, *, is_last: bool = False) -> None:
+def _save(
+    saver: CheckpointSaver, backend: Backend, progress: Progress, data: RunData, args: Any, *, is_last: bool = False
+) -> None:
     extra = {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
         "settings": run_settings(args),
+        "data": data.state_dict() if data.state_dict is not None else None,
     }
     outcome = saver.save(
         progress.iteration, lambda detached: backend.snapshot(extra, detached=detached), is_last=is_last
@@ -240,19 +244,19 @@ def _open_saver(args: Any, last_saved: int) -> CheckpointSaver | None:
     )
 
 
-def _epoch_samples(data: RunData, args: Any) -> int | None:
+def _epoch_samples(data: RunData, args: Any) -> float | None:
     """Rows between two checkpoints of --save-epochs."""
     if args.save_epochs is None or not args.save:
         return None
     if not data.global_batches_per_epoch:
         raise ConfigError(
-            f"--save-epochs {args.save_epochs} needs a data set with a length, and this one is streamed; "
+            f"--save-epochs {args.save_epochs} needs a data set with a length, and {data.why_no_length}; "
             "give --save-interval (optimizer steps) instead"
         )
     return args.save_epochs * data.global_batches_per_epoch * args.global_batch_size
 
 
-def _save_is_due(progress: Progress, epoch_samples: int | None, args: Any) -> bool:
+def _save_is_due(progress: Progress, epoch_samples: float | None, args: Any) -> bool:
     if _is_due(progress.iteration, args.save_interval):
         return True
     now = progress.consumed_samples
@@ -270,13 +274,14 @@ def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
             backend.gather_objects,
             checksums=not args.no_verify_checkpoint,
         )
-    progress = Progress()
+    progress, args.data_state = Progress(), None
     if start.resumes and start.directory is not None:
         saved = read_state(start.directory)
         progress.iteration = int(saved["iteration"])
         progress.consumed_samples = int(saved["consumed_samples"])
         progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
         progress.last_saved = progress.iteration
+        args.data_state = saved.get("data")
         tell_changes(saved.get("settings", {}), run_settings(args))
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
     return start, progress
@@ -295,11 +300,15 @@ def _load(start: Start, progress: Progress, backend: Backend, args: Any) -> None
         backend.load_weights(start.directory)
 
 
-def _open_watch(backend: Backend, args: Any, *, resumed: bool) -> Watch:
+def _open_watch(backend: Backend, args: Any, iteration: int) -> Watch:
+    rows = None
+    if args.log_row_ids and args.save and backend.is_row_rank:
+        rows = RowLog(args.save, backend.data_parallel_rank, backend.data_parallel_size, iteration)
     return Watch(
         is_writer=backend.is_logging_rank,
         save=args.save,
-        resumed=resumed,
+        resumed=iteration > 0,
+        row_log=rows,
         log_interval=args.log_interval,
         train_iters=args.train_iters,
         global_batch_size=args.global_batch_size,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
 from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
@@ -60,6 +61,7 @@ class FSDP2Backend:
         self.data_parallel_rank = self.state.data_parallel_rank
         self.data_parallel_size = self.state.data_parallel_size
         self.is_logging_rank = self.state.is_logging_rank
+        self.is_row_rank = True
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
@@ -102,6 +104,7 @@ class FSDP2Backend:
                     "derive "
                     "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
                 )
+            check_packing(model, args)
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
@@ -154,6 +157,7 @@ class FSDP2Backend:
         sums, self._sums = self._sums, self._new_sums()
         names = sorted(sums.metrics)
         values = torch.stack([squared, sums.loss, sums.denominator, *(sums.metrics[n] for n in names)])
+        counts.cost = self.flops(counts) or counts.tokens
         reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
         squared, loss_sum, denominator, *metrics = reduced.device.unbind()
         divisor = denominator if sums.is_sum else zero + sums.micro_batches * self.data_parallel_size

@@ -52,11 +52,16 @@ class PendingStep(Protocol):
 
 
 class Backend(Protocol):
-    """PTD and FSDP2 implement this; the loop knows nothing else of them."""
+    """PTD and FSDP2 implement this; the loop knows nothing else of them.
+
+    Attributes:
+        is_row_rank: whether this rank counts the rows of its data-parallel rank, which others may read too.
+    """
 
     data_parallel_rank: int
     data_parallel_size: int
     is_logging_rank: bool
+    is_row_rank: bool
     compute_dtype: str
 
     def setup(self, args: Any) -> None:

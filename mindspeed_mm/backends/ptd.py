@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
 from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
 from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
@@ -74,6 +75,7 @@ class PTDBackend:
         self.is_logging_rank = self.state.is_logging_rank
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.is_row_rank = self.tensor_rank == 0 and self.pipeline_rank == 0
         self.sizes = sizes_from_args(args, _DTYPES[self.compute_dtype])
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
@@ -115,6 +117,7 @@ class PTDBackend:
             chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
             if hasattr(chunk, "hf_twin"):
                 materialize_chunk(chunk, self.state.device)
+            check_packing(chunk, args)
         self._config = chunks[0].config
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must see the same switches
@@ -177,9 +180,10 @@ class PTDBackend:
         sums, self._sums = self._sums, self._new_sums()
         zero = torch.zeros_like(sums.loss)
         own = self._own_part(sums, [sums.metrics.get(n, zero) for n in names])
-        reads_for_all = self.tensor_rank == 0 and self.pipeline_rank == 0
-        told = counts if reads_for_all else BatchCounts(media=dict.fromkeys(counts.media, 0))
-        told.wait_seconds = counts.wait_seconds
+        counts.cost = self.flops(counts) or counts.tokens
+        told = counts
+        if not self.is_row_rank:
+            told = BatchCounts(media=dict.fromkeys(counts.media, 0), wait_seconds=counts.wait_seconds)
         values = torch.stack([squared, *own])
         reduced = reduce_step_sums(values, told, sorted(counts.media), stop_requested, self._whole)
         squared, loss_sum, denominator, means, micro_batches, *figures = reduced.device.tolist()

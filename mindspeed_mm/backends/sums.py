@@ -12,6 +12,8 @@ from mindspeed_mm.backends.protocol import normalise_loss_output
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.parallel.state import ParallelState
 
+_SUMMED = ("rows", "tokens", "positions", "targets", "squared_lengths", "patches", "rows_left_out")
+
 
 class StepSums:
     """Sums over the micro-batches of a step, on this rank.
@@ -75,22 +77,17 @@ def reduce_step_sums(
 
     Args:
         device_values: [k] float, on the device.
-        counts: this rank's.
+        counts: this rank's. What is told of each rank by itself (`wait_seconds`, `cost`) has a place of its own in the
+            vector, which is zero on the others.
         modalities: names in `counts.media`, the same on every rank.
     """
-    host = torch.tensor(
-        [
-            counts.rows,
-            counts.tokens,
-            counts.positions,
-            counts.targets,
-            counts.squared_lengths,
-            counts.patches,
-            float(stop_requested),
-            *(counts.media.get(m, 0) for m in modalities),
-        ],
-        dtype=torch.float64,
-    )
+    ranks, rank = state.data_parallel_size, state.data_parallel_rank
+    told = [*(getattr(counts, name) for name in _SUMMED), float(stop_requested)]
+    told += [counts.media.get(m, 0) for m in modalities]
+    host = torch.zeros(len(told) + 2 * ranks, dtype=torch.float64)
+    host[: len(told)] = torch.tensor(told, dtype=torch.float64)
+    waits, costs = host[len(told) :].view(2, ranks)
+    waits[rank], costs[rank] = counts.wait_seconds, counts.cost
     if device_values.device.type == "cpu":
         together = torch.cat([device_values.double(), host])
         if state.data_parallel_size > 1:
@@ -100,7 +97,25 @@ def reduce_step_sums(
         work = dist.all_reduce(host, group=state.host_group, async_op=True)
         dist.all_reduce(device_values, group=state.data_parallel_group)
         work.wait()
-    *numbers, stop = host[:7].tolist()
-    media = dict(zip(modalities, map(int, host[7:].tolist()), strict=True))
-    summed = BatchCounts(*map(int, numbers), media=media, wait_seconds=counts.wait_seconds)
+    waits, costs = host[len(told) :].view(2, ranks)
+    *numbers, stop = host[: len(_SUMMED) + 1].tolist()
+    media = dict(zip(modalities, map(int, host[len(_SUMMED) + 1 : len(told)].tolist()), strict=True))
+    summed = BatchCounts(
+        **dict(zip(_SUMMED, map(int, numbers), strict=True)),
+        media=media,
+        row_ids=counts.row_ids,
+        wait_seconds=float(waits.max()),
+        cost=float(costs.sum()),
+        imbalance=imbalance(costs),
+    )
     return ReducedSums(device_values, summed, stop)
+
+
+def imbalance(costs: torch.Tensor) -> float:
+    """The largest cost of a rank over the mean, 1 if all are equal.
+
+    Args:
+        costs: [ranks] float64; ranks that share another's rows have zero and don't count.
+    """
+    having = costs[costs > 0]
+    return float(having.max() / having.mean()) if len(having) else 1.0

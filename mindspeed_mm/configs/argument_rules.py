@@ -106,7 +106,7 @@ def _check_saving(args: Namespace) -> list[str]:
 
 def _say_notices(args: Namespace) -> None:
     say_layout_notices(args)
-    for name in ("save_interval", "save_epochs", "async_save"):
+    for name in ("save_interval", "save_epochs", "async_save", "log_row_ids"):
         if getattr(args, name) not in (None, False) and args.save is None:
             notice(f"--{name.replace('_', '-')} has no effect here: there is no --save to write to")
     if args.lr_mult != 1.0 and not args.lr_scale_modules:
@@ -115,6 +115,10 @@ def _say_notices(args: Namespace) -> None:
         notice("--lr-scale-modules has no effect here: --lr-mult is 1")
     if args.manual_gc_interval and not args.manual_gc:
         notice("--manual-gc-interval has no effect here: --manual-gc is missing")
+    if not args.use_txt_dynamic_batching:
+        for name, default in (("max_seq_len", 2048), ("dynamic_batch_buffer_size", 200)):
+            if getattr(args, name) != default:
+                notice(f"--{name.replace('_', '-')} has no effect here: --use-txt-dynamic-batching is missing")
     if not args.exit_signal_handler:
         notice("--exit-signal-handler false has no effect here: SIGTERM and SIGUSR1 always save before the exit")
     if not args.check_for_nan_in_loss_and_grad:

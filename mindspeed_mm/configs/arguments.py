@@ -115,13 +115,19 @@ def validate_args(args: Namespace, world_size: int) -> None:
         _settle_schedule(args)
 
 
-def resolve_train_iters(args: Namespace, rows: int | None, global_batches_per_epoch: float | None) -> int:
+def resolve_train_iters(
+    args: Namespace,
+    rows: int | None,
+    global_batches_per_epoch: float | None,
+    why_no_length: str = "this one is streamed",
+) -> int:
     """Return the number of optimizer steps in all, and set `args.train_iters` and `args.lr_decay_iters`.
 
     Args:
         args: validated arguments.
         rows: rows in the training data; None for data without a length (streaming).
-        global_batches_per_epoch: global batches in one pass over them.
+        global_batches_per_epoch: global batches in one pass over them; None where that isn't known.
+        why_no_length: a clause that says why not.
 
     Returns:
         `train_iters` as given (or `train_samples` over the global batch), else `train_epochs` times the batches of an
@@ -133,7 +139,7 @@ def resolve_train_iters(args: Namespace, rows: int | None, global_batches_per_ep
     if args.train_iters is None:
         if rows is None or global_batches_per_epoch is None:
             raise ConfigError(
-                f"--train-epochs {args.train_epochs:g} needs a data set with a length, and this one is streamed; "
+                f"--train-epochs {args.train_epochs:g} needs a data set with a length, and {why_no_length}; "
                 "give --train-iters (optimizer steps) or --train-samples (rows) instead"
             )
         if rows < 1:

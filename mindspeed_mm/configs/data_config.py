@@ -15,6 +15,7 @@ from mindspeed_mm.configs.data_rules import (
     SAMPLERS,
     SAMPLERS_NOT_YET,
 )
+from mindspeed_mm.configs.multimodal_data import translated_dataset_param
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
@@ -37,15 +38,24 @@ from mindspeed_mm.utils.errors import ConfigError
 
 
 def _read_names(value: Any) -> Any:
-    """Comma separated text, or a list, of names."""
+    """Comma separated text of names, an entry as a registry has them, or a list of both."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
-    if not isinstance(value, list) or not value or not all(isinstance(part, str) and part for part in value):
-        raise ValueError("expected a path, several separated by commas, or a list of paths")
-    return value
+    elif isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list) or not value or not all(isinstance(p, (str, Mapping)) and p for p in value):
+        raise ValueError(
+            "expected a path or a name of dataset_info.json, several separated by commas, or a list of them, or an "
+            "object with file_name, formatting, columns …"
+        )
+    return [part if isinstance(part, str) else dict(part) for part in value]
 
 
-def _read_row_limit(value: Any) -> int | None:
+def _read_names_or_null(value: Any) -> Any:
+    return None if value is None else _read_names(value)
+
+
+def read_row_limit(value: Any) -> int | None:
     """An upper bound on rows; null and -1 mean all of them."""
     if value is None:
         return None
@@ -74,14 +84,15 @@ def _read_probabilities(value: Any) -> Any:
 
 def _read_val_limit(value: Any) -> int | None:
     """Like a row limit, but 0 is allowed: no validation rows."""
-    return 0 if value is not None and read_int(value) == 0 else _read_row_limit(value)
+    return 0 if value is not None and read_int(value) == 0 else read_row_limit(value)
 
 
 class DatasetAttr(Section):
     """How the columns of a row are called. A null tag means that the rows have no such role."""
 
-    formatting: Annotated[str, one_of(("sharegpt", "alpaca"), ("multimodal_tool", "openai"))] = Field(
-        "sharegpt", description="shape of a row: sharegpt (a list of turns) or alpaca (columns)"
+    formatting: Annotated[str, one_of(("sharegpt", "alpaca", "openai", "multimodal_tool"))] = Field(
+        "sharegpt",
+        description="shape of a row: alpaca (columns), else a list of turns; openai has its own defaults of names",
     )
     messages: str = Field("conversations", description="sharegpt: column with the list of turns")
     role_tag: str = Field("from", description="sharegpt: key of a turn's role")
@@ -93,7 +104,7 @@ class DatasetAttr(Section):
     system_tag: str | None = Field("system", description="sharegpt: role of the system")
     prompt: str | None = Field(None, description="alpaca: column with the instruction")
     query: str | None = Field(None, description="alpaca: column with the rest of the user's turn")
-    response: str | None = Field(None, description="alpaca: column with the answer")
+    response: str | None = Field(None, description="column with the answer; of a list of turns: with its last turns")
     history: str | None = Field(None, description="alpaca: column with earlier turns")
     system: str | None = Field(None, description="column with the system text")
     tools: str | None = Field(None, description="column with the tools")
@@ -106,25 +117,53 @@ class DatasetAttr(Section):
     pretrain: Bool = Field(False, description="rows are plain text (alpaca: the prompt column); all of it is trained")
     packing: Bool = Field(False, description="the same as basic_parameters.packing")
 
+    def resolved(self) -> DatasetAttr:
+        """Return it with the names that its formatting has by itself, where none is given."""
+        if self.formatting != "openai":
+            return self
+        return self.model_copy(
+            update={key: value for key, value in _OPENAI_NAMES.items() if key not in self.model_fields_set}
+        )
+
+    def for_text(self) -> DatasetAttr:
+        """Return it for rows of plain text: the prompt column, "text" where none is named."""
+        return self if self.prompt else self.model_copy(update={"prompt": "text"})
+
+
+_OPENAI_NAMES = {
+    "messages": "messages",
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+}
+
 
 class BasicParameters(Section):
     """Which rows, and how a row becomes tokens and targets."""
 
-    dataset: Annotated[list[str], BeforeValidator(_read_names)] = Field(
-        description="data file(s): one path, several separated by commas, or a list"
+    dataset: Annotated[list[str | dict[str, Any]], BeforeValidator(_read_names)] = Field(
+        description="data file, folder, pattern or name in dataset_info.json; several separated by commas, or a list; "
+        "an object is an entry like those of that file"
     )
-    dataset_dir: str = Field("data", description="folder that relative media paths are joined to")
+    dataset_dir: str = Field(
+        "data", description="folder of dataset_info.json, and that relative paths of files and media are joined to"
+    )
+    stage: Annotated[str, one_of(("sft", "pretrain", "pt"), ("rm",))] = Field(
+        "sft", description="pretrain, pt: rows are plain text (attr.prompt, else the column text); all is trained"
+    )
     template: str | None = Field(None, description="name of a chat template; null = the processor's own")
     cutoff_len: Count | None = Field(None, description="longest row in tokens, when --seq-length is absent")
-    max_samples: Annotated[int | None, BeforeValidator(_read_row_limit)] = Field(
-        None, description="upper bound on rows; null or -1 = all; 0 is refused"
+    max_samples: Annotated[int | None, BeforeValidator(read_row_limit)] = Field(
+        None, description="upper bound on the rows of each data set; null or -1 = all; 0 is refused"
     )
     train_on_prompt: Bool = Field(False, description="prompts are targets too")
     mask_history: Bool = Field(False, description="only the last answer of a row is a target")
     enable_thinking: Bool = Field(True, description="passed to the chat template")
     tool_format: str | None = Field(None, description="how tool calls are written; null = as the chat template does")
-    val_dataset: Annotated[list[str] | None, BeforeValidator(lambda v: None if v is None else _read_names(v))] = Field(
-        None, description="validation file(s), written like `dataset`"
+    val_dataset: Annotated[list[str | dict[str, Any]] | None, BeforeValidator(_read_names_or_null)] = Field(
+        None, description="validation data set(s), written like `dataset`"
     )
     val_rate: Annotated[Float, Field(ge=0, lt=1)] | None = Field(
         None, description="share of the rows of `dataset` that is kept for validation instead"
@@ -160,6 +199,8 @@ class BasicParameters(Section):
                 f"'val_dataset' and 'val_rate' {self.val_rate} are both given; keep the one that says where "
                 "the validation rows come from"
             )
+        if self.streaming and self.val_rate:
+            raise ValueError("'val_rate' needs the number of rows, which 'streaming' doesn't know; give 'val_dataset'")
         return self
 
 
@@ -193,7 +234,9 @@ class PreprocessParameters(Section):
 class DatasetParam(Section):
     """`dataset_param`."""
 
-    dataset_type: Annotated[str, one_of(("huggingface",), DATASET_TYPES)] = Field(description="huggingface")
+    dataset_type: Annotated[str, one_of(("huggingface", "multimodal"), DATASET_TYPES)] = Field(
+        description="huggingface; multimodal: basic_parameters are data_path, data_folder and repeat_time, or a list"
+    )
     basic_parameters: BasicParameters = Field(description="rows and targets")
     preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
     attr: DatasetAttr = Field(DatasetAttr(), description="names of columns and roles")
@@ -278,8 +321,11 @@ class DataConfig(Section):
         if isinstance(mapping, cls):
             return mapping
         file = file or getattr(mapping, "config_file", None) or "data.json"
-        _refuse_other_dataset_types(cls, plain(mapping), file)
-        config, keys = build_section(cls, mapping, file, "data.json", published_paths("data"))
+        data = plain(mapping)
+        _refuse_other_dataset_types(cls, data, file)
+        if isinstance(data, Mapping) and "dataset_param" in data:
+            data = {**data, "dataset_param": translated_dataset_param(data["dataset_param"], file)}
+        config, keys = build_section(cls, data, file, "data.json", published_paths("data"))
         _judge(config, keys, file)
         return config
 
@@ -288,11 +334,13 @@ def _part_from_dict(cls: type[SectionT], name: str, mapping: Any, file: str | No
     if isinstance(mapping, cls):
         return mapping
     file = file or getattr(mapping, "config_file", None) or "data.json"
+    data = plain(mapping)
     if cls is DatasetParam:
-        _refuse_other_dataset_types(DataConfig, {name: plain(mapping)}, file)
+        _refuse_other_dataset_types(DataConfig, {name: data}, file)
+        data = translated_dataset_param(data, file)
     start = name + "."
     published = [path.removeprefix(start) for path in published_paths("data") if path.startswith(start)]
-    section, keys = build_section(cls, mapping, file, "data.json", published)
+    section, keys = build_section(cls, data, file, "data.json", published)
     _judge(section, keys, file, start)
     return section
 
@@ -326,7 +374,7 @@ def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> Non
     raise_all([unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()])
     raise ConfigError(
         f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type is not there yet, "
-        "expected huggingface"
+        "expected huggingface or multimodal"
     )
 
 

@@ -6,7 +6,6 @@ from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on
 
 #: published dataset types that are not there yet
 DATASET_TYPES = (
-    "multimodal",
     "t2v",
     "i2v",
     "t2i",
@@ -65,7 +64,6 @@ COLLATORS = (
 _BASIC = "dataset_param.basic_parameters"
 
 REFUSED = (
-    Refused(f"{_BASIC}.stage", lambda v: v not in (None, "sft"), "this stage is not there yet; write 'sft'"),
     Refused(f"{_BASIC}.use_pmcc_data", is_on, "this record format is not there; write false"),
     Refused(f"{_BASIC}.chat_template", is_given, "a template of one's own is not there yet; write 'template'"),
     Refused(
@@ -93,6 +91,12 @@ NO_EFFECT = (
         r"dataset_param\.tokenizer_config(\..*)?",
         "the tokenizer comes from dataset_param.preprocess_parameters.model_name_or_path",
     ),
+    NoEffect(
+        r"dataset_param\.(template_name|patch_size|image_size|down_sample_ratio|dynamic_image_size|use_thumbnail"
+        r"|(min|max)_dynamic_patch|(min|max)_num_frame|sampling_method)",
+        "the model's own processor and chat template decide",
+    ),
+    NoEffect(r"dataset_param\.group_by_length", "write dataloader_param.sampler_type: LengthGroupedSampler"),
     NoEffect(r"val_dataset_param(\..*)?", "validation rows come from dataset_param.basic_parameters.val_dataset"),
     NoEffect(r".*", "it belongs to a dataset type other than huggingface"),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.adapter import DataAdapter
+    from mindspeed_mm.data.batching import Batching
     from mindspeed_mm.data.dataset import RecordDataset
     from mindspeed_mm.data.loader import MMDataLoader
 
@@ -54,6 +55,7 @@ def build_mm_dataloader(
     dp_size: int = 1,
     adapter: DataAdapter | None = None,
     train: bool = True,
+    batching: Batching | None = None,
 ) -> MMDataLoader:
     """Build the loader of one data-parallel rank.
 
@@ -72,37 +74,38 @@ def build_mm_dataloader(
         dp_size: Number of data-parallel ranks.
         adapter: As in `build_mm_dataset`; None takes the data set's.
         train: False for evaluation: file order, every row once a pass, the last global batch filled up, and every
-            `iter()` begins anew.
+            `iter()` begins anew; never packed.
+        batching: What flags say of balance and dynamic batching; None: nothing. Packing is data.json's affair.
 
     Returns:
         An endless loader of micro-batches.
 
     Raises:
-        ConfigError: Unknown keys or sampler names, batch sizes that don't divide.
+        ConfigError: Unknown keys or sampler names, batch sizes that don't divide, packs without a length limit, or a
+            data set that doesn't tell sizes where they are needed.
         DataError: Fewer rows than one global batch, with drop_last.
     """
     from mindspeed_mm.data.adapter import DefaultAdapter
+    from mindspeed_mm.data.batching import Batching, build_planner, pack_capacity
     from mindspeed_mm.data.collate import Collator
     from mindspeed_mm.data.loader import MMDataLoader
     from mindspeed_mm.data.params import dataloader_param_of
-    from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
+    from mindspeed_mm.data.plan import Layout
+    from mindspeed_mm.data.sampler import PlannedBatches
 
     param = dataloader_param_of(dataloader_param)
+    batching = batching or Batching()
     if process_group is not None:
         dp_rank, dp_size = process_group.rank(), process_group.size()
-    sampler = GlobalOrderBatchSampler(
-        len(dataset),
-        micro_batch_size,
-        global_batch_size,
-        dp_rank,
-        dp_size,
-        shuffle=train and param.shuffles,
-        seed=seed,
-        drop_last=train and param.drop_last,
-        consumed_samples=consumed_samples,
+    capacity = pack_capacity(dataset, batching) if train else None
+    layout = Layout(micro_batch_size, global_batch_size, dp_size)
+    planner = build_planner(
+        dataset, layout, param, batching, train=train, seed=seed, num_workers=num_workers, capacity=capacity
     )
+    planner.go_to({"position": consumed_samples})
     collate = getattr(dataset, "collate_fn", None)
     if not callable(collate):
         adapter = adapter or getattr(dataset, "adapter", None) or DefaultAdapter()
         collate = Collator(adapter, param.collate_param, dataset)
-    return MMDataLoader(dataset, sampler, collate, param, num_workers, seed, restarts=not train)
+    sampler = PlannedBatches(planner, dp_rank)
+    return MMDataLoader(dataset, sampler, collate, param, num_workers, not train, capacity, consumed_samples)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.data.media import Foreseen, Geometry, Kind
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from mindspeed_mm.data.media_reader import MediaLimits
 
 _PATH_KEY = "dataset_param.preprocess_parameters.model_name_or_path"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -21,7 +26,7 @@ class DataAdapter(Protocol):
     """A model family as the data room sees it. Must be picklable: it travels to the loader's workers."""
 
     media_keys: Mapping[str, Sequence[str]]
-    """Medium ("image", "video") → names of its tensors in a batch; the last one has one row a medium."""
+    """Medium ("image", "video", "audio") → names of its tensors in a batch; the last one has one row a medium."""
 
     token_keys: Sequence[str]
     """Names of tensors beside `input_ids` that hold one value a token."""
@@ -34,18 +39,34 @@ class DataAdapter(Protocol):
         """Return the processor of the model in `path`, or its tokenizer where it reads text only."""
         ...
 
+    def reads(self, processor: Any) -> tuple[Kind, ...]:
+        """Return the kinds of media that a processor takes."""
+        ...
+
+    def limits(self, processor: Any) -> MediaLimits:
+        """Return what the processor asks of media: smallest sides, frames, sampling rate."""
+        ...
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Return what a medium of this geometry becomes, without decoding it; None where only decoding tells.
+
+        Checked in each process against the processor itself before it is believed.
+        """
+        ...
+
 
 class DefaultAdapter:
-    """Processors like Qwen-VL's (media tensors stacked on dim 0, one grid row a medium), and text models."""
+    """Processors like Qwen-VL's and Qwen-Omni's (media tensors stacked on dim 0, one row a medium), and text models."""
 
     media_keys: Mapping[str, Sequence[str]] = {
         "image": ("pixel_values", "image_grid_thw"),
-        "video": ("pixel_values_videos", "video_grid_thw"),
+        "video": ("pixel_values_videos", "second_per_grid_ts", "video_second_per_grid", "video_grid_thw"),
+        "audio": ("input_features", "feature_attention_mask"),
     }
     token_keys: Sequence[str] = ("mm_token_type_ids",)
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Count media by the rows of their grids."""
+        """Count media by the rows of their last tensor."""
         return {
             medium: int(batch[keys[-1]].shape[0]) if batch.get(keys[-1]) is not None else 0
             for medium, keys in self.media_keys.items()
@@ -68,10 +89,72 @@ class DefaultAdapter:
             if has_processor(path):
                 name = _processor_class(path)
                 found = getattr(transformers, name, None) if name and not options.trust_remote_code else None
-                return (found or transformers.AutoProcessor).from_pretrained(path, **extra)
+                return _settled((found or transformers.AutoProcessor).from_pretrained(path, **extra))
             return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {error}") from error
+
+    def reads(self, processor: Any) -> tuple[Kind, ...]:
+        """Return the kinds that the processor has a part and a placeholder token for."""
+        parts: dict[Kind, tuple[str, ...]] = {
+            "image": ("image_processor",),
+            "video": ("video_processor",),
+            "audio": ("feature_extractor", "audio_processor"),
+        }
+        return tuple(
+            kind
+            for kind, names in parts.items()
+            if any(getattr(processor, name, None) is not None for name in names)
+            and isinstance(getattr(processor, f"{kind}_token", None), str)
+        )
+
+    def limits(self, processor: Any) -> MediaLimits:
+        """Read the limits off the processor's parts, as Qwen-VL's name them."""
+        from mindspeed_mm.data.media_reader import MediaLimits
+
+        image, video = getattr(processor, "image_processor", None), getattr(processor, "video_processor", None)
+        sound = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+        found: dict[str, Any] = {}
+        if image is not None:
+            found["image_factor"] = _number(image, "patch_size", 1) * _number(image, "merge_size", 1)
+            found["image_min_pixels"] = _size(image, "shortest_edge")
+        if video is not None:
+            found["video_min_pixels"] = _size(video, "shortest_edge")
+            found["video_fps"] = getattr(video, "fps", None)
+            found["video_min_frames"] = getattr(video, "min_frames", None)
+            found["video_max_frames"] = getattr(video, "max_frames", None)
+            found["temporal_patch"] = getattr(video, "temporal_patch_size", None)
+        if sound is not None:
+            found["sampling_rate"] = getattr(sound, "sampling_rate", None)
+            found["max_audio_seconds"] = getattr(sound, "chunk_length", None)
+        return MediaLimits(**{name: value for name, value in found.items() if value is not None})
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Ask the processor's parts how many patches or tokens a medium takes, and repeat its token so often.
+
+        The parts are asked, not the processor: its own counting checks every one of its options at each call.
+        """
+        token = getattr(processor, f"{geometry.kind}_token", None)
+        if not isinstance(token, str):
+            return None
+        if geometry.kind == "audio":
+            count = getattr(processor, "_get_num_audio_tokens", None)
+            if count is None:
+                return None
+            frames = math.ceil(geometry.samples / _number(processor.feature_extractor, "hop_length", 160))
+            return Foreseen(token * count(geometry.samples), frames, frames**2)
+        if geometry.kind == "image":
+            part, groups = processor.image_processor, 1
+            if not hasattr(part, "get_number_of_image_patches"):
+                return None
+            patches = part.get_number_of_image_patches(geometry.height, geometry.width, {})
+        else:
+            part = processor.video_processor
+            if not hasattr(part, "get_num_of_video_patches"):
+                return None
+            groups = max(1, -(-geometry.frames // _number(part, "temporal_patch_size", 1)))
+            patches = part.get_num_of_video_patches(geometry.frames, geometry.height, geometry.width, {})
+        return Foreseen(token * (patches // _number(part, "merge_size", 1) ** 2), patches, patches**2 // groups)
 
 
 def has_processor(path: str) -> bool:
@@ -95,6 +178,25 @@ def check_model_path(path: str) -> None:
     parent = Path(path).parent
     near = did_you_mean(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else ""
     raise ConfigError(f"{_PATH_KEY}: no folder {path} (working folder {os.getcwd()}){near}")
+
+
+def _settled(processor: Any) -> Any:
+    """A processor whose default doesn't change by a warning: frames are limited one by one, as it does today."""
+    video = getattr(processor, "video_processor", None)
+    if video is not None and getattr(video, "cap_pixels_per_frame", False) is None:
+        video.cap_pixels_per_frame = False
+    return processor
+
+
+def _number(part: Any, name: str, default: int) -> int:
+    value = getattr(part, name, None)
+    return value if isinstance(value, int) else default
+
+
+def _size(part: Any, name: str) -> int | None:
+    size = getattr(part, "size", None)
+    value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
+    return value if isinstance(value, int) else None
 
 
 def _processor_class(path: str) -> str | None:

@@ -1,27 +1,22 @@
-"""From `dataset_param` to data sets: files found, first rows checked, validation rows set apart."""
+"""From `dataset_param` to data sets: files found, first rows checked, mixed, validation rows set apart."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter, check_model_path
+from mindspeed_mm.data.checking import check_rows
 from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
-from mindspeed_mm.data.files import Place, RowSource, locate_file
-from mindspeed_mm.data.images import locate_image
+from mindspeed_mm.data.files import DataEntry, RowSource
+from mindspeed_mm.data.mixing import Mixture, repeated
 from mindspeed_mm.data.named_templates import named_template
-from mindspeed_mm.data.records import RecordReader
-from mindspeed_mm.utils.errors import DataError
-from mindspeed_mm.utils.log import info_rank0, notice
-
-# How many rows of a file are read at the start, to find faults and rows without a target; the others are checked when
-# they are used. Bounded, so that a run starts in seconds on files of any size.
-CHECKED_ROWS = 50_000
-_ROWS_FOR_COLUMNS = 100
-_ROWS_FOR_MEDIA = 16
+from mindspeed_mm.data.registry import find_data_sets
+from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.log import notice
 
 
 def build_dataset(
@@ -33,13 +28,13 @@ def build_dataset(
         param: Typed `dataset_param`.
         max_length: Longest sample in tokens; None takes `cutoff_len`, and without that there is no limit.
         adapter: The model family; None takes the default one.
-        seed: Decides which rows `val_rate` takes.
+        seed: Decides which rows `val_rate` takes, and how data sets are mixed.
 
     Returns:
         The data set, or (training, validation).
 
     Raises:
-        ConfigError: The model directory doesn't exist or holds no tokenizer; unknown template.
+        ConfigError: The model directory doesn't exist or holds no tokenizer; unknown template; preference pairs.
         DataError: A file or one of its first rows can't be used.
     """
     basic = param.basic_parameters
@@ -49,59 +44,83 @@ def build_dataset(
     max_length = basic.cutoff_len if max_length is None else max_length
     encoder = LazyEncoder(param, max_length, DefaultAdapter() if adapter is None else adapter)
 
-    source, rows = _open(param, basic.dataset, basic.max_samples)
+    entries = _entries(param, basic.dataset, basic.max_samples)
+    shares = None if basic.interleave_probs is None else tuple(basic.interleave_probs)
+    mixture = Mixture(basic.mix_strategy, shares, seed)
+    mixture.check(len(entries))
+    source = open_rows_of(param, entries, mixture, lazy=basic.streaming)
+    rows = check_rows(source, basic.on_bad_sample == "skip")
+
     if basic.val_dataset and basic.val_max_samples != 0:
-        val_source, val_rows = _open(param, basic.val_dataset, None)
+        val_source = open_rows_of(param, _entries(param, basic.val_dataset, None))
+        val_rows = check_rows(val_source, basic.on_bad_sample == "skip")
     elif basic.val_rate and basic.val_max_samples != 0:
         val_source, (rows, val_rows) = source, _split(rows, basic.val_rate, seed)
     else:
-        return RecordDataset(source, encoder, rows)
-    return RecordDataset(source, encoder, rows), RecordDataset(val_source, encoder, val_rows[: basic.val_max_samples])
+        return _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
+    training = _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
+    return training, _with_cache(RecordDataset(val_source, encoder, val_rows[: basic.val_max_samples]))
 
 
-def _open(param: DatasetParam, names: Sequence[str], limit: int | None) -> tuple[RowSource, np.ndarray]:
-    source = RowSource([locate_file(name, param.basic_parameters.dataset_dir) for name in names], limit)
-    return source, check_rows(source, param)
-
-
-def check_rows(source: RowSource, param: DatasetParam) -> np.ndarray:
-    """Read the first rows of each file: find faults before a run starts, and leave out rows without a target.
-
-    Returns:
-        Indices of the rows to use, [rows] int64.
-
-    Raises:
-        DataError: What is wrong with which row, or that no row is left.
-    """
-    reader, without_target = RecordReader(param.attr), []
-    for path, rows in source.heads(CHECKED_ROWS):
-        first = list(itertools.islice(rows, _ROWS_FOR_COLUMNS))
-        columns = set().union(*(row for _, row in first))
-        reader.check_columns(columns, path)
-        for name in reader.unused_columns(columns):
-            notice(f"{path}: column '{name}' isn't used; to use it, name it in dataset_param.attr.{name}")
-        for number, (index, row) in enumerate(itertools.chain(first, rows)):
-            where = Place(source, index)
-            conversation = reader.read(row, where)
-            if not conversation.has_target:
-                without_target.append(index)
-            for ref in conversation.images if number < _ROWS_FOR_MEDIA else ():
-                if ref.content is None:
-                    locate_image(ref, param.basic_parameters.dataset_dir, source.folder(index), where)
-    return _all_but(source, without_target)
-
-
-def _all_but(source: RowSource, without_target: Sequence[int]) -> np.ndarray:
-    keep = np.ones(len(source), dtype=bool)
-    keep[list(without_target)] = False
-    if not keep.any():
-        raise DataError(f"{source.where(0)}, and every other row: no turn of the assistant to train on")
-    if without_target:
-        info_rank0(
-            f"left out {len(without_target)} of {len(source)} rows: no turn of the assistant to train on "
-            f"(the first: {source.where(without_target[0])})"
+def _with_cache(dataset: RecordDataset) -> RecordDataset:
+    """Give a data set its token cache, if data.json asks for one."""
+    basic = dataset.param.basic_parameters
+    if basic.preprocess_on_fly is not False:
+        if basic.cache_dir is not None:
+            notice(
+                f"basic_parameters.cache_dir {basic.cache_dir} isn't used: rows are prepared on the fly; to make their "
+                "tokens once, before training, and keep them there, set preprocess_on_fly to false"
+            )
+    elif basic.streaming:
+        raise ConfigError(
+            "basic_parameters: streaming is true and preprocess_on_fly false; a stream is prepared on the fly, keep one"
         )
-    return np.flatnonzero(keep)
+    else:
+        from mindspeed_mm.data.token_cache import open_cache
+
+        dataset.cache = open_cache(dataset)
+    return dataset
+
+
+def open_rows_of(
+    param: DatasetParam, entries: Sequence[DataEntry], mixture: Mixture | None = None, lazy: bool = False
+) -> RowSource:
+    """Open the rows of data sets as `dataset_param` says.
+
+    Args:
+        param: Typed `dataset_param`.
+        entries: The data sets.
+        mixture: How rows that are found on the way are drawn from several data sets.
+        lazy: Find rows on the way.
+    """
+    basic = param.basic_parameters
+    is_text = basic.stage in ("pt", "pretrain")
+    return RowSource(entries, default_system=basic.default_system, is_text=is_text, lazy=lazy, mixture=mixture)
+
+
+def _entries(param: DatasetParam, names: Sequence[str | Mapping[str, Any]], max_samples: int | None) -> list[DataEntry]:
+    entries = find_data_sets(names, param.basic_parameters.dataset_dir, param.attr, max_samples)
+    for entry in entries:
+        if entry.attr.ranking:
+            raise ConfigError(
+                f"data set '{entry.name}': 'ranking' is true, and training on preference pairs isn't there; to train "
+                "on the preferred answers alone, set ranking to false and name their column as response (beside "
+                "prompt or messages), or as messages where it holds whole conversations"
+            )
+    return entries
+
+
+def _mixed(source: RowSource, rows: np.ndarray, mixture: Mixture) -> np.ndarray | None:
+    """The rows of all data sets in the order of the mixture; None for a stream, which draws by itself."""
+    if source.lazy:
+        return None
+    parts = []
+    for entry, own in zip(source.entries, source.entry_rows(), strict=True):
+        low, high = np.searchsorted(rows, [own[0], own[-1] + 1]) if len(own) else (0, 0)
+        parts.append(repeated(rows[low:high], entry.times))
+        if not len(parts[-1]) and (len(source.entries) > 1 or entry.times < 1):
+            raise DataError(f"data set '{entry.name}': no row is left of it to train on")
+    return mixture.indices(parts)
 
 
 def _split(rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

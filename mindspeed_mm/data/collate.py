@@ -1,8 +1,9 @@
-"""Samples to a micro-batch: padded on the right, media stacked."""
+"""Samples to a micro-batch: padded on the right, media stacked; in packs or one a row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,15 @@ import torch
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.encode import IGNORE_INDEX, Sample
+from mindspeed_mm.data.notes import Note
+from mindspeed_mm.data.plan import FILLER
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import notice
 
 NOTES = "_notes"
+
+#: what a sample may hold beside its tensors
+_HOST_KEYS = ("num_rows", "row_id", "note", "fault")
 
 
 class Collator:
@@ -34,44 +40,73 @@ class Collator:
             notice("ignore_pad_token_for_loss: false has no effect here, padding is never a target")
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Collate samples.
+        """Collate samples, one a row.
 
         Args:
-            samples: Dicts with `input_ids` and `labels` [L], and what the adapter names.
+            samples: Dicts with `input_ids` and `labels` [L], and what the adapter names; on the host `num_rows` 0 of a
+                filler, `row_id` (its number in the data set), `note`, and `fault` of a row that was left out.
 
         Returns:
             `input_ids`, `labels`, `attention_mask` and token tensors [B, L] int64, media tensors concatenated on
-            dim 0 (absent without media), and `num_rows`, the number of samples that aren't fillers.
+            dim 0 (absent without media), and on the host `num_rows`, the number of samples that aren't fillers,
+            `row_ids` [samples] int64 (-1 for a filler) where samples have them, and `rows_left_out`.
 
         Raises:
             DataError: A sample lacks a tensor or holds one that nobody knows.
         """
-        known = {"input_ids", "labels", "num_rows", "note", *self._side_keys, *self._media_keys}
+        self._check(samples)
+        length = self._padded(max(len(sample["input_ids"]) for sample in samples))
+        batch = {
+            "input_ids": _stack([sample["input_ids"] for sample in samples], length, self._pad_id()),
+            "attention_mask": _stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0),
+            "labels": _stack([sample["labels"] for sample in samples], length, IGNORE_INDEX),
+        }
+        for key in self._side_keys_of(samples):
+            batch[key] = _stack([_side_values(key, sample) for sample in samples], length, 0)
+        return {**batch, **self._media_of(samples), **_host_fields(samples), **_notes_of(samples)}
+
+    def pack(self, rows: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+        """Collate rows of several samples that never see each other.
+
+        Args:
+            rows: The samples of each row, as `__call__` takes them. Fillers among others are left out.
+
+        Returns:
+            As `__call__`, with `documents` [B, L] int64 in place of `attention_mask`: 0 is padding, 1, 2, … the number
+            of the sample within its row. A sample's first token is no target: the one before belongs to another.
+        """
+        everyone = [sample for row in rows for sample in row]
+        self._check(everyone)
+        packs = [[sample for sample in row if _is_real(sample)] or [row[0]] for row in rows]
+        length = self._padded(max(sum(len(sample["input_ids"]) for sample in pack) for pack in packs))
+        samples = [sample for pack in packs for sample in pack]
+        batch = {
+            "input_ids": _stack(_joined(packs, lambda s: s["input_ids"]), length, self._pad_id()),
+            "documents": _stack([_documents(pack) for pack in packs], length, 0),
+            "labels": _stack(_joined(packs, _labels_in_pack), length, IGNORE_INDEX),
+        }
+        for key in self._side_keys_of(samples):
+            batch[key] = _stack(_joined(packs, functools.partial(_side_values, key)), length, 0)
+        return {**batch, **self._media_of(samples), **_host_fields(samples), **_notes_of(everyone)}
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        known = {"input_ids", "labels", *_HOST_KEYS, *self._side_keys, *self._media_keys}
         for sample in samples:
             if unknown := sample.keys() - known:
                 raise DataError(f"a sample holds {', '.join(sorted(unknown))}, which the data adapter doesn't name")
             if missing := {"input_ids", "labels"} - sample.keys():
                 raise DataError(f"a sample without {' and '.join(sorted(missing))}; found {', '.join(sample)}")
-        longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def _padded(self, length: int) -> int:
         multiple = self._param.pad_to_multiple_of or 1
-        length = -(-longest // multiple) * multiple
-        pad_id = self._pad_id()
-        batch: dict[str, Any] = {
-            "input_ids": self._stack([sample["input_ids"] for sample in samples], length, pad_id),
-            "attention_mask": self._stack([torch.ones_like(sample["input_ids"]) for sample in samples], length, 0),
-            "labels": self._stack([sample["labels"] for sample in samples], length, IGNORE_INDEX),
-        }
-        for key in self._side_keys:
-            if any(key in sample for sample in samples):
-                rows = [sample.get(key, torch.zeros_like(sample["input_ids"])) for sample in samples]
-                batch[key] = self._stack(rows, length, 0)
-        for key in self._media_keys:
-            if present := [sample[key] for sample in samples if key in sample]:
-                batch[key] = torch.cat(present)
-        batch["num_rows"] = sum(int(sample.get("num_rows", 1)) for sample in samples)
-        if notes := [sample["note"] for sample in samples if "note" in sample]:
-            batch[NOTES] = notes
-        return batch
+        return -(-length // multiple) * multiple
+
+    def _side_keys_of(self, samples: Sequence[Sample]) -> list[str]:
+        return [key for key in self._side_keys if any(key in sample for sample in samples)]
+
+    def _media_of(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        present = {key: [sample[key] for sample in samples if key in sample] for key in self._media_keys}
+        return {key: torch.cat(tensors) for key, tensors in present.items() if tensors}
 
     def _pad_id(self) -> int:
         if self._param.pad_id is not None:
@@ -83,9 +118,46 @@ class Collator:
             )
         return value
 
-    @staticmethod
-    def _stack(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
-        out = rows[0].new_full((len(rows), length), value)
-        for target, row in zip(out, rows, strict=True):
-            target[: len(row)] = row
-        return out
+
+def _is_real(sample: Sample) -> bool:
+    return int(sample.get("num_rows", 1)) > 0
+
+
+def _side_values(key: str, sample: Sample) -> torch.Tensor:
+    value = sample.get(key)
+    return torch.zeros_like(sample["input_ids"]) if value is None else value
+
+
+def _labels_in_pack(sample: Sample) -> torch.Tensor:
+    labels = sample["labels"].clone()
+    labels[:1] = IGNORE_INDEX
+    return labels
+
+
+def _documents(pack: Sequence[Sample]) -> torch.Tensor:
+    return torch.cat([torch.full_like(sample["input_ids"], number) for number, sample in enumerate(pack, start=1)])
+
+
+def _joined(packs: Sequence[Sequence[Sample]], take: Callable[[Sample], torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.cat([take(sample) for sample in pack]) for pack in packs]
+
+
+def _host_fields(samples: Sequence[Sample]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"num_rows": sum(int(sample.get("num_rows", 1)) for sample in samples)}
+    if all("row_id" in sample for sample in samples):
+        ids = [int(sample["row_id"]) if _is_real(sample) else FILLER for sample in samples]
+        fields["row_ids"] = torch.tensor(ids, dtype=torch.int64)
+    return fields
+
+
+def _notes_of(samples: Sequence[Any]) -> dict[str, Any]:
+    notes = [Note(sample["note"], sample.get("fault")) for sample in samples if "note" in sample]
+    left_out = sum(note.fault is not None for note in notes)
+    return {"rows_left_out": left_out, **({NOTES: notes} if notes else {})}
+
+
+def _stack(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
+    out = rows[0].new_full((len(rows), length), value)
+    for target, row in zip(out, rows, strict=True):
+        target[: len(row)] = row
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,20 +11,33 @@ import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
 
+HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out")
+"""What a micro-batch says of itself to those who count, and no model takes."""
+
+
+def drop_host_fields(batch: MutableMapping[str, Any]) -> None:
+    """Take out of a micro-batch what no model takes, before it is moved to a device."""
+    for name in HOST_FIELDS:
+        batch.pop(name, None)
+
 
 @dataclass
 class BatchCounts:
     """Sums over micro-batches.
 
     Attributes:
-        rows: real rows.
-        tokens: positions that hold a token (attention_mask, or all of input_ids).
+        rows: real samples.
+        tokens: positions that hold a token (documents, attention_mask, or all of input_ids).
         positions: all positions of input_ids, padding included.
         targets: positions that are trained.
-        squared_lengths: sum over rows of their tokens squared (what attention costs).
-        media: modality → number of media.
+        squared_lengths: sum over samples of their tokens squared (what attention costs).
         patches: rows of the media tensors (what their towers cost).
-        wait_seconds: time spent waiting for data.
+        rows_left_out: rows that could not be used.
+        media: modality → number of media.
+        row_ids: numbers of the samples in the data set, always of this rank alone; None: no micro-batch said them.
+        wait_seconds: time spent waiting for data; of a whole step, the longest of any rank.
+        cost: FLOPs, or tokens where the model's are not known.
+        imbalance: of a whole step, the largest cost of a rank over the mean of all.
     """
 
     rows: int = 0
@@ -33,8 +46,12 @@ class BatchCounts:
     targets: int = 0
     squared_lengths: int = 0
     patches: int = 0
+    rows_left_out: int = 0
     media: dict[str, int] = field(default_factory=dict)
+    row_ids: list[int] | None = None
     wait_seconds: float = 0.0
+    cost: float = 0.0
+    imbalance: float = 1.0
 
 
 class CountingIterator:
@@ -82,9 +99,11 @@ class CountingIterator:
             counts.rows += self._micro_batch_size
             return
         counts.rows += int(batch.get("num_rows", ids.shape[0]))
+        counts.rows_left_out += int(batch.get("rows_left_out", 0))
+        if "row_ids" in batch:
+            counts.row_ids = (counts.row_ids or []) + [int(number) for number in batch["row_ids"] if number >= 0]
         counts.positions += ids.numel()
-        mask = batch.get("attention_mask")
-        lengths = mask.sum(1) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.tensor([ids.numel()])
+        lengths = _sample_lengths(batch, ids)
         counts.tokens += int(lengths.sum())
         counts.squared_lengths += int((lengths * lengths).sum())
         labels = batch.get("labels")
@@ -95,3 +114,12 @@ class CountingIterator:
             for keys in self._adapter.media_keys.values():
                 tensor = batch.get(keys[0])
                 counts.patches += tensor.shape[0] if isinstance(tensor, torch.Tensor) else 0
+
+
+def _sample_lengths(batch: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """Tokens of each sample: of packed rows by their documents, else of each row by its mask."""
+    documents, mask = batch.get("documents"), batch.get("attention_mask")
+    if isinstance(documents, torch.Tensor):
+        row = torch.arange(len(documents), device=documents.device).unsqueeze(1)
+        return torch.bincount((documents + row * (documents.max() + 1))[documents > 0])
+    return mask.sum(1) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.tensor([ids.numel()])

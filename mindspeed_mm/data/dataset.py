@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,11 +13,14 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.encode import Encoder, Sample
+from mindspeed_mm.data.encode import TOO_LONG, Encoder, Prepared, Sample
 from mindspeed_mm.data.files import Place, RowSource
-from mindspeed_mm.data.images import load_image, locate_image
-from mindspeed_mm.data.records import RecordReader
-from mindspeed_mm.utils.errors import DataError, MMError
+from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
+from mindspeed_mm.utils.errors import BadSample, DataError, MMError
+
+if TYPE_CHECKING:
+    from mindspeed_mm.data.media_reader import MediaReader
+    from mindspeed_mm.data.token_cache import TokenCache
 
 
 class LazyEncoder:
@@ -32,28 +36,53 @@ class LazyEncoder:
         self.param = param
         self.max_length = max_length
         self.adapter = adapter
-        self._encoder: Encoder | None = None
+        self._made: tuple[Encoder, MediaReader] | None = None
 
     def get(self) -> Encoder:
         """Return the encoder; loads the model's processor the first time."""
-        if self._encoder is None:
+        return self._make()[0]
+
+    def reader(self) -> MediaReader:
+        """Return the reader of media, with the limits of the model's processor."""
+        return self._make()[1]
+
+    def _make(self) -> tuple[Encoder, MediaReader]:
+        if self._made is None:
+            from mindspeed_mm.data.media_reader import MediaReader
+
             # A fork after the tokenizer's first use would warn in every worker; one thread is what a worker should use.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             options = self.param.preprocess_parameters
             processor = self.adapter.load_processor(options.model_name_or_path, options)
-            self._encoder = Encoder(processor, self.adapter, self.param, self.max_length)
-        return self._encoder
+            encoder = Encoder(processor, self.adapter, self.param, self.max_length)
+            self._made = encoder, MediaReader(options, self.adapter.limits(processor))
+        return self._made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_encoder": None}
+        return {**self.__dict__, "_made": None}
+
+
+class _RowMedia:
+    """The media of one row: where they are looked for, and how a message names the row."""
+
+    def __init__(self, reader: MediaReader, folders: Sequence[str], where: object) -> None:
+        self._reader, self._folders, self._where = reader, folders, where
+
+    def look(self, ref: MediaRef) -> Geometry:
+        return self._reader.look(ref, self._folders, self._where)
+
+    def open(self, ref: MediaRef) -> Any:
+        return self._reader.open(ref, self._folders, self._where)
 
 
 class RecordDataset(Dataset):
-    """Rows of json, jsonl or parquet files as samples.
+    """Rows of data files as samples.
 
     `dataset[i]` is a dict of CPU tensors: `input_ids` [L] int64, `labels` [L] int64 (not shifted, -100 = no target),
-    `mm_token_type_ids` [L] int64 where the processor types its tokens, and for rows with images `pixel_values`
-    [patches, dim] float32 and `image_grid_thw` [images, 3] int64. Index -1 is a filler without targets.
+    `mm_token_type_ids` [L] int64 where the processor types its tokens, and the media tensors as the processor names
+    them: `pixel_values` [patches, dim] float32, `image_grid_thw` [images, 3] int64 and so on. Index -1 is a filler
+    without targets. A row that gives no sample (skipped, or longer than the limit) is a filler too, with `fault` (the
+    reason, to count by) and `note` (which row, and what is wrong with it); a row that was cut has a `note` only.
 
     Nothing of the model is loaded before the first sample, and then in the process that makes it. Instances can be
     pickled and forked.
@@ -61,7 +90,9 @@ class RecordDataset(Dataset):
     Args:
         source: The rows.
         encoder: Makes samples of conversations; data sets of one run share it.
-        indices: Rows of `source` that belong to this data set, in order.
+        indices: Rows of `source` that belong to this data set, in order; None for a stream, whose rows are found on
+            the way.
+        cache: Ids and labels of the rows, made before; None: they are made when a row is asked for.
     """
 
     has_fillers = True  # dataset[-1]
@@ -70,51 +101,122 @@ class RecordDataset(Dataset):
         self,
         source: RowSource,
         encoder: LazyEncoder,
-        indices: np.ndarray,
+        indices: np.ndarray | None,
+        cache: TokenCache | None = None,
     ) -> None:
         self.source = source
         self.param = encoder.param
         self.max_length = encoder.max_length
         self.adapter = encoder.adapter
         self.indices = indices
-        self._encoder = encoder
-        self._reader = RecordReader(self.param.attr)
+        self.lazy_encoder = encoder
+        self.cache = cache
 
     def __len__(self) -> int:
+        if self.indices is None:
+            raise TypeError("a stream of rows has no length")
         return len(self.indices)
 
+    def has_row(self, index: int) -> bool:
+        """Whether there is a row of this number; a stream is searched as far as it."""
+        return self.source.has(index) if self.indices is None else 0 <= index < len(self.indices)
+
     def __getitem__(self, index: int) -> Sample:
+        return self.get(index)
+
+    def get(self, index: int, piece: int = 0, room: int | None = None) -> Sample:
+        """Return a sample.
+
+        Args:
+            index: Row of this data set; -1 is the filler.
+            piece: Which piece of a plain text that is longer than the limit.
+            room: Longest sample in tokens, where less than the limit is left.
+
+        Raises:
+            BadSample: The row can't be used, and `on_bad_sample` is raise.
+            DataError: Anything else that goes wrong with it, with its place and a traceback.
+        """
         if index == -1:
-            return {**self.encoder.filler(), "num_rows": torch.tensor(0)}
-        if not 0 <= index < len(self.indices):
-            raise IndexError(f"row {index} of {len(self.indices)}")
-        row = int(self.indices[index])
+            return self._filler()
+        row = self._row(index)
         try:
-            return self._sample(row)
+            pieces = self._prepare(row, room)
+            prepared = pieces[piece]
+            sample = self.encoder.finish(prepared, self._media_of(row), Place(self.source, row))
+        except BadSample as error:
+            if self._must_raise(error):
+                raise
+            return {**self._filler(), "note": str(error), "fault": error.reason}
         except MMError:
             raise
         except Exception as error:
+            raise self._unforeseen(row, error) from error
+        if len(pieces) == 1 and len(prepared) < prepared.whole_length:
             where = self.source.where(row)
-            raise DataError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
-
-    def _sample(self, row: int) -> Sample:
-        where = Place(self.source, row)
-        conversation = self._reader.read(self.source.row(row), where)
-        options, folder = self.param.preprocess_parameters, self.source.folder(row)
-
-        def load(ref: Any) -> Any:
-            path = "" if ref.content is not None else locate_image(ref, self.dataset_dir, folder, where)
-            return load_image(ref, path, where, options.image_max_pixels, options.image_min_pixels)
-
-        sample, length = self.encoder.encode(conversation, load)
-        if sample is None:
-            note = (
-                f"{where}: {length} tokens, not even the first answer fits into {self.max_length}; nothing is trained"
-            )
-            return {**self.encoder.filler(), "note": note}
-        if len(sample["input_ids"]) < length and length > (self.max_length or length):
-            sample["note"] = f"{where}: {length} tokens, cut after {len(sample['input_ids'])} at the end of a turn"
+            sample["note"] = f"{where}: {prepared.whole_length} tokens, cut after {len(prepared)} at the end of a turn"
         return sample
+
+    def measure(self, index: int) -> list[SampleSize]:
+        """Return what a row's sample costs, without decoding its media: one entry a piece.
+
+        Raises:
+            BadSample: The row can't be used, and `on_bad_sample` is raise.
+        """
+        found = self.prepare(index)
+        if isinstance(found, BadSample):
+            return [SampleSize(0, fault=found.reason)]
+        return [prepared.size for prepared in found]
+
+    def total_tokens(self) -> int | None:
+        """Tokens of all samples, where a cache knows them."""
+        return None if self.cache is None else int(self.cache.tokens()[self.indices].sum())
+
+    def prepare(self, index: int) -> list[Prepared] | BadSample:
+        """Return a row's ids and labels, without decoding its media; or why it gives no sample.
+
+        Raises:
+            BadSample: The row can't be used, and `on_bad_sample` is raise.
+        """
+        row = self._row(index)
+        try:
+            return self._prepare(row, None)
+        except BadSample as error:
+            if self._must_raise(error):
+                raise
+            return error
+        except MMError:
+            raise
+        except Exception as error:
+            raise self._unforeseen(row, error) from error
+
+    def _prepare(self, row: int, limit: int | None) -> list[Prepared]:
+        if self.cache is not None:
+            found = self.cache.prepared(row, self.source.read(row).media)
+            if isinstance(found, BadSample):
+                raise found
+            if limit is None or all(len(piece) <= limit for piece in found):
+                return found
+        return self.encoder.prepare(self.source.read(row), self._media_of(row), limit)
+
+    def _must_raise(self, error: BadSample) -> bool:
+        return error.reason != TOO_LONG and self.param.basic_parameters.on_bad_sample == "raise"
+
+    def _media_of(self, row: int) -> _RowMedia:
+        return _RowMedia(self.lazy_encoder.reader(), self.source.folders(row), Place(self.source, row))
+
+    def _row(self, index: int) -> int:
+        if self.indices is None:
+            return index
+        if not 0 <= index < len(self.indices):
+            raise IndexError(f"row {index} of {len(self.indices)}")
+        return int(self.indices[index])
+
+    def _filler(self) -> Sample:
+        return {**self.encoder.filler(), "num_rows": torch.tensor(0)}
+
+    def _unforeseen(self, row: int, error: Exception) -> DataError:
+        where = self.source.where(row)
+        return DataError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
     @property
     def dataset_dir(self) -> str:
@@ -124,7 +226,7 @@ class RecordDataset(Dataset):
     @property
     def encoder(self) -> Encoder:
         """The encoder of this process, with the model's processor; loaded at first need."""
-        return self._encoder.get()
+        return self.lazy_encoder.get()
 
     @property
     def pad_token_id(self) -> int:
@@ -133,4 +235,4 @@ class RecordDataset(Dataset):
 
     def where(self, index: int) -> str:
         """Name the file and the row of sample `index`, for messages."""
-        return self.source.where(int(self.indices[index]))
+        return self.source.where(self._row(index))

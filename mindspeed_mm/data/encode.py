@@ -1,10 +1,14 @@
-"""One conversation to one sample: rendered, tokenised, labelled, and cut at whole turns if it is too long."""
+"""One conversation to one sample, in two steps: ids and labels without decoding any medium, then its tensors.
+
+The first step costs a template, a tokenizer and the headers of the media; it tells exactly how long the sample is, so
+that batches can be planned before anything is decoded. The second one decodes, and sees that all came as foreseen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,29 +16,72 @@ import torch
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.files import Place
-from mindspeed_mm.data.records import Conversation, ImageRef, Message
+from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
+from mindspeed_mm.data.records import Conversation, Message
 from mindspeed_mm.data.targets import Turn, find_turns
 from mindspeed_mm.data.templates import ChatTemplate, chat_template_of
-from mindspeed_mm.data.tokens import Tokenizer, Tokens
-from mindspeed_mm.utils.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from PIL import Image
+from mindspeed_mm.data.tokens import Decoded, Tokenizer, Tokens
+from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
 
 IGNORE_INDEX = -100
+#: reason of the one fault that never ends a run: the row is left out, counted and named
+TOO_LONG = "longer than the length limit"
 
 Sample = dict[str, torch.Tensor]
 
 
-@dataclass
-class Encoded:
-    """A sample, and for each assistant message the number of tokens up to the end of its target."""
+class MediaSource(Protocol):
+    """Where the media of one row come from."""
 
-    sample: Sample
-    ends: dict[int, int]
+    def look(self, ref: MediaRef) -> Geometry:
+        """Read the header of a medium."""
+
+    def open(self, ref: MediaRef) -> Decoded:
+        """Decode a medium."""
+
+
+@dataclass(frozen=True)
+class PlannedMedium:
+    """A medium of a prepared row.
+
+    Attributes:
+        ref: as the row names it.
+        text: what its placeholder was replaced by.
+        patches, squared_patches: as in `Foreseen`.
+        tensors: what it was decoded to, where only decoding could tell the text; None: not decoded yet.
+    """
+
+    ref: MediaRef
+    text: str
+    patches: int
+    squared_patches: int
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A row ready but for its media.
+
+    Attributes:
+        ids, labels, types: [L] int64; labels are not shifted, -100 = no target.
+        media: in order.
+        whole_length: tokens of the row before it was cut.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    types: np.ndarray
+    media: tuple[PlannedMedium, ...]
+    whole_length: int
 
     def __len__(self) -> int:
-        return len(self.sample["input_ids"])
+        return len(self.ids)
+
+    @property
+    def size(self) -> SampleSize:
+        """What it costs."""
+        patches = sum(medium.patches for medium in self.media)
+        return SampleSize(len(self), patches, sum(medium.squared_patches for medium in self.media))
 
 
 class Encoder:
@@ -61,11 +108,18 @@ class Encoder:
         self.train_on_prompt = basic.train_on_prompt
         self.mask_history = basic.mask_history
         self.path = path
-        self.template: ChatTemplate = chat_template_of(processor, basic.template, basic.enable_thinking, path)
-        self.tokenizer = Tokenizer(processor, image_options, options.split_special_tokens)
+        self._processor, self._template_args = processor, (basic.template, basic.enable_thinking, path)
+        self._template: ChatTemplate | None = None
+        self.tokenizer = Tokenizer(processor, adapter, image_options, options.split_special_tokens)
         self._media_ids = self.tokenizer.media_ids
-        self._media_keys = [key for keys in adapter.media_keys.values() for key in keys]
         self._types_tokens = bool(getattr(processor, "return_mm_token_type_ids", False))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template; plain text does without one."""
+        if self._template is None:
+            self._template = chat_template_of(self._processor, *self._template_args)
+        return self._template
 
     @property
     def pad_token_id(self) -> int:
@@ -81,54 +135,146 @@ class Encoder:
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
         return self._typed({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, torch.zeros_like(ids))
 
-    def encode(
-        self, conversation: Conversation, load_image: Callable[[ImageRef], Image.Image]
-    ) -> tuple[Sample | None, int]:
-        """Encode a conversation; if it is longer than `max_length`, without its last turns (and their images).
+    def prepare(self, conversation: Conversation, source: MediaSource, limit: int | None = None) -> list[Prepared]:
+        """Make ids and labels of a row; one that is too long loses its last turns, with their media.
 
         Args:
             conversation: The row.
-            load_image: Opens an image of the row.
+            source: Its media.
+            limit: Longest sample in tokens, below `max_length`; a plain text is cut by `max_length` alone.
 
         Returns:
-            The sample (None if not even the first answer fits), and the length of the whole conversation in tokens.
+            The sample; several pieces where a plain text is longer than `max_length`.
 
         Raises:
-            DataError: The row can't be rendered, or has images for a model without an image processor.
+            BadSample: The row can't be rendered, or has media that this model or template doesn't take; or, with the
+                reason TOO_LONG, not even its first answer fits.
         """
-        refs = conversation.images
-        if refs and not self.tokenizer.reads_images:
-            raise DataError(
-                f"{conversation.where}: the row has {len(refs)} image(s), but {self.path} has a tokenizer only and "
-                "no image processor; use a model that reads images, or set attr.images to null and take the tags out"
-            )
-        pictures = [load_image(ref) for ref in refs]
-        whole = self._encode(conversation, len(conversation.messages), pictures)
-        if self.max_length is None or len(whole) <= self.max_length:
-            return whole.sample, len(whole)
+        if conversation.is_text:
+            return self._pieces(conversation)
+        limit = min((length for length in (limit, self.max_length) if length is not None), default=None)
+        self._check_kinds(conversation)
+        media = [self._plan(ref, source, conversation.where) for ref in conversation.media]
+        whole, ends = self._prepare(conversation, len(conversation.messages), media)
+        if limit is None or len(whole) <= limit:
+            return [whole]
         assistants = [index for index, message in enumerate(conversation.messages) if message.role == "assistant"]
         for index in reversed(assistants):
-            if index + 1 == len(conversation.messages) or whole.ends.get(index, 0) > self.max_length:
+            if index + 1 == len(conversation.messages) or ends.get(index, 0) > limit:
                 continue
-            shorter = self._encode(conversation, index + 1, pictures)
-            if len(shorter) <= self.max_length:
-                return shorter.sample, len(whole)
-        return None, len(whole)
+            shorter, _ = self._prepare(conversation, index + 1, media)
+            if len(shorter) <= limit:
+                return [Prepared(shorter.ids, shorter.labels, shorter.types, shorter.media, len(whole))]
+        raise BadSample(
+            f"{conversation.where}: {len(whole)} tokens, not even the first answer fits into {limit}; "
+            "nothing is trained",
+            TOO_LONG,
+        )
 
-    def _encode(self, conversation: Conversation, count: int, pictures: Sequence[Image.Image]) -> Encoded:
-        """Encode the first `count` messages, with as many of the pictures as they hold."""
-        messages = conversation.messages[:count]
-        pictures = pictures[: sum(len(message.images) for message in messages)]
-        written = [self._as_template_input(message, conversation.where) for message in messages]
-        tools = _map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
-        text, turns = find_turns(self.template, written, tools, conversation.where)
+    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> Sample:
+        """Decode the media of a prepared row and put the sample together.
+
+        Raises:
+            BadSample: A medium can't be decoded, or takes another number of tokens than was foreseen.
+        """
+        ids, types = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.types)
+        sample = self._typed({"input_ids": ids, "labels": torch.from_numpy(prepared.labels)}, types)
+        waiting = [medium for medium in prepared.media if medium.tensors is None]
+        tensors: dict[str, torch.Tensor] = {}
+        if waiting:
+            made, texts = self._process([(medium.ref, source.open(medium.ref)) for medium in waiting], where)
+            tensors.update(made)
+            for medium, text in zip(waiting, texts, strict=True):
+                if text != medium.text:
+                    raise BadSample(
+                        f"{where}: {medium.ref.kind} {medium.ref.path or '(pictures)'} takes another number of tokens "
+                        f"than its header lets expect ({len(text)} characters in place of {len(medium.text)}); the "
+                        "file is damaged, or changed while it was read",
+                        "a medium differs from its header",
+                    )
+        ready = [medium.tensors for medium in prepared.media if medium.tensors is not None]
+        for key in {key for own in ready for key in own}:
+            tensors[key] = torch.cat([own[key] for own in ready if key in own])
+        return {**sample, **tensors}
+
+    def _pieces(self, conversation: Conversation) -> list[Prepared]:
+        """Plain text: every token is a target, and the end token closes it; cut where the limit falls."""
+        text = "".join(part for message in conversation.messages for part in message.parts if isinstance(part, str))
+        tokens = self.tokenizer(self.tokenizer.hide(text))
+        end = self.tokenizer.tokenizer.eos_token_id
+        ids = tokens.ids if end is None else np.append(tokens.ids, end)
+        if not len(ids):
+            raise BadSample(f"{conversation.where}: the text is empty", "empty text")
+        step = self.max_length or len(ids)
+        return [
+            Prepared(part, part.copy(), np.zeros_like(part), (), len(ids))
+            for part in (ids[start : start + step] for start in range(0, len(ids), step))
+        ]
+
+    def _check_kinds(self, conversation: Conversation) -> None:
+        for kind in {ref.kind for ref in conversation.media}:
+            if kind not in self.tokenizer.reads:
+                number = sum(ref.kind == kind for ref in conversation.media)
+                takes = ", ".join(self.tokenizer.reads) or "text only: it has a tokenizer and no processor"
+                raise BadSample(
+                    f"{conversation.where}: the row has {number} {kind}(s), but the model in {self.path} takes "
+                    f"{takes}; use a model that reads {kind}s, or set attr.{kind}s to null and take the tags out",
+                    f"a model that doesn't read {kind}s",
+                )
+
+    def _plan(self, ref: MediaRef, source: MediaSource, where: Place) -> PlannedMedium:
         try:
-            tokens = self.tokenizer(text, pictures)
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise DataError(f"{conversation.where}: the processor refuses this row: {error}") from error
-        return self._label(tokens, turns, messages)
+            foreseen = self.tokenizer.foresee(source.look(ref))
+        except ValueError as error:
+            if isinstance(error, MMError):
+                raise
+            raise self._refused(where, ref, error) from error
+        if foreseen is not None:
+            return PlannedMedium(ref, foreseen.text, foreseen.patches, foreseen.squared_patches)
+        tensors, (text,) = self._process([(ref, source.open(ref))], where)
+        rows = len(tensors[self.adapter.media_keys[ref.kind][0]])
+        return PlannedMedium(ref, text, rows, rows**2, tensors)
 
-    def _label(self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message]) -> Encoded:
+    def _process(
+        self, media: Sequence[tuple[MediaRef, Decoded]], where: object
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
+        try:
+            return self.tokenizer.process([(ref.kind, content) for ref, content in media])
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise self._refused(where, media[0][0], error) from error
+
+    @staticmethod
+    def _refused(where: object, ref: MediaRef, error: Exception) -> BadSample:
+        name = ref.path or "(pictures)"
+        return BadSample(f"{where}: the processor refuses {ref.kind} {name}: {error}", "refused by the processor")
+
+    def _prepare(
+        self, conversation: Conversation, count: int, media: Sequence[PlannedMedium]
+    ) -> tuple[Prepared, dict[int, int]]:
+        """Prepare the first `count` messages, with as many of the media as they hold; and where each answer ends."""
+        messages, where = conversation.messages[:count], conversation.where
+        media = media[: sum(len(message.media) for message in messages)]
+        written = [self._as_template_input(message, where) for message in messages]
+        tools = _map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
+        text, turns = find_turns(self.template, written, tools, where)
+        self._check_placeholders(text, media, where)
+        tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
+        labels, ends = self._label(tokens, turns, messages)
+        return Prepared(tokens.ids, labels, tokens.types, tuple(media), len(tokens.ids)), ends
+
+    def _check_placeholders(self, text: str, media: Sequence[PlannedMedium], where: Place) -> None:
+        for kind in {medium.ref.kind for medium in media}:
+            given, placed = sum(medium.ref.kind == kind for medium in media), self.tokenizer.count(kind, text)
+            if given != placed:
+                raise BadSample(
+                    f"{where}: the row has {given} {kind}(s), and {self.template.name} places {placed}; "
+                    "name a template that places them (basic_parameters.template)",
+                    "the template doesn't place every medium",
+                )
+
+    def _label(
+        self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message]
+    ) -> tuple[np.ndarray, dict[int, int]]:
         masks = {turn: (tokens.starts < turn.end) & (tokens.ends > turn.start) for turn in turns}
         trained = {turn for turn in turns if messages[turn.message].train}
         if self.mask_history:
@@ -139,23 +285,22 @@ class Encoder:
             target[mask] = turn in trained
         for media_id in self._media_ids:
             target &= tokens.ids != media_id
-        ids = torch.from_numpy(tokens.ids)
-        labels = torch.where(torch.from_numpy(target), ids, IGNORE_INDEX)
-        media = {key: tokens.media[key] for key in self._media_keys if key in tokens.media}
-        sample = self._typed({"input_ids": ids, "labels": labels, **media}, torch.from_numpy(tokens.types))
         ends = {turn.message: int(np.flatnonzero(mask)[-1]) + 1 for turn, mask in masks.items() if mask.any()}
-        return Encoded(sample, ends)
+        return np.where(target, tokens.ids, IGNORE_INDEX), ends
 
     def _typed(self, sample: Sample, types: torch.Tensor) -> Sample:
         return {**sample, "mm_token_type_ids": types} if self._types_tokens else sample
 
     def _as_template_input(self, message: Message, where: Place) -> dict[str, Any]:
         hide, template = self.tokenizer.hide, self.template
-        if message.images:
+        if message.media:
             if not template.takes_parts:
-                raise DataError(f"{where}: {template.name} can't place images; it takes text only")
+                raise BadSample(
+                    f"{where}: {template.name} can't place media; it takes text only",
+                    "the template doesn't place every medium",
+                )
             content: Any = [
-                {"type": "text", "text": hide(part)} if isinstance(part, str) else {"type": "image"}
+                {"type": "text", "text": hide(part)} if isinstance(part, str) else {"type": part.kind}
                 for part in message.parts
             ]
         else:

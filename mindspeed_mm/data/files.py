@@ -1,236 +1,221 @@
-"""Data files as rows: opened by content, read a row at a time, with the name of each row for error messages."""
+"""The rows of all data files of a run: numbered, named for messages, and read as conversations."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_mm.data.json_rows import find_rows
-from mindspeed_mm.utils.errors import DataError, did_you_mean
-
-_READ_AHEAD = 4 << 20
-_OTHER_SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"ARROW1": "Arrow"}
-
-
-class RowFile(Protocol):
-    """One data file. Instances can be pickled and forked; they open the file when a row is asked for."""
-
-    path: str
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`. Raises DataError with its place if it isn't a JSON object."""
-
-    def head(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield the first `limit` rows, faster than one by one."""
-
-    def where(self, index: int) -> str:
-        """Say for a person which row this is, counted from 1."""
+from mindspeed_mm.configs.data_config import DatasetAttr
+from mindspeed_mm.data.messages import Conversation
+from mindspeed_mm.data.mixing import Mixture
+from mindspeed_mm.data.records import RecordReader
+from mindspeed_mm.data.row_files import RowFile, open_rows
+from mindspeed_mm.utils.errors import DataError
 
 
-class JsonFile:
-    """Rows of a json or jsonl file, parsed when asked for; holds two integers a row."""
+@dataclass(frozen=True)
+class DataEntry:
+    """One data set of a run.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._bounds = find_rows(path)
-        self._descriptor: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._bounds.starts)
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`."""
-        start, end = int(self._bounds.starts[index]), int(self._bounds.ends[index])
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        # pread keeps no position, so that forked workers may share the descriptor.
-        return self._parse(os.pread(self._descriptor, end - start, start), index)
-
-    def head(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield the first `limit` rows."""
-        starts, ends = self._bounds.starts, self._bounds.ends
-        count, first = min(limit, len(self)), 0
-        with open(self.path, "rb") as file:
-            while first < count:
-                base = int(starts[first])
-                last = max(first + 1, int(np.searchsorted(ends[:count], base + _READ_AHEAD, side="right")))
-                file.seek(base)
-                block = file.read(int(ends[last - 1]) - base)
-                for index in range(first, last):
-                    yield self._parse(block[int(starts[index]) - base : int(ends[index]) - base], index)
-                first = last
-
-    def where(self, index: int) -> str:
-        """Say which row this is: by line where rows are lines."""
-        if not self._bounds.by_line:
-            return f"{self.path}, row {index + 1}"
-        line, left = 1, int(self._bounds.starts[index])
-        with open(self.path, "rb") as file:
-            while left > 0:
-                block = file.read(min(left, _READ_AHEAD))
-                line, left = line + block.count(b"\n"), left - len(block)
-        return f"{self.path}, line {line} (row {index + 1})"
-
-    def _parse(self, text: bytes, index: int) -> dict[str, Any]:
-        try:
-            value = json.loads(text.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            what = f"not UTF-8 ({error.reason} at byte {error.start} of the row)"
-            raise DataError(f"{self.where(index)}: {what}") from None
-        except ValueError as error:
-            raise DataError(f"{self.where(index)}: not valid JSON: {error}; found {text[:60]!r}") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{self.where(index)}: expected an object, found {type(value).__name__} {text[:60]!r}")
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}
-
-    def __del__(self) -> None:
-        descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-class ParquetFile:
-    """Rows of a parquet file, held once as an Arrow table (which forked workers share)."""
-
-    def __init__(self, path: str) -> None:
-        import pyarrow.parquet as parquet
-
-        self.path = path
-        try:
-            self._length = parquet.ParquetFile(path).metadata.num_rows
-        except Exception as error:  # pyarrow's own error classes vary by version
-            raise DataError(f"{path}: starts like a parquet file but can't be read as one: {error}") from None
-        self._table: Any = None
-
-    def __len__(self) -> int:
-        return self._length
-
-    def _rows(self) -> Any:
-        if self._table is None:
-            import pyarrow.parquet as parquet
-
-            self._table = parquet.read_table(self.path, memory_map=True)
-        return self._table
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index`."""
-        return self._rows().slice(index, 1).to_pylist()[0]
-
-    def head(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield the first `limit` rows."""
-        for batch in self._rows().slice(0, limit).to_batches(max_chunksize=1000):
-            yield from batch.to_pylist()
-
-    def where(self, index: int) -> str:
-        """Say which row this is."""
-        return f"{self.path}, row {index + 1}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}
-
-
-def open_rows(path: str) -> RowFile:
-    """Open a data file by what it holds; its suffix isn't believed.
-
-    Raises:
-        DataError: Unreadable or unknown content.
-    """
-    try:
-        with open(path, "rb") as file:
-            magic = file.read(6)
-    except OSError as error:
-        raise DataError(f"{path}: can't be opened: {error.strerror or error}") from None
-    if magic[:4] == b"PAR1":
-        return ParquetFile(path)
-    for signature, name in _OTHER_SIGNATURES.items():
-        if magic.startswith(signature):
-            raise DataError(f"{path}: this is a {name} file; expected json, jsonl or parquet, not compressed")
-    return JsonFile(path)
-
-
-def locate_file(name: str, folder: str) -> str:
-    """Return the path of a data file: `folder/name` if that exists, else `name` as given.
-
-    Raises:
-        DataError: Neither exists; the message has the path and the nearest file beside it.
-    """
-    joined = os.path.join(folder, name)
-    for candidate in (joined, name):
-        if os.path.isfile(candidate):
-            return candidate
-    for candidate in (joined, name):
-        if os.path.isdir(candidate):
-            raise DataError(f"{candidate}: expected a file, found a folder; name its files, comma separated")
-    near = ""
-    for candidate in (joined, name):
-        parent = Path(candidate).parent
-        if parent.is_dir():
-            near = near or did_you_mean(Path(name).name, (entry.name for entry in parent.iterdir()))
-    tried = joined if os.path.abspath(joined) == os.path.abspath(name) else f"{joined}, {name}"
-    raise DataError(f"data file not found: {tried} (working folder {os.getcwd()}){near}")
-
-
-class RowSource:
-    """The rows of several files, one after the other.
-
-    Args:
-        paths: Data files, in order.
-        limit: Upper bound on the rows taken of each file; None takes all.
+    Attributes:
+        name: as it stands in data.json.
+        paths: its files, in order.
+        attr: names of columns and roles.
+        media_dir: where a relative medium is looked for first.
+        max_rows: upper bound on its rows; None: all.
+        times: how often its rows are used; a share below 1 takes that share of them, spread evenly.
+        optional: keys of `attr` whose columns rows may lack.
+        leads: a single medium without a tag stands before the first turn of the user.
     """
 
-    def __init__(self, paths: Sequence[str], limit: int | None = None) -> None:
-        self.files = [open_rows(path) for path in paths]
-        sizes = [len(file) if limit is None else min(limit, len(file)) for file in self.files]
-        self.offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-        if not len(self):
-            raise DataError(f"no rows in {', '.join(paths)}")
+    name: str
+    paths: tuple[str, ...]
+    attr: DatasetAttr = field(default_factory=DatasetAttr)
+    media_dir: str = ""
+    max_rows: int | None = None
+    times: float = 1.0
+    optional: tuple[str, ...] = ()
+    leads: bool = False
 
-    def __len__(self) -> int:
-        return int(self.offsets[-1])
 
-    def _locate(self, index: int) -> tuple[RowFile, int]:
-        number = int(np.searchsorted(self.offsets, index, side="right")) - 1
-        return self.files[number], index - int(self.offsets[number])
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return row `index` of all rows."""
-        file, local = self._locate(index)
-        return file.row(local)
+class Rows(Protocol):
+    """Anything with numbered rows that have names: a file, or all of them."""
 
     def where(self, index: int) -> str:
-        """Name the file and the row, for messages."""
-        file, local = self._locate(index)
-        return file.where(local)
-
-    def folder(self, index: int) -> str:
-        """Folder of the file that holds row `index`."""
-        return os.path.dirname(self._locate(index)[0].path)
-
-    def heads(self, limit: int) -> Iterator[tuple[str, Iterator[tuple[int, dict[str, Any]]]]]:
-        """Yield, for each file, its path and its first `limit` rows as (index among all rows, row)."""
-        for number, file in enumerate(self.files):
-            low, high = int(self.offsets[number]), int(self.offsets[number + 1])
-            yield file.path, enumerate(file.head(min(limit, high - low)), start=low)
+        """Name a row for a person."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The name of a row for messages; worked out only when a message needs it."""
+    """The name of a row for messages; worked out only when a message needs it.
 
-    source: RowSource
+    Attributes:
+        source: its file, or all files.
+        index: its number there.
+    """
+
+    source: Rows
     index: int
 
     def __str__(self) -> str:
         return self.source.where(self.index)
+
+
+class RowSource:
+    """The rows of data sets.
+
+    Rows are numbered one data set after the other, each file after the one before it. With `lazy`, row numbers are
+    positions in what `mixture` draws from the data sets instead, files are searched only as far as rows are asked for,
+    and there is no length. Instances can be pickled and forked.
+
+    Args:
+        entries: The data sets.
+        default_system: System text of rows that have none.
+        is_text: Rows are plain text for pretraining.
+        lazy: Find rows while they are asked for.
+        mixture: How lazy rows are drawn from several data sets.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[DataEntry],
+        *,
+        default_system: str | None = None,
+        is_text: bool = False,
+        lazy: bool = False,
+        mixture: Mixture | None = None,
+    ) -> None:
+        self.entries = list(entries)
+        self.lazy = lazy
+        self.readers = [
+            RecordReader(entry.attr, default_system, is_text, entry.optional, entry.leads) for entry in entries
+        ]
+        self.files: list[RowFile] = [open_rows(path) for entry in entries for path in entry.paths]
+        self._owner = [number for number, entry in enumerate(entries) for _ in entry.paths]
+        self._mixture = mixture or Mixture()
+        self._drawn_entry, self._drawn_row = array("i"), array("q")
+        self._draws: Iterator[tuple[int, int]] | None = None
+        self.known_length: int | None = None
+        self.offsets = np.zeros(1, dtype=np.int64)
+        if lazy:
+            empty = not self._draw_until(0)
+        else:
+            self.offsets = np.concatenate(([0], np.cumsum(list(self._sizes())))).astype(np.int64)
+            self.known_length = int(self.offsets[-1])
+            empty = not self.known_length
+        if empty:
+            raise DataError(f"no rows in {', '.join(path for entry in entries for path in entry.paths)}")
+
+    def _sizes(self) -> Iterator[int]:
+        """Rows of each file that are used."""
+        for owner, files in itertools.groupby(zip(self._owner, self.files, strict=True), key=lambda pair: pair[0]):
+            left = self.entries[owner].max_rows
+            for _, file in files:
+                size = len(file) if left is None else min(left, len(file))
+                left = None if left is None else left - size
+                yield size
+
+    def __len__(self) -> int:
+        if self.lazy:
+            raise TypeError("rows that are found while training goes on have no number of rows")
+        return int(self.offsets[-1])
+
+    def entry_rows(self) -> list[np.ndarray]:
+        """Return the numbers of the rows of each data set, [rows] int64 each."""
+        bounds = [
+            (int(self.offsets[self._owner.index(number)]), self.entries[number]) for number in range(len(self.entries))
+        ]
+        ends = [*(begin for begin, _ in bounds[1:]), len(self)]
+        return [np.arange(begin, end) for (begin, _), end in zip(bounds, ends, strict=True)]
+
+    def _draw_until(self, index: int) -> bool:
+        """Draw lazy rows up to number `index`; False if there are fewer."""
+        if index >= len(self._drawn_row) and self.known_length is None:
+            if self._draws is None:
+                self._drawn_entry, self._drawn_row = array("i"), array("q")
+                self._draws = self._mixture.draw([entry.times for entry in self.entries], self._entry_has)
+            for entry, row in self._draws:
+                self._drawn_entry.append(entry)
+                self._drawn_row.append(row)
+                if len(self._drawn_row) > index:
+                    return True
+            self.known_length = len(self._drawn_row)
+        return 0 <= index < len(self._drawn_row)
+
+    def _entry_has(self, entry: int, row: int) -> bool:
+        limit = self.entries[entry].max_rows
+        return (limit is None or row < limit) and self._find_in_entry(entry, row) is not None
+
+    def _find_in_entry(self, entry: int, row: int) -> tuple[int, int] | None:
+        """The file of a data set's row, and the row's number in it."""
+        for number, owner in enumerate(self._owner):
+            if owner == entry:
+                if self.files[number].has(row):
+                    return number, row
+                row -= len(self.files[number])
+        return None
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The number of the file, and the row's number in it."""
+        if self.lazy:
+            if not self._draw_until(index):
+                raise IndexError(f"row {index} of {self.known_length}")
+            found = self._find_in_entry(self._drawn_entry[index], self._drawn_row[index])
+            assert found is not None
+            return found
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return number, index - int(self.offsets[number])
+
+    def has(self, index: int) -> bool:
+        """Whether there is a row of this number; lazy rows are searched for as far as it."""
+        return self._draw_until(index) if self.lazy else 0 <= index < len(self)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return row `index` of all rows as it stands in its file.
+
+        Raises:
+            BadSample: It can't be parsed.
+            IndexError: There is no such row.
+        """
+        number, local = self._locate(index)
+        return self.files[number].row(local)
+
+    def read(self, index: int) -> Conversation:
+        """Return row `index` as a conversation.
+
+        Raises:
+            BadSample: The row can't be used; the message has its file and row.
+            IndexError: There is no such row.
+        """
+        number, local = self._locate(index)
+        return self.readers[self._owner[number]].read(self.files[number].row(local), Place(self, index))
+
+    def where(self, index: int) -> str:
+        """Name the file and the row, for messages."""
+        number, local = self._locate(index)
+        return self.files[number].where(local)
+
+    def folders(self, index: int) -> tuple[str, ...]:
+        """Folders where a relative medium of row `index` is looked for, in this order; "" is the path as written."""
+        return self.folders_of(self._locate(index)[0])
+
+    def folders_of(self, number: int) -> tuple[str, ...]:
+        """The same for the rows of file `number`."""
+        return self.entries[self._owner[number]].media_dir, os.path.dirname(self.files[number].path), ""
+
+    def head(self, number: int, limit: int) -> tuple[RowFile, RecordReader, Iterator[tuple[int, Any]]]:
+        """Return file `number`, its reader and its first rows as (number in the file, row or BadSample)."""
+        size = limit if self.lazy else int(self.offsets[number + 1] - self.offsets[number])
+        rows = enumerate(self.files[number].head(min(limit, size)))
+        return self.files[number], self.readers[self._owner[number]], rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_draws": None}  # drawn anew where more is asked for than has been drawn

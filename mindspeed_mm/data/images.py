@@ -1,93 +1,200 @@
-"""Image files as upright RGB pictures."""
+"""Image files as upright RGB pictures of a size that a model's processor accepts."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mindspeed_mm.data.files import Place
-from mindspeed_mm.data.records import ImageRef
-from mindspeed_mm.utils.errors import DataError
+import numpy as np
+
+from mindspeed_mm.data.media_files import MediaFile
+from mindspeed_mm.utils.errors import BadSample
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _BACKGROUND = (255, 255, 255)
+_ORIENTATION = 0x0112  # EXIF
+_SIDEWAYS = (5, 6, 7, 8)  # its values that exchange width and height
+#: what processors of the field refuse, and what no patch grid shows sensibly
+WIDEST_RATIO = 200.0
 
 
-def locate_image(ref: ImageRef, dataset_dir: str, file_dir: str, where: Place) -> str:
-    """Return the path of an image: in `dataset_dir`, beside the data file, or as written, the first that exists.
+@dataclass(frozen=True)
+class PixelLimits:
+    """What a picture or a frame must fit into.
+
+    Attributes:
+        max_pixels: larger areas are scaled down to this one.
+        min_pixels: smaller areas are scaled up to this one.
+        factor: shortest side, in pixels, that the processor accepts.
+        floor_pixels: the processor's own smallest area: it would scale up what is below.
+        max_ratio: the longer side over the shorter one may be this much.
+    """
+
+    max_pixels: int | None = None
+    min_pixels: int | None = None
+    factor: int = 1
+    floor_pixels: int = 0
+    max_ratio: float = WIDEST_RATIO
+
+
+def fit_size(width: int, height: int, limits: PixelLimits) -> tuple[int, int] | None:
+    """Return the size, in pixels, that a picture is scaled to; None if its sides are too unequal.
+
+    The ratio is kept but for rounding. Limits hold together: a maximum never shrinks a picture below what the
+    processor accepts (a side of `factor` pixels, `floor_pixels` in area), because it would have to enlarge it again.
+    A picture with a side below `factor` is enlarged to the smallest legal size. Pictures inside all limits keep
+    their size.
+    """
+    if max(width, height) > min(width, height) * limits.max_ratio:
+        return None
+    area, target = width * height, width * height
+    if limits.max_pixels and area > limits.max_pixels:
+        target = min(area, max(limits.max_pixels, limits.floor_pixels))
+    elif limits.min_pixels and area < limits.min_pixels:
+        target = limits.min_pixels
+    scale = math.sqrt(target / area)
+    if min(width, height) * scale < limits.factor:
+        scale = limits.factor / min(width, height)
+        if area * scale * scale < limits.floor_pixels:
+            scale = math.sqrt(limits.floor_pixels / area)
+    if scale == 1:
+        return width, height
+    rounded = math.floor if scale < 1 else math.ceil
+    # 1e-9: a side meant to be 28 must not become 29 because 28/27*27 is a little above it
+    sides = [rounded(side * scale + (1e-9 if scale < 1 else -1e-9)) for side in (width, height)]
+    sides = [max(limits.factor, 1, side) for side in sides]
+    longest = int(min(sides) * limits.max_ratio)  # rounding must not make it too narrow for the processor
+    return min(sides[0], longest), min(sides[1], longest)
+
+
+def image_size(file: MediaFile) -> tuple[int, int]:
+    """Return width and height of an image as `read_image` shows it; no pixels are decoded (but of a PNG
+    file with text behind its pixels).
 
     Raises:
-        DataError: None of them exists; the message has the row and the full paths.
+        BadSample: The file isn't an image, or holds more pixels than PIL accepts.
     """
-    tried = []
-    for folder in (dataset_dir, file_dir, ""):
-        path = os.path.abspath(os.path.join(folder, ref.path))
-        if os.path.isfile(path):
-            return path
-        if path not in tried:
-            tried.append(path)
-    raise DataError(f"{where}: image not found: {ref.path!r}; looked for {', '.join(tried)}")
+    with _reading(file) as opened:
+        if opened.format == "PNG" and _has_late_chunks(opened):
+            return _load_upright(opened).size
+        return opened.size[::-1] if _orientation(opened) in _SIDEWAYS else opened.size
 
 
-def load_image(
-    ref: ImageRef, path: str, where: Place, max_pixels: int | None = None, min_pixels: int | None = None
-) -> Image.Image:
-    """Open an image: upright by EXIF, first frame, RGB with transparency over white.
+def read_image(file: MediaFile, size: tuple[int, int] | None = None, fast: bool = False) -> Image.Image:
+    """Decode an image: upright by EXIF, first frame, RGB with transparency over white.
 
     Args:
-        ref: The image of the row.
-        path: Where it lies (ignored if the row holds the bytes).
-        where: The row, for messages.
-        max_pixels: Larger images are scaled down to this area, the aspect ratio kept; None leaves them.
-        min_pixels: Smaller images are scaled up to this area; None leaves them.
+        file: The image.
+        size: Width and height to scale it to (bicubic); None leaves it.
+        fast: JPEG files at least twice as large as `size` are decoded at a half, a quarter or an eighth.
 
     Raises:
-        DataError: The file can't be decoded as an image.
+        BadSample: The file can't be decoded, or only a part of it.
     """
-    from PIL import Image, ImageOps
+    with _reading(file) as opened:
+        if fast and size is not None and opened.format == "JPEG":
+            opened.draft(None, size[::-1] if _orientation(opened) in _SIDEWAYS else size)
+        picture = to_rgb(_load_upright(opened))
+    return picture if size is None or size == picture.size else picture.resize(size)
+
+
+@contextlib.contextmanager
+def _reading(file: MediaFile) -> Iterator[Any]:
+    """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(ref.content) if ref.content is not None else path) as opened:
-            opened.load()
-            ImageOps.exif_transpose(opened, in_place=True)  # in place: without orientation nothing is copied
-            picture = to_rgb(opened)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        name = path if ref.content is None else f"the bytes of {ref.path}"
-        raise DataError(f"{where}: {name} can't be decoded as an image: {error}") from None
-    return _fit(picture, max_pixels, min_pixels)
+        with Image.open(file.open()) as opened:
+            yield opened
+    except (BadSample, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise file.fault(f"is too large to be decoded as an image: {error}", "image too large") from None
+    except UnidentifiedImageError:
+        raise file.fault(f"is not an image: {file.beginning()}", "image can't be decoded") from None
+    except Exception as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise file.fault(f"can't be decoded as an image: {said}", "image can't be decoded") from None
+
+
+def _orientation(opened: Image.Image) -> int:
+    """The EXIF orientation, 1 … 8; 1 (upright) where there is none or it can't be read."""
+    from PIL import Image
+
+    if opened.format == "TIFF":  # PIL turns it while loading, and says the upright size before
+        return 1
+    try:
+        # not the PNG plugin's own getexif, which decodes the whole picture
+        return int(Image.Image.getexif(opened).get(_ORIENTATION) or 1)
+    except Exception:  # a damaged block beside a healthy picture
+        return 1
+
+
+def _load_upright(opened: Image.Image) -> Image.Image:
+    from PIL.Image import Transpose as turn
+
+    opened.load()
+    turns = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270)
+    turns = (*turns, turn.TRANSVERSE, turn.ROTATE_90)
+    orientation = _orientation(opened)
+    return opened.transpose(turns[orientation - 2]) if 2 <= orientation <= 8 else opened
+
+
+def _has_late_chunks(opened: Any) -> bool:
+    """Whether a PNG file may say its orientation behind the pixels, where only decoding them would reach it."""
+    if "exif" in opened.info:
+        return False
+    file: BinaryIO = opened.fp
+    before, late = file.tell(), False
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        kind = head[4:]
+        late = late or kind in (b"eXIf", b"iTXt", b"zTXt", b"tEXt")
+        if kind == b"IEND":
+            break
+        file.seek(int.from_bytes(head[:4], "big") + 4, io.SEEK_CUR)
+    file.seek(before)
+    return late
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """Convert any PIL mode to RGB; transparency is laid over white, 16-bit grey is scaled to 8 bits."""
+    """Convert any PIL mode to RGB.
+
+    Transparency is laid over white; 16-bit grey is scaled to 8 bits; floating-point grey between 0 and 1 is scaled to
+    0 … 255, other values are cut to that range.
+    """
     from PIL import Image
 
     if picture.mode == "RGB" and "transparency" not in picture.info:
         return picture
+    if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
+        return _grey(picture).convert("RGB")
     if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
         picture = picture.convert("RGBA")
         canvas = Image.new("RGBA", picture.size, (*_BACKGROUND, 255))
         return Image.alpha_composite(canvas, picture).convert("RGB")
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and (picture.getextrema()[1] or 0) > 255):
-        import numpy as np
-
-        grey = np.asarray(picture).astype(np.int64) // 257  # 65535 → 255
-        picture = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
     return picture.convert("RGB")
 
 
-def _fit(picture: Image.Image, max_pixels: int | None, min_pixels: int | None) -> Image.Image:
-    area = picture.width * picture.height
-    target = area
-    if max_pixels and area > max_pixels:
-        target = max_pixels
-    elif min_pixels and area < min_pixels:
-        target = min_pixels
-    if target == area:
-        return picture
-    scale = math.sqrt(target / area)
-    rounded = math.floor if target < area else math.ceil
-    return picture.resize((max(1, rounded(picture.width * scale)), max(1, rounded(picture.height * scale))))
+def _grey(picture: Image.Image) -> Image.Image:
+    """Deep grey as 8 bits; a grey value that means transparency becomes white."""
+    from PIL import Image
+
+    values = np.asarray(picture)
+    if picture.mode == "F":
+        values = np.nan_to_num(values, nan=0.0, posinf=255.0, neginf=0.0)
+        grey = values * 255 if values.size and values.min() >= 0 and values.max() <= 1 else values
+        grey = np.rint(grey)
+    else:
+        deep = picture.mode != "I" or values.max(initial=0) > 255
+        grey = values.astype(np.int64) // 257 if deep else values  # 65535 → 255
+    clear = picture.info.get("transparency")
+    if isinstance(clear, int):
+        grey = np.where(values == clear, 255, grey)
+    return Image.fromarray(grey.clip(0, 255).astype(np.uint8))

@@ -21,21 +21,28 @@ _OPEN, _CLOSE = (123, 91), (125, 93)  # { [ and } ]
 
 
 class RowBounds(NamedTuple):
-    """Byte offsets of the rows: row i is `data[starts[i]:ends[i]]`; `by_line` if each row is one line."""
+    """Byte offsets of the rows: row i is `data[starts[i]:ends[i]]`."""
 
     starts: np.ndarray
     ends: np.ndarray
+
+
+class JsonShape(NamedTuple):
+    """How the rows of a file stand in it: one a line, in an array, or one after the other; the first one's place."""
+
     by_line: bool
+    in_array: bool
+    begin: int
 
 
-def find_rows(path: str) -> RowBounds:
-    """Find the rows of a JSON file of any of the three shapes.
+def json_shape(path: str) -> JsonShape | None:
+    """Look at the beginning of a file; None if it doesn't begin like JSON rows.
 
     Args:
         path: File with UTF-8 text, with or without a byte order mark, LF or CRLF.
 
     Raises:
-        DataError: Empty or cut-off file, another encoding, or content that is neither objects nor an array of them.
+        DataError: Empty file or another encoding.
     """
     with open(path, "rb") as file:
         head = file.read(4)
@@ -44,20 +51,62 @@ def find_rows(path: str) -> RowBounds:
         if not head.strip():
             file.seek(0)
             if not file.read(1 << 16).strip():
-                raise DataError(f"{path}: the file is empty; expected JSON rows")
+                raise DataError(f"{path}: the file is empty; expected rows")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             begin = 3 if data[:3] == _BOM else 0
             first = _skip_space(data, begin)
             if data[first : first + 1] == b"[":
-                return _containers(path, data, first + 1, in_array=True)
+                return JsonShape(by_line=False, in_array=True, begin=first + 1)
             if data[first : first + 1] != b"{":
-                raise DataError(
-                    f"{path}: expected JSON objects (one a line, or in an array) or a parquet file, "
-                    f"found a file that starts with {bytes(data[first : first + 20])!r}"
-                )
-            if _is_one_a_line(data, first):
-                return _lines(data, begin)
-            return _containers(path, data, first, in_array=False)
+                return None
+            by_line = _is_one_a_line(data, first)
+            return JsonShape(by_line, in_array=False, begin=begin if by_line else first)
+
+
+def find_objects(path: str, shape: JsonShape) -> RowBounds:
+    """Find the rows of a file whose rows aren't lines.
+
+    Raises:
+        DataError: A cut-off file, or something else than objects between the rows.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _containers(path, data, shape.begin, shape.in_array)
+
+
+def find_lines(path: str, position: int) -> tuple[RowBounds, int] | None:
+    """Find rows that are lines in the next chunk of a file; blank lines are no rows.
+
+    Args:
+        path: The file.
+        position: Byte offset to begin at.
+
+    Returns:
+        The rows found (perhaps none), and where to go on; None at the end of the file.
+    """
+    size = _CHUNK
+    with open(path, "rb") as file:
+        while True:
+            file.seek(position)
+            data = file.read(size)
+            breaks = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == 10)
+            if len(data) < size:  # the last chunk: its last line may end without a break
+                if not data:
+                    return None
+                if not data.endswith(b"\n"):
+                    breaks = np.append(breaks, len(data))
+                return _lines(data, breaks, position), position + len(data)
+            if len(breaks):
+                return _lines(data, breaks, position), position + int(breaks[-1]) + 1
+            size *= 2  # a line longer than the chunk
+
+
+def _lines(data: bytes, breaks: np.ndarray, position: int) -> RowBounds:
+    starts = np.concatenate(([0], breaks[:-1] + 1)).astype(np.int64)
+    ends = breaks.astype(np.int64)
+    keep = np.ones(len(starts), dtype=bool)
+    for i in np.flatnonzero(ends - starts < 64):  # only short lines can be blank
+        keep[i] = bool(data[starts[i] : ends[i]].strip())
+    return RowBounds(starts[keep] + position, ends[keep] + position)
 
 
 def _skip_space(data: mmap.mmap, position: int) -> int:
@@ -76,20 +125,6 @@ def _is_one_a_line(data: mmap.mmap, first: int) -> bool:
         following = _skip_space(data, end)
         return data[following - 1 : following + 1] == b"\n{"
     return True
-
-
-def _lines(data: mmap.mmap, begin: int) -> RowBounds:
-    ends_of_lines = []
-    for low in range(begin, len(data), _CHUNK):
-        block = np.frombuffer(data[low : low + _CHUNK], dtype=np.uint8)
-        ends_of_lines.append(np.flatnonzero(block == 10) + low)
-    breaks = np.concatenate(ends_of_lines)
-    starts = np.concatenate(([begin], breaks + 1)).astype(np.int64)
-    ends = np.concatenate((breaks, [len(data)])).astype(np.int64)
-    keep = np.ones(len(starts), dtype=bool)
-    for i in np.flatnonzero(ends - starts < 64):  # only short lines can be blank
-        keep[i] = bool(data[starts[i] : ends[i]].strip())
-    return RowBounds(starts[keep], ends[keep], by_line=True)
 
 
 def _containers(path: str, data: mmap.mmap, begin: int, in_array: bool) -> RowBounds:
@@ -111,7 +146,7 @@ def _containers(path: str, data: mmap.mmap, begin: int, in_array: bool) -> RowBo
         ends.append(at[(step == -1) & (level == 0)] + low + 1)
         depth = int(level[-1]) if len(level) else depth
         low = high
-    bounds = RowBounds(np.concatenate(starts).astype(np.int64), np.concatenate(ends).astype(np.int64), by_line=False)
+    bounds = RowBounds(np.concatenate(starts).astype(np.int64), np.concatenate(ends).astype(np.int64))
     if depth > 0 or (in_array and closed < 0):
         raise DataError(f"{path}: the file ends inside row {len(bounds.ends) + 1}; was it cut off while being written?")
     _check_gaps(path, data, bounds, begin, closed if in_array else len(data), in_array)

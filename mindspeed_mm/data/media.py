@@ -21,7 +21,7 @@ class MediaRef:
         path: as written; empty for a typed part that takes the next one of the row's column.
         content: the encoded file itself (parquet rows may hold it); None: it lies at `path`.
         frames: a clip given as pictures; `path` and `content` are then unused.
-        fps: frames a second of a clip given as pictures, if the row says so.
+        fps: if the row says so: frames a second of a clip given as pictures; frames to take a second of a video.
     """
 
     kind: Kind
@@ -68,6 +68,21 @@ class Clip:
     fps: float
     source_fps: float
     source_frames: int
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a medium becomes in the row, known from its geometry alone.
+
+    Attributes:
+        text: what its placeholder token is replaced by.
+        patches: rows of its media tensor.
+        squared_patches: sum over pictures, groups of frames or sounds of their patches squared.
+    """
+
+    text: str
+    patches: int
+    squared_patches: int
 
 
 @dataclass(frozen=True)

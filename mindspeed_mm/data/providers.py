@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.configs.vlm_config import VLMModelConfig
+from mindspeed_mm.data.batching import Batching, pack_capacity
+from mindspeed_mm.data.cost import CostModel
 from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.data.fixed_plan import Balance
 from mindspeed_mm.data.foreign import ForeignLoader, loader_generator
 from mindspeed_mm.data.loader import MMDataLoader
 from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
@@ -45,14 +50,78 @@ class RunData:
     Attributes:
         train: endless, counts what passes.
         valid: None: no evaluation.
-        train_rows, global_batches_per_epoch: None for data without a length.
+        train_rows, global_batches_per_epoch: None for data without a length; packs have a fraction.
+        why_no_length: a clause that says why there is none.
+        state_dict: the position after the batches handed out; None for data that keep no position of their own.
     """
 
     train: CountingIterator
     valid: ValidData | None
     train_rows: int | None
-    global_batches_per_epoch: int | None
+    global_batches_per_epoch: float | None
     close: Callable[[], None]
+    why_no_length: str = "this one is streamed"
+    state_dict: Callable[[], dict[str, Any]] | None = None
+
+
+def data_json_provider(args: Any) -> tuple[Any, Any, None]:
+    """Build the training and validation loaders that data.json (`args.mm.data`) and the flags describe.
+
+    Args:
+        args: the run's Namespace, with `data_parallel_rank` and `data_parallel_size`.
+
+    Returns:
+        (training loader, validation loader or None, None).
+
+    Raises:
+        ConfigError, DataError: what can't be used, and what to write instead.
+    """
+    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+
+    data = args.mm.data
+    batching = _batching(args)
+    limits = [length for length in (args.seq_length, batching.dynamic_length) if length is not None]
+    datasets = build_mm_dataset(data.dataset_param, max_length=min(limits, default=None), seed=args.seed)
+    train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
+    if batching.balance or pack_capacity(train, batching) is not None:
+        batching = replace(batching, costs=_costs(args))
+
+    def loader(dataset: Any, *, training: bool) -> Any:
+        return build_mm_dataloader(
+            dataset,
+            data.dataloader_param,
+            consumed_samples=args.consumed_train_samples if training else 0,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            num_workers=args.num_workers,
+            seed=args.seed,
+            dp_rank=args.data_parallel_rank,
+            dp_size=args.data_parallel_size,
+            train=training,
+            batching=batching,
+        )
+
+    return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
+
+
+def _batching(args: Any) -> Batching:
+    balance = Balance(args.use_data_balance or args.encoder_dp_balance, args.use_image_mbs_data_balance)
+    if not args.use_txt_dynamic_batching:
+        return Batching(balance)
+    return Batching(balance, args.max_seq_len, args.dynamic_batch_buffer_size)
+
+
+def _costs(args: Any) -> CostModel:
+    """The cost model of the model that is trained; a frozen part costs less."""
+    model = getattr(args.mm, "model", None)
+    folder = getattr(model, "init_from_hf_path", None)
+    if not folder:
+        return CostModel()
+    typed = TransformersModelConfig if args.use_torch_fsdp2 else VLMModelConfig
+    config = typed.from_dict(model)
+    return CostModel.from_config(
+        folder, tower_trained=not config.freeze_vision_encoder, text_trained=not config.freeze_text_decoder
+    )
 
 
 def build_run_data(
@@ -64,7 +133,8 @@ def build_run_data(
         provider: () or (numbers of samples) → (train, valid, test); each a data set, a DataLoader or None. A tuple of
             fewer, or the training data alone, will do.
         args: micro_batch_size, global_batch_size, num_microbatches, num_workers, seed, consumed_train_samples,
-            train_iters, eval_iters, eval_interval.
+            train_iters, eval_iters, eval_interval; data_state, if there is one: what `RunData.state_dict` returned in
+            the run that this one goes on from.
 
     Raises:
         DataError: no training data.
@@ -78,6 +148,7 @@ def build_run_data(
     if valid is not None and args.eval_iters and args.eval_interval:
         loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, training=False)
         valid_data = ValidData(loader, loader.global_batches_per_epoch)
+    _go_to_checkpoint(train_loader, args)
     iterator = _resumed(train_loader, args, data_parallel_size)
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
     rows = _rows(train_loader, args, data_parallel_size)
@@ -94,7 +165,32 @@ def build_run_data(
         rows,
         train_loader.global_batches_per_epoch,
         close,
+        _why_no_length(train_loader),
+        train_loader.state_dict if isinstance(train_loader, MMDataLoader) else None,
     )
+
+
+def _go_to_checkpoint(loader: Any, args: Any) -> None:
+    """Take the position that a checkpoint holds; one from before positions were kept has consumed samples only.
+
+    A loader of the user's own is resumed by skipping, even where it has a state: that of a worker is no position.
+    """
+    if not isinstance(loader, MMDataLoader):
+        return
+    state = getattr(args, "data_state", None)
+    if state is not None:
+        loader.load_state_dict(state)
+    elif args.consumed_train_samples and loader.capacity is not None:
+        loader.load_state_dict({"consumed_samples": args.consumed_train_samples})
+
+
+def _why_no_length(loader: Any) -> str:
+    if isinstance(loader, MMDataLoader) and loader.capacity is not None:
+        return (
+            "samples are packed, so that the steps of an epoch aren't known before its rows have been read (a token "
+            "cache, preprocess_on_fly: false, knows them)"
+        )
+    return "this one is streamed"
 
 
 def _wanted_samples(args: Any) -> list[int]:

@@ -1,23 +1,77 @@
-"""Which rows make which micro-batch: one global order, and a position in it that is a number of samples."""
+"""What one rank takes of the plan, as samplers for torch's DataLoader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.data.fixed_plan import FixedPlanner
+from mindspeed_mm.data.order import FixedOrder
+from mindspeed_mm.data.plan import FILLER, Layout, PlannedRow, Planner
+from mindspeed_mm.utils.errors import ConfigError
 
-FILLER = -1
+__all__ = ["FILLER", "GlobalOrderBatchSampler", "PlannedBatches"]
+
+
+def check_rank(dp_rank: int, dp_size: int) -> None:
+    """Raise ConfigError if there is no such data-parallel rank."""
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(f"data-parallel rank {dp_rank} of {dp_size} ranks: expected 0 to {dp_size - 1}")
+
+
+class PlannedBatches:
+    """Endless micro-batches of one rank, read ahead of what has been trained on.
+
+    Args:
+        planner: The plan.
+        dp_rank: This data-parallel rank.
+    """
+
+    def __init__(self, planner: Planner, dp_rank: int = 0) -> None:
+        check_rank(dp_rank, planner.layout.dp_size)
+        self.planner = planner
+        self.dp_rank = dp_rank
+        self._state = planner.state()
+        self._ahead: deque[tuple[Mapping[str, Any], Sequence[tuple[int, str]]]] = deque()
+        self._running: Any = None
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """State of the plan after the global batches that were finished, whatever has been read ahead."""
+        return self._state
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Take a state; the next `iter()` begins there."""
+        self.close()
+        self.planner.go_to(state)
+        self._state = self.planner.state()
+
+    def finish_batch(self) -> Sequence[tuple[int, str]]:
+        """Say that a global batch was handed out whole; returns what its plan has left out."""
+        self._state, left_out = self._ahead.popleft()
+        return left_out
+
+    def __iter__(self) -> Iterator[list[PlannedRow]]:
+        """Yield this rank's micro-batches, from the state on."""
+        self.go_to(self._state)
+        self._running = self.planner.batches()
+        for batch in self._running:
+            self._ahead.append((batch.state, batch.left_out))
+            yield from batch.micro_batches[self.dp_rank]
+
+    def close(self) -> None:
+        """Stop the plan, and the workers that measure for it; what was read ahead is forgotten."""
+        running, self._running = self._running, None
+        self._ahead.clear()
+        if running is not None:
+            running.close()
 
 
 class GlobalOrderBatchSampler:
-    """Endless micro-batches of one data-parallel rank.
-
-    Every epoch is a permutation of the rows, made from (seed, epoch) alone and cut into global batches; micro-batch m
-    of rank r takes rows `m * micro_batch_size * dp_size + r * micro_batch_size` onwards of a global batch. So the
-    sequence of global batches depends on nothing but the seed, and the position in it is `consumed_samples`: an
-    optimizer step takes `global_batch_size` of them. A run can go on with other ranks and micro-batches.
+    """Endless micro-batches of row indices of one data-parallel rank, for a data set of the user's own.
 
     Args:
         num_rows: Rows of the data set.
@@ -27,9 +81,7 @@ class GlobalOrderBatchSampler:
         dp_size: Number of data-parallel ranks.
         shuffle: A new order every epoch; else file order.
         seed: Decides the orders.
-        drop_last: Leave out the rows at an epoch's end that don't fill a global batch; else the last global batch is
-            filled up with index -1 (no row of the next epoch gets into it), and every rank has as many micro-batches
-            as ever.
+        drop_last: As in `FixedPlanner`.
         consumed_samples: Position to begin at, fillers counted.
 
     Raises:
@@ -49,78 +101,39 @@ class GlobalOrderBatchSampler:
         drop_last: bool = True,
         consumed_samples: int = 0,
     ) -> None:
-        if not 0 <= dp_rank < dp_size:
-            raise ConfigError(f"data-parallel rank {dp_rank} of {dp_size} ranks: expected 0 to {dp_size - 1}")
-        if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
-            raise ConfigError(
-                f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} × "
-                f"{dp_size} data-parallel rank(s)"
-            )
-        if num_rows < 1:
-            raise DataError("the data set has no rows")
-        if drop_last and num_rows < global_batch_size:
-            raise DataError(
-                f"the data set has {num_rows} row(s), fewer than one global batch of {global_batch_size}, and "
-                "drop_last leaves out what doesn't fill one, so that no step could be made; use a --global-batch-size "
-                f"of at most {num_rows}, or set dataloader_param.drop_last to false"
-            )
-        if consumed_samples < 0:
-            raise DataError(f"consumed_samples {consumed_samples}: expected 0 or more")
+        check_rank(dp_rank, dp_size)
+        layout = Layout(micro_batch_size, global_batch_size, dp_size)
+        self._order = FixedOrder(num_rows, shuffle, seed)
+        self._planner = FixedPlanner(self._order, layout, drop_last)
+        self._planner.go_to({"position": consumed_samples})
         self.num_rows = num_rows
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
         self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
         self.consumed_samples = consumed_samples
 
     @property
     def global_batches_per_epoch(self) -> int:
         """Optimizer steps in an epoch."""
-        whole, rest = divmod(self.num_rows, self.global_batch_size)
-        return whole if self.drop_last or not rest else whole + 1
+        batches = self._planner.batches_per_epoch
+        assert batches is not None
+        return batches
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples that an epoch advances the position by, fillers counted."""
-        return self.global_batches_per_epoch * self.global_batch_size
+        return self.global_batches_per_epoch * self._planner.layout.global_batch_size
 
     @property
     def micro_batches_per_global_batch(self) -> int:
         """Micro-batches that each rank takes for an optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+        return self._planner.layout.micro_batches
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows of an epoch in order, [num_rows] int64, the same on every rank."""
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        # PCG64's raw stream is fixed by numpy's compatibility policy, Generator.permutation is not.
-        keys = np.random.PCG64(np.random.SeedSequence((self.seed, epoch))).random_raw(self.num_rows)
-        return np.argsort(keys, kind="stable")
-
-    @property
-    def first_global_batch(self) -> int:
-        """Index of the global batch to begin with, counted over all epochs.
-
-        A position inside a global batch comes from a run with another global batch size; the next whole one follows.
-        """
-        return -(-self.consumed_samples // self.global_batch_size)
-
-    def global_batches(self) -> Iterator[np.ndarray]:
-        """Yield global batches, [global_batch_size] int64, -1 for a filler, without end."""
-        epoch, first = divmod(self.first_global_batch, self.global_batches_per_epoch)
-        while True:
-            order = np.full(self.samples_per_epoch, FILLER)
-            used = min(self.num_rows, self.samples_per_epoch)
-            order[:used] = self.order(epoch)[:used]
-            yield from order.reshape(-1, self.global_batch_size)[first:]
-            epoch, first = epoch + 1, 0
+        return self._order.rows_of(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the row indices of this rank's micro-batches, without end."""
-        for batch in self.global_batches():
-            table = batch.reshape(-1, self.dp_size, self.micro_batch_size)
-            for rows in table[:, self.dp_rank]:
-                yield rows.tolist()
+        self._planner.go_to({"position": self.consumed_samples})
+        for batch in self._planner.batches():
+            for rows in batch.micro_batches[self.dp_rank]:
+                yield [row for ((row, _),) in rows]

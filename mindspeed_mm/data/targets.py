@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.data.files import Place
 from mindspeed_mm.data.templates import ChatTemplate, Messages
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import BadSample
 
 
 class Turn(NamedTuple):
@@ -40,7 +40,7 @@ def find_turns(
         The rendered text, and the targets in order (usually one for each assistant message).
 
     Raises:
-        DataError: The template refuses the conversation, or its answers can't be told from the rest.
+        BadSample: The template refuses the conversation, or its answers can't be told from the rest.
     """
     try:
         if template.has_marks:
@@ -50,11 +50,14 @@ def find_turns(
         if turns is None:
             turns = _by_prefixes(template, messages, tools, text)
     except Exception as error:  # Jinja raises what the template's author chose, TypeErrors included
-        raise DataError(f"{where}: {template.name} can't render this conversation: {error}") from error
+        raise BadSample(
+            f"{where}: {template.name} can't render this conversation: {error}", "refused by the template"
+        ) from error
     if turns is None:
-        raise DataError(
+        raise BadSample(
             f"{where}: the answers can't be told from the rest of the text that {template.name} renders; a template "
-            "with {% generation %} marks would say it (or leave out the row)"
+            "with {% generation %} marks would say it (or leave out the row)",
+            "answers can't be told from the rest",
         )
     return text, turns
 

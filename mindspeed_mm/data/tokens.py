@@ -1,24 +1,35 @@
-"""Rendered text and pictures to token ids with character positions, equal to the processor's own result."""
+"""Rendered text and media to token ids with character positions, equal to the processor's own result."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from PIL import Image
+from mindspeed_mm.data.adapter import DataAdapter
+from mindspeed_mm.data.media import KINDS, Clip, Foreseen, Geometry, Kind
+from mindspeed_mm.utils.errors import ConfigError
 
-# A special token that a person typed stands for itself: while the text is rendered, a private character takes its
-# place, and its tokens are made of the plain text afterwards.
+# A special token that a person typed stands for itself: while the text is rendered and its turns are found, a private
+# character takes its place, so that no typed marker is taken for the template's own. Afterwards it is put back, or,
+# where it has to stay text, its tokens are made of the plain text.
 _FIRST_PRIVATE = 0xF0000
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
+Move = tuple[tuple[int, int], str]  # a placeholder's span in the text before, and what is written there
+Decoded = Any  # PIL.Image | Clip | float32 array
+
+_ARGUMENTS: Mapping[Kind, tuple[str, str]] = {
+    "image": ("images", "images_kwargs"),
+    "video": ("videos", "videos_kwargs"),
+    "audio": ("audio", "audio_kwargs"),
+}
 
 
 @dataclass
@@ -30,14 +41,12 @@ class Tokens:
         starts: [L] int64, first character of each token in the text before media were expanded.
         ends: [L] int64, one past its last character.
         types: [L] int64, 0 for text, 1 for image, 2 for video, 3 for audio tokens.
-        media: Tensors of the media, as the processor names them; empty without media.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     types: np.ndarray
-    media: dict[str, torch.Tensor]
 
 
 class Tokenizer:
@@ -45,34 +54,42 @@ class Tokenizer:
 
     Args:
         processor: The model's processor, or a tokenizer.
+        adapter: The model family.
         image_options: Extra arguments for the image processor.
         split_special_tokens: Whether every special token that a person typed is split like ordinary text; media
             tokens always are, since no medium belongs to them.
     """
 
-    def __init__(self, processor: Any, image_options: Mapping[str, Any], split_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        adapter: DataAdapter,
+        image_options: Mapping[str, Any],
+        split_special_tokens: bool = False,
+    ) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.reads_images = getattr(processor, "image_processor", None) is not None
+        self.adapter = adapter
+        self.reads = adapter.reads(processor)
         self._image_options = dict(image_options)
         self._backend = self.tokenizer.backend_tokenizer
-        media = [getattr(processor, f"{name}_token", None) for name in ("image", "video", "audio")]
-        literals = {token for token in media if isinstance(token, str)}
-        if split_special_tokens:
-            literals |= {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        ordered = sorted(literals, key=len, reverse=True)
+        self._media_tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        spelt_out = {token for token in self._media_tokens.values() if isinstance(token, str)}
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        ordered = sorted(spelt_out | special, key=len, reverse=True)
         self._private = {literal: chr(_FIRST_PRIVATE + number) for number, literal in enumerate(ordered)}
         self._literal = {private: literal for literal, private in self._private.items()}
         self._typed = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
-        self._hidden = re.compile(f"([{''.join(self._literal)}])" if self._literal else "(?!)")
-        self._fast: bool | None = None
+        text = [self._private[token] for token in (spelt_out | special if split_special_tokens else spelt_out)]
+        self._hidden = re.compile(f"([{''.join(text)}])" if text else "(?!)")
+        groups = [f"(?P<{kind}>{re.escape(self._media_tokens[kind])})" for kind in self.reads]
+        groups += [f"(?P<typed>[{''.join(self._literal)}])"] if self._literal else []
+        self._placeholder = re.compile("|".join(groups) or "(?!)")
+        self._trusted: dict[Kind, bool] = {}
         self._kinds: dict[int, int] = {}
-        for kind, name in enumerate(("image", "video", "audio"), start=1):
-            found = [
-                getattr(processor, f"{name}_token_id", None),
-                *(getattr(processor, f"{name}_token_ids", None) or []),
-            ]
-            self._kinds.update({token: kind for token in found if isinstance(token, int)})
+        for number, kind in enumerate(KINDS, start=1):
+            found = [getattr(processor, f"{kind}_token_id", None), *(getattr(processor, f"{kind}_token_ids", ()) or ())]
+            self._kinds.update({token: number for token in found if isinstance(token, int)})
 
     @property
     def media_ids(self) -> list[int]:
@@ -83,22 +100,137 @@ class Tokenizer:
         """Put private characters for the special tokens that a person typed into a message."""
         return self._typed.sub(lambda match: self._private[match.group()], text) if self._typed.search(text) else text
 
-    def __call__(self, text: str, pictures: Sequence[Image.Image] = ()) -> Tokens:
-        """Tokenise a rendered text; every image token in it takes the next picture."""
+    def count(self, kind: Kind, text: str) -> int:
+        """Return how many placeholders of a kind a rendered text has."""
+        return sum(match.lastgroup == kind for match in self._placeholder.finditer(text))
+
+    def foresee(self, geometry: Geometry) -> Foreseen | None:
+        """Return what a medium becomes; None where this processor has to be asked with the medium itself.
+
+        Raises:
+            ValueError: The processor refuses a medium of this geometry.
+        """
+        kind = geometry.kind
+        if kind not in self._trusted:
+            self._trusted[kind] = self._is_right(kind)
+        return self.adapter.foresee(self.processor, geometry) if self._trusted[kind] else None
+
+    def __call__(self, text: str, media: Sequence[tuple[Kind, str]] = ()) -> Tokens:
+        """Tokenise a rendered text.
+
+        Args:
+            text: As the template rendered it; typed special tokens hidden.
+            media: Kind and replacing text of each medium, in their order; of each kind there are as many as the text
+                has placeholders.
+        """
         pieces = self._hidden.split(text)
         segments, literals = pieces[::2], pieces[1::2]
-        parts, media = self._with_images(segments, pictures) if pictures else (self._plain(segments), {})
+        waiting: dict[str, list[str]] = defaultdict(list)
+        for kind, written in media:
+            waiting[kind].append(written)
+        supply = {kind: iter(texts) for kind, texts in waiting.items()}
+        expanded, moves = [], []
+        for segment in segments:
+            found = [
+                (
+                    match.span(),
+                    next(supply[kind]) if kind in supply else self._literal.get(match.group(), match.group()),
+                )
+                for match in self._placeholder.finditer(segment)
+                for kind in (match.lastgroup or "",)
+            ]
+            expanded.append(_expand(segment, found))
+            moves.append(found)
+        parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
         base, whole = 0, []
         for number, segment in enumerate(segments):
-            ids, starts, ends, types = parts[number]
-            whole.append((ids, starts + base, ends + base, types))
+            ids, starts, ends, _ = parts[number]
+            whole.append((ids, starts + base, ends + base, self._types(ids)))
             base += len(segment)
             if number < len(literals):
                 ids = self._as_text(self._literal[literals[number]])
                 whole.append((ids, np.full_like(ids, base), np.full_like(ids, base + 1), np.zeros_like(ids)))
                 base += 1
-        ids, starts, ends, types = (np.concatenate(column) for column in zip(*whole, strict=True))
-        return Tokens(ids, starts, ends, types, media)
+        return Tokens(*(np.concatenate(column) for column in zip(*whole, strict=True)))
+
+    def process(self, media: Sequence[tuple[Kind, Decoded]]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Make tensors of decoded media.
+
+        Args:
+            media: Kind and content (PIL image, Clip, or [samples] float32) of each, in order.
+
+        Returns:
+            The processor's tensors, those of each kind stacked in order; and for each medium the text that its
+            placeholder is replaced by.
+
+        Raises:
+            ValueError, RuntimeError, TypeError: As the processor raises them.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        texts: dict[Kind, list[str]] = {}
+        for kind in self.reads:
+            items = [content for own, content in media if own == kind]
+            if items:
+                found, texts[kind] = self._process(kind, items)
+                tensors.update(found)
+        supply = {kind: iter(written) for kind, written in texts.items()}
+        return tensors, [next(supply[kind]) for kind, _ in media]
+
+    def _process(self, kind: Kind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "replace_image_token"):
+            # the part alone: what the processor does besides is known already
+            made = self.processor.image_processor(list(items), **self._image_options)
+            texts = [self.processor.replace_image_token(made, image_idx=number) for number in range(len(items))]
+            return self._tensors(kind, made), texts
+        result = self._whole([(self._media_tokens[kind] or "") * len(items)], {kind: items})
+        return self._tensors(kind, result), [move["replacement"] for move in result["text_replacement_offsets"][0]]
+
+    def _tensors(self, kind: Kind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        known = self.adapter.media_keys[kind]
+        return {key: torch.as_tensor(made[key]) for key in known if made.get(key) is not None}
+
+    def _whole(self, text: list[str], media: Mapping[Kind, Sequence[Decoded]]) -> Any:
+        """Call the whole processor."""
+        arguments: dict[str, Any] = {}
+        for kind, items in media.items():
+            name, options_name = _ARGUMENTS[kind]
+            options: dict[str, Any] = dict(self._image_options) if kind == "image" else {}
+            if kind == "video":
+                options = {"do_sample_frames": False, "video_metadata": [_metadata(clip) for clip in items]}
+                items = [clip.frames for clip in items]
+            if kind == "audio":
+                options["sampling_rate"] = self.adapter.limits(self.processor).sampling_rate
+            arguments |= {name: list(items), options_name: options}
+        return self.processor(text=text, return_text_replacement_offsets=True, **arguments)
+
+    def _is_right(self, kind: Kind) -> bool:
+        """Whether what is foreseen of this kind is what the whole processor gives.
+
+        Raises:
+            ConfigError: The processor makes other ids of a text than its tokenizer makes of the expanded text.
+        """
+        sample, geometry = _specimen(kind, self.adapter.limits(self.processor).sampling_rate)
+        text = f"one {self._media_tokens[kind]} two {self._media_tokens[kind]}\n"
+        try:
+            whole = self._whole([text], {kind: [sample, sample]})
+            written = [move["replacement"] for move in whole["text_replacement_offsets"][0]]
+        except Exception:  # this processor can't be asked with a specimen: real media will tell
+            return False
+        tokens, types = self(text, [(kind, own) for own in written]), whole.get("mm_token_type_ids")
+        if tokens.ids.tolist() != list(whole["input_ids"][0]) or (
+            types is not None and tokens.types.tolist() != list(types[0])
+        ):
+            raise ConfigError(
+                f"{type(self.processor).__name__} makes other token ids of a text with {kind}s than its tokenizer "
+                "makes of the same text with its placeholders replaced: exact labels aren't possible with it"
+            )
+        try:
+            foreseen = self.adapter.foresee(self.processor, geometry)
+        except Exception:
+            return False
+        if foreseen is None or written != [foreseen.text] * 2:
+            return False
+        return kind == "audio" or len(whole[self.adapter.media_keys[kind][0]]) == 2 * foreseen.patches
 
     def _types(self, ids: np.ndarray) -> np.ndarray:
         types = np.zeros_like(ids)
@@ -106,84 +238,71 @@ class Tokenizer:
             types[ids == token] = kind
         return types
 
-    def _adds_specials(self, segments: Sequence[str]) -> bool:
+    def _adds_specials(self, text: str) -> bool:
         """As transformers does: a processor lets its tokenizer add them unless the template wrote the first one."""
-        if self.processor is self.tokenizer or len(segments) > 1:
+        if self.processor is self.tokenizer:
             return False
         bos = self.tokenizer.bos_token
-        return bos is None or not segments[0].startswith(bos)
+        return bos is None or not text.startswith(bos)
 
     def _plain(self, segments: Sequence[str]) -> list[Columns]:
         self._backend.no_truncation()
         self._backend.no_padding()
-        adds = self._adds_specials(segments)
-        encodings = [self._backend.encode(segment, add_special_tokens=adds) for segment in segments]
-        return [_columns(encoding.ids, encoding.offsets) for encoding in encodings]
+        encodings = [self._backend.encode(segment, add_special_tokens=False) for segment in segments]
+        parts = [_columns(encoding.ids, encoding.offsets) for encoding in encodings]
+        before, after = self._around if self._adds_specials(segments[0]) else ([], [])
+        if before:
+            parts[0] = _joined(_columns(before, [(0, 0)] * len(before)), parts[0])
+        if after:
+            end = len(segments[-1]) + 1  # behind every target
+            parts[-1] = _joined(parts[-1], _columns(after, [(end, end)] * len(after)))
+        return parts
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer adds before and after a text by itself."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
 
     def _as_text(self, literal: str) -> np.ndarray:
         # No added token survives being cut after its first character.
         ids = [self._backend.encode(part, add_special_tokens=False).ids for part in (literal[:1], literal[1:])]
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
 
-    def _with_images(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
-        """The processor's result; its parts are called directly once they have been seen to give the same."""
-        if self._fast is None:
-            self._fast = self._parts_agree(segments, pictures)
-        return (self._by_parts if self._fast else self._by_processor)(segments, pictures)
 
-    def _by_processor(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
-        text_options = {"return_offsets_mapping": True, "add_special_tokens": self._adds_specials(segments)}
-        result = self.processor(
-            text=list(segments),
-            images=list(pictures),
-            return_text_replacement_offsets=True,
-            text_kwargs=text_options,
-            images_kwargs=self._image_options,
-        )
-        moves = [
-            [(move["span"], move["replacement"]) for move in moves] for moves in result["text_replacement_offsets"]
-        ]
-        columns = map(_columns, result["input_ids"], result["offset_mapping"])
-        parts = [_unexpanded(part, move) for part, move in zip(columns, moves, strict=True)]
-        for number, own in enumerate(result.get("mm_token_type_ids", [])):
-            parts[number] = (*parts[number][:3], np.asarray(own, dtype=np.int64))
-        return parts, {key: value for key, value in result.items() if isinstance(value, torch.Tensor)}
+def _metadata(clip: Clip) -> Any:
+    from transformers.video_utils import VideoMetadata
 
-    def _by_parts(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> tuple[list, dict[str, Any]]:
-        media = self.processor.image_processor(list(pictures), **self._image_options)
-        written = iter([self._image_text(media, number) for number in range(len(pictures))])
-        token = self.processor.image_token
-        expanded, moves = [], []
-        for segment in segments:
-            between = segment.split(token)
-            texts = [next(written) for _ in between[1:]]
-            expanded.append("".join(itertools.chain.from_iterable(zip(between, [*texts, ""], strict=True))))
-            places = [match.span() for match in re.finditer(re.escape(token), segment)]
-            moves.append(list(zip(places, texts, strict=True)))
-        parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
-        return [(ids, starts, ends, self._types(ids)) for ids, starts, ends, _ in parts], dict(media)
+    indices = [round(second * clip.source_fps) for second in clip.timestamps]
+    return VideoMetadata(total_num_frames=clip.source_frames, fps=clip.source_fps, frames_indices=indices)
 
-    def _image_text(self, media: Mapping[str, Any], number: int) -> str:
-        """What the image token is replaced by for one image."""
-        if hasattr(self.processor, "replace_image_token"):
-            return self.processor.replace_image_token(media, image_idx=number)
-        merged = self.processor.image_processor.merge_size**2
-        return self.processor.image_token * (int(media["image_grid_thw"][number].prod()) // merged)
 
-    def _parts_agree(self, segments: Sequence[str], pictures: Sequence[Image.Image]) -> bool:
-        """Whether the processor's parts, called directly, give what the whole processor gives."""
-        whole = self.processor(text=list(segments), images=list(pictures), images_kwargs=self._image_options)
-        try:
-            parts, media = self._by_parts(segments, pictures)
-        except Exception:  # a processor built in another way: it is called whole
-            return False
-        if not all(ids.tolist() == list(own) for (ids, *_), own in zip(parts, whole["input_ids"], strict=True)):
-            return False
-        types = whole.get("mm_token_type_ids")
-        if types is not None and [own.tolist() for *_, own in parts] != [list(own) for own in types]:
-            return False
-        tensors = {key: value for key, value in whole.items() if isinstance(value, torch.Tensor)}
-        return tensors.keys() == media.keys() and all(torch.equal(tensors[key], media[key]) for key in media)
+def _specimen(kind: Kind, sampling_rate: int) -> tuple[Decoded, Geometry]:
+    """A small medium of odd sizes, and its geometry."""
+    if kind == "image":
+        from PIL import Image
+
+        return Image.new("RGB", (61, 45), (90, 120, 30)), Geometry("image", 45, 61)
+    if kind == "video":
+        clip = Clip(np.zeros((4, 45, 61, 3), dtype=np.uint8), (0.0, 0.5, 1.0, 1.5), 2.0, 2.0, 4)
+        return clip, Geometry("video", 45, 61, frames=4, fps=2.0)
+    samples = sampling_rate + 37
+    return np.zeros(samples, dtype=np.float32), Geometry("audio", samples=samples)
+
+
+def _expand(segment: str, moves: Sequence[Move]) -> str:
+    written, at = [], 0
+    for (start, end), text in moves:
+        written += [segment[at:start], text]
+        at = end
+    return "".join((*written, segment[at:]))
+
+
+def _joined(first: Columns, second: Columns) -> Columns:
+    ids, starts, ends, types = (np.concatenate(pair) for pair in zip(first, second, strict=True))
+    return ids, starts, ends, types
 
 
 def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
@@ -195,13 +314,8 @@ def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
     return np.asarray(ids, dtype=np.int64), starts, ends, np.zeros_like(starts)
 
 
-def _unexpanded(columns: Columns, moves: Sequence[tuple[tuple[int, int], str]]) -> Columns:
-    """Bring positions in a text with expanded media back to the text before.
-
-    Args:
-        columns: Ids, starts and ends in the expanded text, types.
-        moves: For each medium, its span in the text before and the text written there.
-    """
+def _unexpanded(columns: Columns, moves: Sequence[Move]) -> Columns:
+    """Bring positions in a text with expanded media back to the text before."""
     ids, starts, ends, types = columns
     if not moves:
         return columns

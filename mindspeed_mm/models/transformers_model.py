@@ -13,14 +13,16 @@ from transformers import AutoConfig  # here, so that loader workers forked befor
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
+from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, traits_of
-from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.models.common.packed import take_documents
+from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions, traits_of
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 
 _PARTS = ("vision_encoder", "vision_projector", "audio_encoder", "text_decoder")
@@ -61,11 +63,41 @@ class TransformersModel(MultiModalModule):
         )
         self._head_loss = HeadLoss(self.model.get_output_embeddings())
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
+        self._boundaries: SampleBoundaries | None = None
+        if self.traits.packed_positions is not None and self.traits.language_model is not None:
+            language_model = self.model.get_submodule(self.traits.language_model)
+            self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
         self._loss_group: dist.ProcessGroup | None = None
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Make a collated micro-batch ready, on the host: find its target positions."""
-        return {**batch, "targets": select_targets(batch["labels"], self.loss_options.loss_type)}
+        """Make a collated micro-batch ready, on the host: find its target positions, and the places of packed samples.
+
+        Args:
+            batch: input_ids and labels [batch, sequence], media tensors, attention_mask or, of packed rows, documents
+                (see `models/common/packed.py`).
+
+        Raises:
+            DataError: documents that aren't right.
+            ConfigError: packed rows for a model that can't take them.
+        """
+        batch = dict(batch)
+        documents = take_documents(batch)
+        batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
+        if documents is not None:
+            positions_of = require_packed_positions(self.traits, type(self.model).__name__)
+            batch["position_ids"] = positions_of(self.model, batch, documents)
+            batch["packed_rows"] = PackedRows.of(documents)
+        return batch if self.traits.one_tower_pass is None else self.traits.one_tower_pass(self.model, batch)
+
+    def check_packing(self) -> None:
+        """Refuse, before a run begins, packed rows that this model or its attention can't keep apart.
+
+        Raises:
+            ConfigError: with the key to change.
+        """
+        require_packed_positions(self.traits, type(self.model).__name__)
+        if self._boundaries is not None:
+            self._boundaries.check_implementation()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any) -> Any:
         """Run the model on a micro-batch.
@@ -73,14 +105,19 @@ class TransformersModel(MultiModalModule):
         Args:
             input_ids: [batch, sequence] int64.
             labels: [batch, sequence] int64, not shifted, -100 = no target. None: the plain model output is returned.
-            batch: attention_mask, media fields and so on, as the transformers model takes them; `targets`, if given,
-                is what `select_targets` made of the labels on the host.
+            batch: attention_mask, media fields and so on, as the transformers model takes them; `targets` and, of
+                packed rows, `position_ids` and `packed_rows` as `prepare` made them on the host.
 
         Returns:
             a dict: `loss` (float32 scalar with graph: a sum, or a mean if `denominator` is None), `denominator`
             (float32 scalar: what the sum is to be divided by over the global batch).
         """
         targets: Targets | None = batch.pop("targets", None)
+        if "documents" in batch:
+            raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
+        packed_rows = batch.pop("packed_rows", None)
+        if self._boundaries is not None:
+            self._boundaries.for_batch(packed_rows)
         self._idle_towers.for_batch(batch)
         if labels is None:
             return self.model(input_ids=input_ids, use_cache=False, **batch)

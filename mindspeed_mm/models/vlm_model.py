@@ -18,11 +18,13 @@ from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import IGNORE_INDEX, LossOptions, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.megatron_family import MegatronFamily, find_family
+from mindspeed_mm.models.common.megatron_layers import SampleLengths
 from mindspeed_mm.models.common.megatron_names import Made
 from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_model, language_config
 from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
-from mindspeed_mm.models.transformers.family import freeze_parts, traits_of
+from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions, traits_of
 from mindspeed_mm.models.transformers.twin import meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
@@ -228,15 +230,19 @@ class VLModel(MegatronModule):
         """Make a collated micro-batch ready, on the host.
 
         Args:
-            batch: input_ids, labels (or none), attention_mask [batch, sequence], media tensors.
+            batch: input_ids, labels (or none), attention_mask or, of packed rows, documents [batch, sequence] (see
+                `models/common/packed.py`), media tensors.
 
         Returns:
-            the batch with `position_ids`, `targets` (if it has labels) and padded rows.
+            the batch with `position_ids`, `targets` (if it has labels), `sample_lengths` (if its rows are packed) and
+            padded rows.
 
         Raises:
-            DataError: a row is longer than `seq_length`, or padded elsewhere than on the right.
+            DataError: a row is longer than `seq_length`, or padded elsewhere than on the right; wrong documents.
+            ConfigError: packed rows for a model that can't take them.
         """
         batch = dict(batch)
+        documents = take_documents(batch)
         length, seq_length = batch["input_ids"].shape[1], self.seq_length
         mask = batch.get("attention_mask")
         if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
@@ -249,7 +255,7 @@ class VLModel(MegatronModule):
         target = length if seq_length is None else seq_length
         if self.config.sequence_parallel:
             target = -(-target // self.sizes.tensor) * self.sizes.tensor
-        positions = self.family.positions(self.hf_twin(), batch) if self.family.positions else None
+        positions = self._positions(batch, documents)
         for key, value in (("input_ids", 0), ("labels", IGNORE_INDEX), ("mm_token_type_ids", 0)):
             if batch.get(key) is not None and target > length:
                 batch[key] = F.pad(batch[key], (0, target - length), value=value)
@@ -264,11 +270,30 @@ class VLModel(MegatronModule):
             if batch.get(grid) is not None:
                 batch[grid] = batch[grid].tolist()  # lengths of segments are needed on the host, and only there
         batch["position_ids"] = positions
+        if documents is not None:
+            documents = F.pad(documents, (0, target - length))
+            batch["sample_lengths"] = run_lengths(documents)
         if batch.get("labels") is not None:
-            batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type)
+            batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
         if self.family.image_encoder is not None:
             batch["media_tokens"] = self._count_media_tokens(batch)
         return batch
+
+    def check_packing(self) -> None:
+        """Refuse, before a run begins, packed rows that this model can't keep apart.
+
+        Raises:
+            ConfigError: with the key to change.
+        """
+        require_packed_positions(traits_of(self.hf_twin()), type(self.hf_twin()).__name__)
+
+    def _positions(self, batch: dict[str, Any], documents: torch.Tensor | None) -> torch.Tensor | None:
+        """Position ids, [batch, sequence] or [3, batch, sequence]; None: the plain order."""
+        twin = self.hf_twin()
+        if documents is None:
+            return self.family.positions(twin, batch) if self.family.positions else None
+        positions = require_packed_positions(traits_of(twin), type(twin).__name__)(twin, batch, documents)
+        return positions[1:] if positions.dim() == 3 else positions
 
     def _count_media_tokens(self, batch: Mapping[str, Any]) -> tuple[int, ...]:
         """Placeholders of images and of videos, which must be as many as there are merged patches."""
@@ -291,6 +316,7 @@ class VLModel(MegatronModule):
         labels: torch.Tensor | None = None,
         targets: Targets | None = None,
         media_tokens: tuple[int, ...] = (),
+        sample_lengths: list[list[int]] | None = None,
         **media: Any,
     ) -> Any:
         """Run the stage on a micro-batch made ready by `prepare`.
@@ -299,6 +325,7 @@ class VLModel(MegatronModule):
             input_ids, labels: [batch, sequence] int64; position_ids: [batch, sequence] or [3, batch, sequence].
             targets: of the labels; None: logits are returned.
             media_tokens: how many placeholders of images and of videos there are.
+            sample_lengths: of packed rows, padding included; None: rows are samples.
             media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
 
         Returns:
@@ -314,7 +341,8 @@ class VLModel(MegatronModule):
             embeddings = self._embed(input_ids, images, media_tokens)
         else:
             self.text_decoder.set_input_tensor(received)
-        hidden = self.text_decoder(input_ids, position_ids, None, decoder_input=embeddings)
+        packed = None if sample_lengths is None else SampleLengths(lengths=sample_lengths)
+        hidden = self.text_decoder(input_ids, position_ids, None, decoder_input=embeddings, packed_seq_params=packed)
         if not self.stage.has_head:
             return hidden
         if targets is None:

@@ -14,8 +14,9 @@ def format_step(record: dict[str, Any]) -> str:
 
     Args:
         record: iteration, train_iters, consumed_samples, step_ms, learning_rate, global_batch_size, loss, grad_norm,
-            skipped_iterations, nan_iterations; optional: loss_scale, metrics (dict), tokens_per_second, mfu,
-            data_wait_fraction, padding_fraction, memory_bytes, eta_seconds.
+            skipped_iterations, nan_iterations; optional: loss_scale, metrics (dict), tokens_per_second,
+            media_per_second (by kind), tflops_per_device, mfu, data_wait_ms, data_wait_fraction, padding_fraction,
+            imbalance, rows_left_out, memory_bytes, eta_seconds.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     # no further colon may come before the elapsed time, and one a field after it: scripts split on them
@@ -43,14 +44,22 @@ def _extra_figures(record: dict[str, Any]) -> list[str]:
     shown = []
     if record.get("tokens_per_second") is not None:
         shown.append(f"tokens per second: {record['tokens_per_second']:.0f}")
+    if media := sum(record.get("media_per_second", {}).values()):
+        shown.append(f"media per second: {media:.1f}")
     if record.get("tflops_per_device") is not None:
         shown.append(f"TFLOP/s per device: {record['tflops_per_device']:.2f}")
     if record.get("mfu") is not None:
         shown.append(f"MFU: {record['mfu']:.1%}")
+    if record.get("data_wait_ms") is not None:
+        shown.append(f"data wait (ms): {record['data_wait_ms']:.1f}")
     if record.get("data_wait_fraction") is not None:
         shown.append(f"data wait: {record['data_wait_fraction']:.1%}")
     if record.get("padding_fraction") is not None:
         shown.append(f"padding: {record['padding_fraction']:.1%}")
+    if record.get("imbalance") is not None:
+        shown.append(f"imbalance: {record['imbalance']:.2f}")
+    if record.get("rows_left_out"):
+        shown.append(f"rows left out: {record['rows_left_out']}")
     if record.get("memory_bytes") is not None:
         shown.append(f"memory (MB): {record['memory_bytes'] / 2**20:.0f}")
     if record.get("eta_seconds") is not None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step."""
+"""metrics.jsonl: one JSON object a logged step; and what else is written line by line beside it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,12 @@ from mindspeed_mm.utils.log import logger
 FILE_NAME = "metrics.jsonl"
 
 
-class MetricsWriter:
-    """Appends lines to `<save>/metrics.jsonl`; each is in the file when `write` returns."""
+class LineWriter:
+    """Appends JSON objects to a file, one a line; each is in the file when `write` returns."""
 
-    def __init__(self, folder: str | Path, *, resumed: bool) -> None:
-        """Open the file, repairing a last line that a kill tore.
-
-        Args:
-            resumed: whether this run continues the folder's run. Otherwise a file of an earlier run is kept under
-                another name (metrics.1.jsonl, metrics.2.jsonl …) and a new one begun.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE_NAME
-        if path.exists():
-            if resumed:
-                repair_last_line(path)
-            else:
-                os.replace(path, _free_name(folder))
+    def __init__(self, path: Path) -> None:
+        """Open the file, and make the folders above it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         # kept open over the run; the buffer holds what a full disk doesn't take at once
         self._file = open(path, "a", encoding="utf-8", buffering=1 << 20)  # noqa: SIM115
         self._is_behind = False
@@ -63,6 +51,25 @@ class MetricsWriter:
                 f"'{self._file.name}' can't be written ({error}); training goes on, and its lines follow later"
             )
         self._is_behind = True
+
+
+class MetricsWriter(LineWriter):
+    """Appends lines to `<save>/metrics.jsonl`."""
+
+    def __init__(self, folder: str | Path, *, resumed: bool) -> None:
+        """Open the file, repairing a last line that a kill tore.
+
+        Args:
+            resumed: whether this run continues the folder's run. Otherwise a file of an earlier run is kept under
+                another name (metrics.1.jsonl, metrics.2.jsonl …) and a new one begun.
+        """
+        path = Path(folder) / FILE_NAME
+        if path.exists():
+            if resumed:
+                repair_last_line(path)
+            else:
+                set_aside(path)
+        super().__init__(path)
 
 
 def repair_last_line(path: Path) -> None:
@@ -106,8 +113,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _free_name(folder: Path) -> Path:
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run: name.jsonl to name.1.jsonl, or name.2.jsonl …, the first that is free."""
     number = 1
-    while (folder / f"metrics.{number}.jsonl").exists():
+    while path.with_suffix(f".{number}{path.suffix}").exists():
         number += 1
-    return folder / f"metrics.{number}.jsonl"
+    os.replace(path, path.with_suffix(f".{number}{path.suffix}"))

@@ -11,6 +11,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
+from mindspeed_mm.monitor.row_log import RowLog
 
 
 class Outcome(Protocol):
@@ -40,6 +41,7 @@ class Watch:
         tensorboard_dir: str | None = None,
         world_size: int = 1,
         compute_dtype: str = "fp32",
+        row_log: RowLog | None = None,
     ) -> None:
         """
         Args:
@@ -48,7 +50,9 @@ class Watch:
             resumed: whether the folder's run is continued.
             world_size: devices that share a step's FLOPs.
             compute_dtype: bf16, fp16 or fp32: which peak MFU is measured against.
+            row_log: writes down which rows this rank trained on, whether or not it writes anything else.
         """
+        self._row_log = row_log
         self._world_size, self._compute_dtype = world_size, compute_dtype
         self._is_writer = is_writer
         self._metrics = MetricsWriter(save, resumed=resumed) if is_writer and save else None
@@ -56,6 +60,7 @@ class Watch:
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
+        self.rows_left_out = 0
         self.skipped_iterations = 0
         self.nan_iterations = 0
         self._start_interval()
@@ -64,20 +69,26 @@ class Watch:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
         return iteration % self._log_interval == 0 or iteration == self._train_iters
 
-    def add(self, counts: BatchCounts, flops: float | None, outcome: Callable[[], Outcome]) -> None:
-        """Add a step to the interval.
+    def add(self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], Outcome]) -> None:
+        """Add a step to the interval, and write down its rows.
 
         Args:
-            counts: what it trained on.
+            counts: what it trained on, on all ranks.
             flops: over all ranks.
             outcome: how it went; asked for at the end of the interval only, as the device may still be at it.
         """
+        if self._row_log is not None:
+            self._row_log.write(iteration, counts.row_ids)
         self._steps += 1
         self._outcomes.append(outcome)
         self._counts.tokens += counts.tokens
         self._counts.positions += counts.positions
         self._flops = None if flops is None or self._flops is None else self._flops + flops
         self._counts.wait_seconds += counts.wait_seconds
+        for kind, number in counts.media.items():
+            self._counts.media[kind] = self._counts.media.get(kind, 0) + number
+        self._imbalance += counts.imbalance if counts.cost else 0.0
+        self.rows_left_out += counts.rows_left_out
 
     def log_step(
         self,
@@ -109,8 +120,12 @@ class Watch:
             "global_batch_size": self._global_batch_size,
             "step_ms": step_seconds * 1000,
             "tokens_per_second": counts.tokens / elapsed if counts.tokens and elapsed else None,
+            "media_per_second": {kind: number / elapsed for kind, number in counts.media.items()} if elapsed else {},
             "data_wait_ms": counts.wait_seconds / max(1, self._steps) * 1000,
+            "data_wait_fraction": counts.wait_seconds / elapsed if elapsed else None,
             "padding_fraction": 1 - counts.tokens / counts.positions if counts.positions else None,
+            "imbalance": self._imbalance / self._steps if self._imbalance else None,
+            "rows_left_out": self.rows_left_out,
             "tflops_per_device": per_device / 1e12 if per_device else None,
             "mfu": per_device / peak if per_device and peak else None,
             "memory_bytes": accelerator.current().max_memory_allocated(),
@@ -121,7 +136,7 @@ class Watch:
         if self._metrics is not None:
             self._metrics.write(record)
         if self._tensorboard is not None:
-            for name, value in record.items():
+            for name, value in _flat(record).items():
                 if isinstance(value, (int, float)) and name != "iteration":
                     self._tensorboard.add_scalar(name, value, iteration)
         if self._is_writer:
@@ -129,7 +144,6 @@ class Watch:
                 **record,
                 "metrics": metrics,
                 "train_iters": self._train_iters,
-                "data_wait_fraction": counts.wait_seconds / elapsed if elapsed else None,
                 "eta_seconds": step_seconds * (self._train_iters - iteration),
             }
             print(format_step(line), flush=True)
@@ -158,6 +172,8 @@ class Watch:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._row_log is not None:
+            self._row_log.close()
 
     def _count_failures(self) -> None:
         """Count the interval's steps that were skipped, and those of them whose loss itself was not a number.
@@ -176,6 +192,15 @@ class Watch:
         self._outcomes: list[Callable[[], Outcome]] = []
         self._counts = BatchCounts()
         self._flops: float | None = 0.0
+        self._imbalance = 0.0
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose figures by kind have names of their own: media_per_second/image."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        flat.update({f"{name}/{kind}": v for kind, v in value.items()} if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def _open_tensorboard(directory: str) -> Any:

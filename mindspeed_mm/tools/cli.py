@@ -1,4 +1,7 @@
-"""`mindspeed-mm`: command lines that need no training run. `mindspeed-mm doctor` looks at the machine."""
+"""`mindspeed-mm`: command lines that need no training run.
+
+`mindspeed-mm doctor` looks at the machine, `mindspeed-mm data check data.json` at the rows of a run.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
+from mindspeed_mm.tools import data_check
 from mindspeed_mm.utils.errors import MMError
 
 _PACKAGES = (
@@ -32,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mindspeed-mm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="say what this machine can train with, and what hinders it")
+    data = commands.add_parser("data", help="look at data sets").add_subparsers(dest="action", required=True)
+    data_check.add_arguments(data.add_parser("check", help="read a data set without a model: rows, lengths, faults"))
     options = parser.parse_args(argv)
     try:
-        return {"doctor": doctor}[options.command]()
+        return data_check.run(options) if options.command == "data" else doctor()
     except MMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

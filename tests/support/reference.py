@@ -63,6 +63,7 @@ def train_reference(
     inputs: list[dict[str, torch.Tensor]],
     steps: int,
     *,
+    rows_of: Callable[[int], list[int]] | None = None,
     frozen: Callable[[str], bool] = lambda name: False,
     lr: float = 1e-3,
     weight_decay: float = 0.1,
@@ -72,6 +73,7 @@ def train_reference(
     """Train on all rows at once for `steps` steps; returns losses, gradient norms before clipping, final weights.
 
     Args:
+        rows_of: step, from 0 → numbers of its rows; None: all rows in every step.
         frozen: parameter name → not trained.
         loss_of: rows' (token losses, row number) → the step's loss; None: mean over all target tokens.
     """
@@ -89,9 +91,10 @@ def train_reference(
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
-    for _ in range(steps):
+    for step in range(steps):
         rows = []
-        for number, batch in enumerate(inputs):
+        for number in range(len(inputs)) if rows_of is None else rows_of(step):
+            batch = inputs[number]
             features = {k: v for k, v in batch.items() if k != "labels"}
             logits = model(**features).logits[0, :-1].float()
             targets = batch["labels"][0, 1:]

@@ -184,6 +184,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
     import torch
     import torch.distributed as dist
 
+    # daemons may have no children, and a run's loader starts workers (which end when their parent is gone)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     log = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -16,7 +16,8 @@ def saves(batches: int | None, steps: int, size: int = 4, start: int = 0, **flag
     args = SimpleNamespace(
         **{"save": "run", "save_interval": None, "save_epochs": None, **flags}, global_batch_size=size
     )
-    epoch = _epoch_samples(SimpleNamespace(global_batches_per_epoch=batches), args)  # type: ignore[arg-type]
+    data = SimpleNamespace(global_batches_per_epoch=batches, why_no_length="this one is streamed")
+    epoch = _epoch_samples(data, args)  # type: ignore[arg-type]
     progress = Progress(0, start)
     due = []
     for _ in range(steps):

@@ -30,6 +30,9 @@ class LoggingArguments:
     ] = 1000
     eval_iters: Annotated[int, flag("global batches in one evaluation; 0 = no evaluation", minimum=0)] = 100
     tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
+    log_row_ids: Annotated[
+        bool, flag("each rank writes down which rows each step trained on: <save>/rows/rank<k>.jsonl")
+    ] = False
     log_tps: Annotated[bool, no_effect("tokens per second are always logged")("tokens")] = False
     log_throughput: Annotated[
         bool, no_effect("TFLOP/s per device are always logged, where the model's FLOPs are known")("TFLOP/s per device")

@@ -1,6 +1,7 @@
-"""Megatron's and MindSpeed's flags that published launch scripts hold and that have no effect here, on either road.
+"""Megatron's and MindSpeed's flags that published launch scripts hold; most of them have no effect here.
 
-They are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
+Those are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
+Balancing and dynamic batching are honoured, on either road.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ _MEMORY = no_effect(
     fsdp2="memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
     ptd="memory is saved by --recompute-granularity and --use-distributed-optimizer",
 )
-_BALANCE = no_effect("balancing rows between ranks is not there yet; it would not change what is learnt")
-_DYNAMIC = no_effect("dynamic batching is not there yet")
+_ONE_BALANCE = no_effect("rows are always given out greedily, the costliest first")
 _ROWS = no_effect("rows come from data.json")
 _DEVICE = no_effect("the device's own settings are kept")
 _SINGLE_SHARDING = no_effect(
@@ -224,17 +224,20 @@ class MegatronMemoryArguments:
 class MegatronBatchingArguments:
     """Balancing and batching."""
 
-    encoder_dp_balance: Annotated[bool, _BALANCE("images over ranks")] = False
-    use_data_balance: Annotated[bool, _BALANCE("images over ranks")] = False
-    data_balance_sorting_algo: Annotated[str | None, _BALANCE("how they are sorted")] = None
-    use_image_mbs_data_balance: Annotated[bool, _BALANCE("images over micro-batches")] = False
-    mbs_data_balance_sorting_algo: Annotated[str | None, _BALANCE("how they are sorted")] = None
-    use_txt_dynamic_batching: Annotated[
-        bool,
-        refused("dynamic batching is not there yet; it changes what a step trains on")("rows put together by length"),
+    use_data_balance: Annotated[
+        bool, flag("rows of a global batch go to ranks by what they cost, so that none waits for another")
     ] = False
-    max_seq_len: Annotated[int, _DYNAMIC("dynamic batching: longest row")] = 2048
-    dynamic_batch_buffer_size: Annotated[int, _DYNAMIC("dynamic batching: rows read ahead")] = 200
+    encoder_dp_balance: Annotated[bool, flag("the same as --use-data-balance")] = False
+    data_balance_sorting_algo: Annotated[str | None, _ONE_BALANCE("how rows are sorted")] = None
+    use_image_mbs_data_balance: Annotated[
+        bool, flag("rows of a rank go to its micro-batches by what they cost, on all ranks alike")
+    ] = False
+    mbs_data_balance_sorting_algo: Annotated[str | None, _ONE_BALANCE("how rows are sorted")] = None
+    use_txt_dynamic_batching: Annotated[
+        bool, flag("a row of a batch holds as many samples as fit into --max-seq-len")
+    ] = False
+    max_seq_len: Annotated[int, flag("dynamic batching: tokens of a row", minimum=1)] = 2048
+    dynamic_batch_buffer_size: Annotated[int, flag("dynamic batching: samples read ahead at least", minimum=0)] = 200
 
 
 @dataclass

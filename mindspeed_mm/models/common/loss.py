@@ -76,24 +76,31 @@ class Targets:
     denominator: torch.Tensor
 
 
-def select_targets(labels: torch.Tensor, loss_type: LossType) -> Targets:
+def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.Tensor | None = None) -> Targets:
     """Find the target positions of a micro-batch.
 
     Args:
         labels: [batch, sequence] int64, not shifted, -100 where there is no target. On the host this costs no
             synchronisation with the device.
-        loss_type: see the module's table.
+        loss_type: see the module's table; where it says row, a packed row's samples are meant, each by itself.
+        documents: [batch, sequence] int64, number of each position's sample in a packed row, 0 for padding; a sample's
+            last token never predicts the next one's first. None: rows are samples.
     """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     is_target = shifted != IGNORE_INDEX
+    row = torch.arange(len(labels), device=labels.device).unsqueeze(1).expand(labels.shape)
+    if documents is not None:
+        is_target &= (F.pad(documents[:, 1:], (0, 1)) == documents) & (documents > 0)
+        row = row * (documents.max() + 1) + documents
     index = is_target.flatten().nonzero().squeeze(1)
     tokens = shifted.flatten()[index]
-    per_row = is_target.sum(1)
+    row = row.flatten()[index]
+    per_row = is_target.sum(1) if documents is None else torch.bincount(row)
     weights = None
     if loss_type in ("per_sample_loss", "square_loss"):
         lengths = per_row.clamp(min=1).float()
         row_weight = 1 / lengths if loss_type == "per_sample_loss" else lengths.rsqrt()
-        weights = row_weight[:, None].expand(labels.shape).flatten()[index]
+        weights = row_weight[row]
     if loss_type == "per_sample_loss":
         denominator = (per_row > 0).sum().float()
     elif loss_type == "square_loss":

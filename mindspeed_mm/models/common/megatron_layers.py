@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -35,6 +37,22 @@ class RMSNorm(nn.Module):
         """[..., hidden] → the same shape and dtype."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+@dataclass
+class SampleLengths(PackedSeqParams):
+    """Lengths of the samples of packed rows, for every layer: what Megatron-core hands through to the core attention.
+
+    Attributes:
+        lengths: of each row, padding included; on the host.
+    """
+
+    qkv_format: str = "sbhd"  # anything but "thd": shapes stay as they are without packing
+    lengths: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Megatron-core makes rotary tables of this length
+        self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
 
 
 class CoreAttention(nn.Module):
@@ -73,12 +91,22 @@ class CoreAttention(nn.Module):
         Args:
             query: [sequence, batch, heads, head size]; key, value: the same with the groups' heads.
             attention_mask: bool, True: not seen; as [batch, heads, sequence, sequence]. None: none, or causal.
+            packed_seq_params: SampleLengths of packed rows, whose samples don't see each other; it replaces the mask.
 
         Returns:
             [sequence, batch, heads * head size].
         """
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
+        if isinstance(packed_seq_params, SampleLengths):
+            out = self._attend_in_samples(q, k, v, packed_seq_params.lengths)
+        else:
+            out = self._attend(q, k, v, attention_mask)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -88,7 +116,16 @@ class CoreAttention(nn.Module):
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_in_samples(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[list[int]]
+    ) -> torch.Tensor:
+        """[batch, heads, sequence, head size] → the same, sample by sample: no mask of a row's length squared."""
+        rows = []
+        for number, row in enumerate(lengths):
+            own = (t[number : number + 1].split(row, dim=2) for t in (q, k, v))
+            rows.append(torch.cat([self._attend(*sample) for sample in zip(*own, strict=True)], dim=2))
+        return torch.cat(rows)
 
 
 def decoder_layer_spec(*, qk_norm: bool) -> ModuleSpec:

@@ -108,7 +108,19 @@ def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 class LanguageModel(GPTModel):
-    """Megatron-core's GPTModel, whose last stage returns hidden states; projecting them is a step of its own."""
+    """Megatron-core's GPTModel, whose last stage returns hidden states; projecting them is a step of its own.
+
+    In packed rows each sample has the angles of its own positions, where Megatron-core counts them along the row.
+    """
+
+    def _preprocess(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kw: Any
+    ) -> tuple[Any, ...]:
+        prepared = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kw)
+        if packed_seq_params is None or self.position_embedding_type != "rope":
+            return prepared
+        hidden, angles, *rest = prepared  # angles [sequence, 1, 1, head size]
+        return hidden, angles[position_ids.t(), 0], *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """[sequence (a part of it under sequence parallelism), batch, hidden], on the last stage of all positions."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.models.common.packed import PACKING_KEY
+from mindspeed_mm.utils.errors import ConfigError
+
+PackedPositions = Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,19 @@ class FamilyTraits:
             freezing. A part's paths may hold another part (the projector inside the tower): the more exact key wins.
         sub_configs: published block (vision_encoder, audio_encoder, text_decoder) → key of the HF sub-config.
         towers: encoders that a batch may leave idle.
+        packed_positions: (transformers model, micro-batch, documents [batch, sequence]) → position ids of packed rows,
+            restarting with every sample: [batch, sequence], or [4, batch, sequence] with those and the model's own in
+            three dimensions. None: the family can't train on packed rows.
+        one_tower_pass: (transformers model, micro-batch) → the micro-batch such that each tower runs once, whatever
+            kinds of media it holds. None: it does so anyway.
     """
 
     language_model: str | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sub_configs: Mapping[str, str] = field(default_factory=dict)
     towers: tuple[Tower, ...] = ()
+    packed_positions: PackedPositions | None = None
+    one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
 
 
 def traits_of(model: Any) -> FamilyTraits:
@@ -35,6 +47,23 @@ def traits_of(model: Any) -> FamilyTraits:
     if isinstance(traits, FamilyTraits):
         return traits
     return FamilyTraits(parts={"text_decoder": ("",)})
+
+
+def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions:
+    """The family's `packed_positions`.
+
+    Args:
+        name: of the model, for the message.
+
+    Raises:
+        ConfigError: it has none: the model can't train on packed rows.
+    """
+    if traits.packed_positions is None or traits.language_model is None:
+        raise ConfigError(
+            f"{name} can't train on packed rows: nothing says how its positions restart with each sample of a row; set "
+            f"{PACKING_KEY}"
+        )
+    return traits.packed_positions
 
 
 def freeze_parts(model: nn.Module, traits: FamilyTraits, frozen: Mapping[str, bool]) -> list[str]:

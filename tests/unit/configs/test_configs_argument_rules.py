@@ -105,6 +105,8 @@ def test_everything_that_does_not_fit_is_told_together(run_folder: Path) -> None
         ("--no-check-for-nan-in-loss-and-grad", "--no-check-for-nan-in-loss-and-grad has no effect"),
         ("--manual-gc-interval 2", "--manual-gc-interval has no effect"),
         ("--exit-signal-handler false", "--exit-signal-handler false has no effect"),
+        ("--max-seq-len 512", "--max-seq-len has no effect"),
+        ("--dynamic-batch-buffer-size 8", "--dynamic-batch-buffer-size has no effect"),
     ],
 )
 def test_what_has_no_effect_alone_is_said(run_folder: Path, said: list[str], words: str, start: str) -> None:

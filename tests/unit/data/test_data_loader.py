@@ -21,6 +21,7 @@ from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.encode import Sample
+from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.unit.data.data_rows import flat, talk
 
@@ -75,8 +76,8 @@ def test_media_are_stacked_in_row_order() -> None:
     batch = _collate([_sample(2, **two), _sample(2), _sample(2, **one)])
     assert batch["pixel_values"][:, 0].tolist() == [8.0] * 8 + [4.0] * 4
     assert batch["image_grid_thw"].tolist() == [[1, 1, 8], [1, 1, 4]]
-    assert DefaultAdapter().media_counts(batch) == {"image": 2, "video": 0}
-    assert DefaultAdapter().media_counts({}) == {"image": 0, "video": 0}
+    assert DefaultAdapter().media_counts(batch) == {"image": 2, "video": 0, "audio": 0}
+    assert DefaultAdapter().media_counts({}) == {"image": 0, "video": 0, "audio": 0}
     assert isinstance(DefaultAdapter(), DataAdapter)
 
 
@@ -101,7 +102,8 @@ def test_loader_hands_out_the_samplers_rows(param: Any, rows: list[Any], workers
     """In this process and in workers: the same endless sequence, epoch after epoch."""
     dataset = build_mm_dataset(param(rows))
     loader = build_mm_dataloader(dataset, None, micro_batch_size=2, global_batch_size=4, num_workers=workers)
-    expected = [[dataset[i]["input_ids"].tolist() for i in batch] for batch in itertools.islice(loader.sampler, 7)]
+    rows_of = GlobalOrderBatchSampler(6, 2, 4)
+    expected = [[dataset[i]["input_ids"].tolist() for i in batch] for batch in itertools.islice(rows_of, 7)]
     assert _ids(loader, 7) == expected
     assert (loader.num_rows, loader.rows_per_epoch, loader.global_batches_per_epoch) == (6, 4, 1)
     loader.close()
@@ -285,14 +287,19 @@ def test_a_users_own_data_set(param: Any) -> None:
 
 
 def test_long_rows_are_counted_in_the_log(param: Any, said: list[str]) -> None:
-    rows = [talk("q", "a"), talk("q", "long " * 50), talk("q", "long " * 60)]
-    dataset = build_mm_dataset(param(rows), max_length=60)
+    """Those that were cut, and apart from them those that are left out, with the reason."""
+    rows = [talk("q", "a", "q", "long " * 50), talk("q", "long " * 50), talk("q", "long " * 60)]
+    dataset = build_mm_dataset(param(rows), max_length=80)
     loader = build_mm_dataloader(dataset, IN_ORDER, micro_batch_size=1, global_batch_size=1)
     batches = list(itertools.islice(loader, 3))
     assert all(set(batch) == set(batches[0]) for batch in batches)  # the notes are not handed on
-    assert [batch["num_rows"] for batch in batches] == [1, 1, 1]
-    assert [line for line in said if "so far: 1" in line and "row 2" in line]
-    assert [line for line in said if "so far: 2" in line and "row 3" in line]
+    assert [batch["num_rows"] for batch in batches] == [1, 0, 0]
+    assert [batch["row_ids"].tolist() for batch in batches] == [[0], [-1], [-1]]
+    assert [batch["rows_left_out"] for batch in batches] == [0, 1, 1]
+    assert [line for line in said if "rows too long for the sequence length" in line and "so far: 1" in line]
+    left_out = [line for line in said if "rows left out, on this rank so far" in line]
+    assert ["so far: 1 (1 × " in left_out[0], "row 2" in left_out[0]] == [True, True]
+    assert ["so far: 2 (2 × " in left_out[1], "row 3" in left_out[1], len(left_out)] == [True, True, 2]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +307,7 @@ def test_long_rows_are_counted_in_the_log(param: Any, said: list[str]) -> None:
     [
         ({"sampler_type": "BaseRandomBatchSample"}, ["sampler_type", "BaseRandomBatchSampler"]),
         ({"sampler_type": "SequentialSampler", "shuffle": True}, ["SequentialSampler", "shuffle"]),
-        ({"sampler_type": "LengthGroupedSampler"}, ["not there yet", "BaseRandomBatchSampler"]),
+        ({"sampler_type": "AESampler"}, ["not there yet", "BaseRandomBatchSampler"]),
         ({"collate_param": {"model_name": "qwen2vll"}}, ["model_name", "qwen2vl"]),
         ({"drop_lst": True}, ["drop_lst", "drop_last"]),
     ],
@@ -321,7 +328,7 @@ def test_shuffle_null_is_the_samplers_default() -> None:
     ):
         param = {"sampler_type": name, "shuffle": shuffle}
         loader = build_mm_dataloader(_Threads(), param, micro_batch_size=1, global_batch_size=1)
-        assert loader.sampler.shuffle is expected
+        assert loader.sampler.planner.order.shuffle is expected
 
 
 def test_typed_sections_and_a_process_group(param: Any) -> None:

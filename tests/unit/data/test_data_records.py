@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.records import Conversation, ImageRef, RecordReader
-from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.data.media import MediaRef
+from mindspeed_mm.data.records import Conversation, RecordReader
+from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.unit.data.data_rows import talk, turn
 
 OPENAI = {
@@ -72,9 +74,9 @@ def test_tag_stays_where_it_was_written(text: str) -> None:
 def test_images_absent_null_empty_and_one() -> None:
     """D04: absent, null, [] and "" all mean text only; one path may stand without a list."""
     for columns in ({}, {"images": None}, {"images": []}, {"images": ""}, {"images": [""]}, {"images": [None]}):
-        assert _read(talk("<image>?", "ok", **columns)).images == []
+        assert _read(talk("<image>?", "ok", **columns)).media == []
     for value in ("a.png", ["a.png"], [{"path": "a.png", "bytes": None}]):
-        assert _read(talk("<image>?", "ok", images=value)).images == [ImageRef("a.png")]
+        assert _read(talk("<image>?", "ok", images=value)).media == [MediaRef("image", "a.png")]
     assert "column 'images'" in _error(talk("<image>?", "ok", images=[3]))
 
 
@@ -102,8 +104,7 @@ def test_content_as_text_or_as_typed_parts() -> None:
     assert _shown(_read(row)) == [("user", "A <image> [c.png][own.png]"), ("assistant", "yes")]
     assert "1 image part(s) without a path for 0 path(s)" in _error({**row, "images": []})
     nested = [{"type": "image_url", "image_url": {"url": "file:///x/y.png"}}]
-    assert _read({"messages": [turn("user", nested), turn("assistant", "ok")]}).images == [ImageRef("/x/y.png")]
-    assert "type 'video'" in _error({"messages": [turn("user", [{"type": "video", "video": "v.mp4"}])]})
+    assert _read({"messages": [turn("user", nested), turn("assistant", "ok")]}).media == [MediaRef("image", "/x/y.png")]
     assert "typed parts" in _error({"messages": [turn("user", 5)]})
 
 
@@ -160,6 +161,8 @@ def test_alpaca_rows() -> None:
     assert not _read({**row, "output": None}, **attr).has_target
     with pytest.raises(DataError, match="alpaca rows need"):
         RecordReader(DatasetAttr(formatting="alpaca")).check_columns(["a"], "f.json")
+    with pytest.raises(DataError, match="rows of plain text"):
+        RecordReader(DatasetAttr(formatting="alpaca", prompt="a")).check_columns(["a"], "f.json")
 
 
 def test_system_column() -> None:
@@ -168,9 +171,188 @@ def test_system_column() -> None:
     assert len(_read({**talk("u", "a"), "sys": None}, system="sys").messages) == 2
 
 
-def test_videos_and_audio_are_refused_with_the_row() -> None:
-    assert "column 'videos'" in _error(talk("u", "a", videos=["v.mp4"]), videos="videos")
-    assert _read(talk("u", "a", videos=[]), videos="videos").has_target
+def test_kinds_of_media_are_placed_apart() -> None:
+    """D01, V10: a row may have images and no videos while its text says <video>; media keep their order."""
+    row = talk("<audio> then <image> and <video>", "ok", images=["i.png"], audios=["s.wav"], videos=None)
+    conversation = _read(row, videos="videos", audios="audios")
+    assert _shown(conversation)[0][1] == "[s.wav] then [i.png] and <video>"
+    assert [(ref.kind, ref.path) for ref in conversation.media] == [("audio", "s.wav"), ("image", "i.png")]
+    message = _error(talk("<image>", "ok", images=["i.png"], videos=["v.mp4"]), videos="videos")
+    assert "0 <video> placeholder(s) in user and tool turns for 1 video(s)" in message
+    assert "column 'videos'" in _error(talk("<video>", "ok", videos=[7]), videos="videos")
+
+
+def test_typed_parts_are_the_way_to_write_a_tag_as_text() -> None:
+    """D01: beside typed parts of its kind a tag is text; the other kinds go by their tags."""
+    parts = [{"type": "text", "text": "<image> is a tag, <video> "}, {"type": "image"}]
+    row = {"messages": [turn("user", parts), turn("assistant", "ok")], "images": ["i.png"], "videos": ["v.mp4"]}
+    assert _shown(_read(row, videos="videos"))[0][1] == "<image> is a tag, [v.mp4] [i.png]"
+    repeated = [{"type": "image", "image": "i.png"}, {"type": "text", "text": "?"}]
+    row = {"messages": [turn("user", repeated), turn("assistant", "ok")], "images": ["i.png"]}
+    assert _shown(_read(row))[0][1] == "[i.png]?"
+    assert "0 image part(s) without a path for 2 path(s)" in _error({**row, "images": ["i.png", "j.png"]})
+
+
+def test_tags_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMAGE_PLACEHOLDER", "[[pic]]")
+    assert _shown(_read(talk("<image> [[pic]].", "ok", images=["a"])))[0][1] == "<image> [a]."
+
+
+def test_ways_to_name_a_medium() -> None:
+    png = base64.b64encode(b"png bytes").decode()
+    for value, ref in (
+        ("file:///x/a%20b.png", MediaRef("image", "/x/a b.png")),
+        (f"data:image/png;base64,{png}", MediaRef("image", "<data>", b"png bytes")),
+        ({"bytes": b"raw", "path": None}, MediaRef("image", "<bytes>", b"raw")),
+        ({"bytes": png}, MediaRef("image", "<bytes>", b"png bytes")),
+        ({"image": "x.png"}, MediaRef("image", "x.png")),
+        ('["x.png"]', MediaRef("image", "x.png")),
+        ("[x].png", MediaRef("image", "[x].png")),
+    ):
+        assert _read(talk("<image>", "ok", images=value)).media == [ref]
+    for value in ({"bytes": None, "path": None}, [{"path": None}], float("nan"), "[]"):
+        assert _read(talk("<image>", "ok", images=value)).media == []
+    assert "is on the network" in _error(talk("<image>", "ok", images="https://x/y.png"))
+    assert "base64" in _error(talk("<image>", "ok", images="data:image/png;base64,%%%"))
+
+
+def test_openai_parts() -> None:
+    """Typed parts of every published name, with the format's own names of roles."""
+    sound = base64.b64encode(b"RIFF").decode()
+    parts = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": "b.png"},
+        {"type": "video_url", "video_url": {"url": "file:///v.mp4"}},
+        {"type": "video", "video": ["f1.png", "f2.png"], "fps": 4},
+        {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+        {"type": "audio", "audio": "s.wav"},
+    ]
+    row = {"messages": [turn("developer", "s"), turn("user", parts), turn("tool", "r"), turn("assistant", "ok")]}
+    conversation = RecordReader(DatasetAttr(formatting="openai")).read(row, "row")
+    assert [message.role for message in conversation.messages] == ["system", "user", "tool", "assistant"]
+    frames = (MediaRef("image", "f1.png"), MediaRef("image", "f2.png"))
+    assert conversation.media == [
+        MediaRef("image", "<data>", b"\0\0\0"),
+        MediaRef("image", "b.png"),
+        MediaRef("video", "/v.mp4"),
+        MediaRef("video", frames=frames, fps=4.0),
+        MediaRef("audio", "<data>", b"RIFF"),
+        MediaRef("audio", "s.wav"),
+    ]
+    own = RecordReader(DatasetAttr(formatting="openai", assistant_tag="model"))
+    given = own.read({"messages": [turn("user", "u"), turn("model", "m")]}, "row")
+    assert [message.role for message in given.messages] == ["user", "assistant"]
+    assert "of type image, image_url, video" in _error({"messages": [turn("user", [{"type": "picture"}])]})
+
+
+@pytest.mark.parametrize(
+    ("videos", "columns", "fps"),
+    [
+        ([["f1.png", "f2.png"]], {}, None),
+        ([["f1.png", "f2.png"]], {"video_fps": 3}, 3.0),
+        ([["f1.png", "f2.png"]], {"fps": [5]}, 5.0),
+        ([{"frames": ["f1.png", "f2.png"], "fps": 7}], {"fps": 5}, 7.0),
+    ],
+)
+def test_clips_given_as_pictures(videos: Any, columns: dict[str, Any], fps: float | None) -> None:
+    """V08: a nested list is one video, with the row's own frames a second if it has any."""
+    frames = (MediaRef("image", "f1.png"), MediaRef("image", "f2.png"))
+    row = talk("<video>", "ok", videos=videos, **columns)
+    assert _read(row, videos="videos").media == [MediaRef("video", frames=frames, fps=fps)]
+
+
+def test_video_with_frames_a_second_of_its_own() -> None:
+    """V08: a column of frames a second tells of pictures only; an object's own number counts for a file, too."""
+    row = talk("<video>", "ok", videos=["v.mp4"], fps=30)
+    assert _read(row, videos="videos").media == [MediaRef("video", "v.mp4")]
+    row["videos"] = [{"video": "v.mp4", "fps": 1.5}]
+    assert _read(row, videos="videos").media == [MediaRef("video", "v.mp4", fps=1.5)]
+    assert "above 0" in _error(talk("<video>", "ok", videos=[{"video": "v.mp4", "fps": 0}]), videos="videos")
+    assert "without any picture" in _error(talk("<video>", "ok", videos=[[None]]), videos="videos")
+
+
+def test_csv_cells_hold_lists_as_text() -> None:
+    turns = '[{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "[1, 2]"}]'
+    assert _shown(_read({"messages": turns, "images": '["a.png"]'})) == [("user", "[a.png]"), ("assistant", "[1, 2]")]
+    attr = {"formatting": "alpaca", "prompt": "p", "response": "r", "history": "h"}
+    row = {"p": "[a]", "r": '["not turns"]', "h": '[["q", "a"]]'}
+    shown = [("user", "q"), ("assistant", "a"), ("user", "[a]"), ("assistant", '["not turns"]')]
+    assert _shown(_read(row, **attr)) == shown
+
+
+def test_default_system() -> None:
+    reader = RecordReader(DatasetAttr(**OPENAI, system="sys"), default_system="D")
+    assert _shown(reader.read({**talk("u", "a"), "sys": ""}, "row"))[0] == ("system", "D")
+    assert _shown(reader.read({**talk("u", "a"), "sys": "S"}, "row"))[0] == ("system", "S")
+    assert _shown(reader.read(talk("u", "a", system="own"), "row"))[0] == ("system", "own")
+    middle = {"messages": [turn("user", "u"), turn("system", "s"), turn("assistant", "a")]}
+    assert [role for role, _ in _shown(reader.read(middle, "row"))] == ["user", "system", "assistant"]
+
+
+def test_plain_text() -> None:
+    row = {"text": "once <image> upon a time", "body": "B"}
+    for reader, text in (
+        (RecordReader(DatasetAttr(), is_text=True), row["text"]),
+        (RecordReader(DatasetAttr(pretrain=True, prompt="body")), "B"),
+    ):
+        conversation = reader.read(row, "row")
+        assert conversation.is_text and conversation.has_target
+        assert _shown(conversation) == [("text", text)]
+    reader = RecordReader(DatasetAttr(), is_text=True, default_system="D")
+    assert not reader.read({"text": " "}, "row").has_target and not reader.read({"text": None}, "row").has_target
+    with pytest.raises(BadSample, match="columns found: content"):
+        reader.read({"content": "x"}, "row")
+    with pytest.raises(DataError, match="'text'"):
+        reader.check_columns(["content"], "f.json")
+
+
+@pytest.mark.parametrize(
+    ("attr", "row"),
+    [
+        ({"formatting": "alpaca", "prompt": "p"}, {"p": "q", "chosen": "good", "rejected": "bad"}),
+        (
+            {},
+            {
+                "messages": [turn("user", "q")],
+                "chosen": turn("assistant", "good"),
+                "rejected": turn("assistant", "bad"),
+            },
+        ),
+        ({}, {"chosen": talk("q", "good")["messages"], "rejected": talk("q", "bad")["messages"]}),
+    ],
+)
+def test_preference_pairs(attr: dict[str, Any], row: dict[str, Any]) -> None:
+    attr = {"chosen": "chosen", "rejected": "rejected", **attr}
+    conversation = _read(row, ranking=True, **attr)
+    assert _shown(conversation) == [("user", "q"), ("assistant", "good")]
+    assert [message.parts for message in conversation.rejected or []] == [["bad"]]
+    assert "both answers" in _error({**row, "rejected": None}, ranking=True, **attr)
+
+
+def test_answer_beside_a_list_of_turns() -> None:
+    """The preferred answers of a file of pairs can be trained on: their column is named as the answer."""
+    row = {"messages": [turn("user", "q")], "chosen": turn("assistant", "good"), "rejected": turn("assistant", "bad")}
+    conversation = _read(row, response="chosen")
+    assert _shown(conversation) == [("user", "q"), ("assistant", "good")] and conversation.rejected is None
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (talk("<image>", "a", images=["1", "2"]), "placeholders and media don't match"),
+        ({"messages": [turn("usr", "x")]}, "unknown role"),
+        ({"mesages": []}, "a column is missing"),
+        ({"messages": [turn("assistant", "x", loss=7)]}, "a turn can't be read"),
+        (talk("u", 5), "content can't be read"),
+        (talk("<image>", "a", images="http://x"), "a medium is on the network"),
+        ({"messages": [turn("function_call", "f(")]}, "a tool call can't be read"),
+    ],
+)
+def test_faults_have_a_reason_to_count_by(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadSample) as raised:
+        _read(row)
+    assert raised.value.reason == reason
 
 
 # What a run says before it starts.
@@ -207,7 +389,7 @@ def test_rows_without_a_target_are_left_out_and_counted(param: Any, said: list[s
     dataset = build_mm_dataset(param([talk("q", "a"), talk("only a question"), talk("r", "b"), off]))
     assert len(dataset) == 2
     assert [line for line in said if "left out 2 of 4 rows" in line and "row 2" in line]
-    with pytest.raises(DataError, match="every other row"):
+    with pytest.raises(DataError, match="none of the 1 rows can be used: 1 × no turn of the assistant"):
         build_mm_dataset(param([talk("only a question")]))
 
 
@@ -217,6 +399,50 @@ def test_bad_row_is_found_before_the_run(param: Any) -> None:
         build_mm_dataset(param([talk("q", "a"), talk("q", "a"), talk("<image><image>", "a", images=["x.png"])]))
     with pytest.raises(DataError, match=r"rows\.json, row 2: image not found: 'sub/x.png'; looked for /.*sub/x.png"):
         build_mm_dataset(param([talk("q", "a"), talk("<image>", "a", images=["sub/x.png"])]))
+
+
+def test_faulty_rows_are_left_out_and_counted_if_asked(param: Any, said: list[str]) -> None:
+    """D03, D13: with on_bad_sample skip the run starts, and one line says how many rows are left out and why."""
+    rows = [
+        talk("q", "a"), talk("<image><image>", "a", images=["x.png"]), talk("only a question"),
+        talk("<image>", "a", images=["nowhere.png"]), talk("<image>", "a", images=["x.png", "y.png"]),
+    ]  # fmt: skip
+    dataset = build_mm_dataset(param(rows, on_bad_sample="skip"))
+    assert dataset.indices.tolist() == [0]
+    line = next(line for line in said if "left out 4 of 5 rows" in line)
+    assert "2 × placeholders and media don't match (first: " in line and "rows.json, row 2: 2 <image>" in line
+    assert "1 × no turn of the assistant to train on (first: " in line and "nowhere.png" in line
+    with pytest.raises(DataError, match="none of the 1 rows can be used: 1 × placeholders"):
+        build_mm_dataset(param(rows[1:2], on_bad_sample="skip"))
+
+
+def test_rows_that_are_not_json_follow_the_same_policy(param: Any, tmp_path: Any, said: list[str]) -> None:
+    (tmp_path / "broken.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}\n{"messages": 5,}\n'
+    )
+    with pytest.raises(BadSample, match=r"broken.jsonl, line 2 \(row 2\): not valid JSON"):
+        build_mm_dataset(param("broken.jsonl"))
+    assert len(build_mm_dataset(param("broken.jsonl", on_bad_sample="skip"))) == 1
+    assert any("left out 1 of 2 rows: 1 × a row can't be read" in line for line in said)
+
+
+def test_preference_pairs_are_refused_for_training(param: Any) -> None:
+    rows = [{"p": "q", "good": "g", "bad": "b"}]
+    attr = {"formatting": "alpaca", "prompt": "p", "chosen": "good", "rejected": "bad"}
+    with pytest.raises(ConfigError, match="set ranking to false"):
+        build_mm_dataset(param(rows, attr={**attr, "ranking": True}))
+    assert len(build_mm_dataset(param(rows, attr={**attr, "response": "good"}))) == 1
+
+
+def test_stream(param: Any, tmp_path: Any) -> None:
+    """Rows are found on the way: no length, faults of the first rows are found before the run."""
+    dataset = build_mm_dataset(param([talk("q", "a"), talk("r", "b")], streaming=True))
+    assert dataset.indices is None and dataset.source.lazy
+    assert [_shown(dataset.source.read(i))[0][1] for i in (0, 1)] == ["q", "r"]
+    with pytest.raises(BadSample, match="row 2"):
+        build_mm_dataset(param([talk("q", "a"), talk("<image>", "b", images=["1", "2"])], streaming=True))
+    with pytest.raises(ConfigError, match="val_rate"):
+        build_mm_dataset(param([talk("q", "a")], streaming=True, val_rate=0.5))
 
 
 def test_max_samples_is_an_upper_bound(param: Any) -> None:

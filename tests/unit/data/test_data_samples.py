@@ -11,8 +11,10 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.media import Foreseen
 from mindspeed_mm.data.tokens import Tokenizer
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.unit.data.data_rows import talk, targets, turn
 
 
@@ -48,20 +50,30 @@ def test_samples_equal_the_processor(param: Any, images: list[str], tmp_path: Pa
         assert ("pixel_values" in sample) == bool(row["images"])
         for key in ("pixel_values", "image_grid_thw"):
             assert torch.equal(sample[key], expected[key]) if row["images"] else key not in sample
-    assert dataset.encoder.tokenizer._fast  # the processor's parts were seen to agree, and used
+    assert dataset.encoder.tokenizer._trusted == {"image": True}  # what was foreseen agreed with the processor
 
 
 def test_a_processor_of_another_kind_is_called_whole(
     param: Any, images: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the parts don't give the processor's result, the processor itself is used; the sample is the same."""
+    """Where geometry doesn't tell what the processor makes, media are decoded to measure; the sample is the same."""
     rows = [talk("one <image> two <image>", "ok", "and", "so", images=images[:2])]
-    usual = build_mm_dataset(param(rows))[0]
-    monkeypatch.setattr(Tokenizer, "_image_text", lambda *_: "<|image_pad|>")
+    usual = build_mm_dataset(param(rows))
+    monkeypatch.setattr(DefaultAdapter, "foresee", lambda *_: Foreseen("<|image_pad|>", 4, 16))
     dataset = build_mm_dataset(param(rows))
-    other = dataset[0]
-    assert dataset.encoder.tokenizer._fast is False
-    assert usual.keys() == other.keys() and all(torch.equal(usual[key], other[key]) for key in usual)
+    other, expected = dataset[0], usual[0]
+    assert dataset.encoder.tokenizer._trusted == {"image": False}
+    assert expected.keys() == other.keys() and all(torch.equal(expected[key], other[key]) for key in expected)
+    (size,), (foreseen,) = dataset.measure(0), usual.measure(0)
+    assert (size.tokens, size.patches) == (foreseen.tokens, foreseen.patches) == (len(other["input_ids"]), len(other["pixel_values"]))
+
+
+def test_a_processor_that_makes_other_ids_is_refused(param: Any, images: list[str], monkeypatch: Any) -> None:
+    """Where the processor's ids are not those of its expanded text, exact labels are not possible."""
+    monkeypatch.setattr(Tokenizer, "_types", lambda _self, ids: ids)
+    dataset = build_mm_dataset(param([talk("<image>", "ok", images=images[:1])]))
+    with pytest.raises(ConfigError, match="makes other token ids"):
+        dataset[0]
 
 
 def test_model_tokens_typed_by_a_person_stay_text(param: Any, images: list[str], processor: Any) -> None:
@@ -145,23 +157,23 @@ def test_text_model_has_no_processor(param: Any, text_dir: Path, images: list[st
     dataset = build_mm_dataset(param(rows, model=text_dir))
     assert sorted(dataset[0]) == ["input_ids", "labels"]
     assert dataset.pad_token_id == tokenizer.pad_token_id
-    with pytest.raises(DataError, match=r"row 2: the row has 1 image\(s\), but .* no image processor"):
+    with pytest.raises(DataError, match=r"row 2: the row has 1 image\(s\), but .* takes text only"):
         dataset[1]
 
 
 def test_data_set_loads_nothing_before_the_first_sample_and_is_picklable(param: Any) -> None:
     dataset = build_mm_dataset(param([talk("q", "a"), talk("r", "b")]))
-    assert dataset._encoder._encoder is None
+    assert dataset.lazy_encoder._made is None
     before = dataset[1]
     again = pickle.loads(pickle.dumps(dataset))
-    assert again._encoder._encoder is None
+    assert again.lazy_encoder._made is None
     assert torch.equal(again[1]["input_ids"], before["input_ids"])
 
 
 def test_damaged_image_names_the_row(param: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"<html>")
     dataset = build_mm_dataset(param([talk("<image>", "a", images=["bad.png"])]))
-    with pytest.raises(DataError, match=r"rows\.json, row 1: .*bad\.png can't be decoded"):
+    with pytest.raises(DataError, match=r"rows\.json, row 1: .*bad\.png is not an image"):
         dataset[0]
 
 
@@ -169,7 +181,7 @@ def test_what_the_processor_refuses_names_the_row(param: Any, tmp_path: Path) ->
     """I01: a picture beyond the processor's aspect ratio."""
     Image.new("RGB", (3000, 2)).save(tmp_path / "thin.png")
     dataset = build_mm_dataset(param([talk("<image>", "a", images=["thin.png"])]))
-    with pytest.raises(DataError, match=r"rows\.json, row 1: the processor refuses this row: .*aspect ratio"):
+    with pytest.raises(DataError, match=r"rows\.json, row 1: .*thin.png is 3000×2 pixels"):
         dataset[0]
 
 
@@ -207,3 +219,53 @@ def test_tool_schemas_reach_the_template_once(param: Any, text_dir: Path, tokeni
     assert texts[0] == texts[1] and [text.count("# Tools") for text in texts] == [1, 1, 0]
     assert not any("None" in text for text in texts)
     assert targets(dataset[2], tokenizer).startswith("<tool_call>")
+
+
+def test_measured_sizes_are_those_of_the_samples(param: Any, images: list[str]) -> None:
+    """Tokens and patches of rows with 0 to 3 images are known before any is decoded, cut rows included."""
+    a, b, c = images
+    rows = [
+        talk("no image", "ok"),
+        talk("<image>", "ok", images=[b]),
+        talk("<image><image>", "ok", "<image> again", "a long answer " * 20, images=[c, a, b]),
+    ]
+    dataset = build_mm_dataset(param(rows), max_length=100)
+    for index in range(3):
+        (size,), sample = dataset.measure(index), dataset[index]
+        assert size.tokens == len(sample["input_ids"])
+        assert size.patches == len(sample.get("pixel_values", ()))
+        grids = sample["image_grid_thw"].prod(1) if "image_grid_thw" in sample else torch.zeros(0)
+        assert size.squared_patches == int(grids.square().sum())
+    assert "cut after" in dataset[2]["note"]
+
+
+def test_bad_samples_are_raised_or_skipped_with_a_reason(param: Any, images: list[str], tmp_path: Path) -> None:
+    """I08: with skip a row that can't be used is a filler whose fault can be counted; measuring says the same."""
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "cut.jpg")
+    content = (tmp_path / "cut.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
+    rows = [
+        talk("<image>", "ok", images=images[:1]),
+        talk("<image>", "ok", images=["cut.jpg"]),
+        talk("<image>", "ok", images=["empty.png"]),
+    ]
+    (tmp_path / "empty.png").write_bytes(b"")
+    with pytest.raises(BadSample, match=r"row 2: .*cut\.jpg"):
+        build_mm_dataset(param(rows))[1]
+    dataset = build_mm_dataset(param(rows, on_bad_sample="skip"))
+    assert "fault" not in dataset[0]
+    for index, name in ((1, "cut.jpg"), (2, "empty.png")):
+        sample = dataset[index]
+        assert int(sample["num_rows"]) == 0 and set(sample["labels"].tolist()) == {-100}
+        assert sample["fault"] == "image can't be decoded" and name in sample["note"]
+    assert [size.fault for size in dataset.measure(2)] == ["image can't be decoded"]
+
+
+def test_room_cuts_a_sample_further(param: Any) -> None:
+    """What is left of a pack is a limit as well; a row that then doesn't fit at all is a filler with its fault."""
+    row = talk("q", "one", "r", "two")
+    shorter = build_mm_dataset(param([talk("q", "one")]))[0]
+    dataset = build_mm_dataset(param([row]))
+    length = len(dataset[0]["input_ids"])
+    assert torch.equal(dataset.get(0, room=length - 1)["input_ids"], shorter["input_ids"])
+    assert dataset.get(0, room=5)["fault"] == "longer than the length limit"

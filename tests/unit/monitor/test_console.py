@@ -19,7 +19,11 @@ RECORD = {
     "nan_iterations": 0,
     "tokens_per_second": 1000.0,
     "eta_seconds": 3700.0,
+    "media_per_second": {"image": 2.0, "video": 0.5},
+    "data_wait_ms": 12.5,
     "data_wait_fraction": 0.01,
+    "imbalance": 1.25,
+    "rows_left_out": 3,
     "padding_fraction": 0.25,
     "memory_bytes": 2**30,
 }
@@ -50,7 +54,8 @@ def test_the_time_is_the_fifth_field_between_colons() -> None:
 def test_new_figures_hold_no_surplus_colon() -> None:
     tail = format_step(RECORD).split("number of nan iterations:")[1]
     assert all(len(field.split(":")) == 2 for field in tail.split("|")[1:-1])
-    assert "padding: 25.0%" in tail
+    assert "| media per second: 2.5 | data wait (ms): 12.5 | data wait: 1.0% | padding: 25.0% |" in tail
+    assert "| imbalance: 1.25 | rows left out: 3 |" in tail
     assert "ETA: 1h01m40s" in tail
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.monitor.metrics import read_metrics
+from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.watch import Watch
 
 NAN, INF = float("nan"), float("inf")
@@ -33,7 +36,7 @@ def lines(folder: Path, steps: list[Step], interval: int) -> list[dict[str, Any]
     )
     for number, step in enumerate(steps, 1):
         asked: list[Step] = []
-        watch.add(BatchCounts(), None, lambda step=step, asked=asked: asked.append(step) or step)
+        watch.add(number, BatchCounts(), None, lambda step=step, asked=asked: asked.append(step) or step)
         if watch.wants_result(number):
             figures = {"loss": step.loss, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 2.0**number}
             watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
@@ -41,6 +44,40 @@ def lines(folder: Path, steps: list[Step], interval: int) -> list[dict[str, Any]
             assert asked == []  # its figures may still be on the device
     watch.close()
     return read_metrics(folder / "metrics.jsonl")
+
+
+def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates over the interval, the longest wait of any rank, imbalance as its mean, rows left out over the run."""
+    settings = {"is_writer": True, "save": str(tmp_path), "resumed": False, "train_iters": 4, "global_batch_size": 4}
+    watch = Watch(log_interval=2, row_log=RowLog(tmp_path, 0, 1, 0), **settings)
+    for number in range(1, 5):
+        media = {"image": 3 * number, "video": 1}
+        step = {"media": media, "row_ids": [number], "wait_seconds": 0.25, "cost": 8.0, "imbalance": 1.0 + number}
+        counts = BatchCounts(tokens=75, positions=100, rows_left_out=number % 2, **step)
+        watch.add(number, counts, None, Step)
+        if watch.wants_result(number):
+            watch._started = time.perf_counter() - 2.0  # the interval has taken two seconds
+            figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0}
+            watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
+    watch.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["tokens_per_second"] == pytest.approx(75, rel=0.05)
+    assert second["media_per_second"] == pytest.approx({"image": 10.5, "video": 1.0}, rel=0.05)
+    assert (first["data_wait_ms"], first["padding_fraction"]) == (250.0, 0.25)
+    assert first["data_wait_fraction"] == pytest.approx(0.25, rel=0.05)
+    assert (first["imbalance"], second["imbalance"]) == (2.5, 4.5)
+    assert (first["rows_left_out"], second["rows_left_out"]) == (1, 2)
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "| data wait (ms): 250.0 | data wait: 25.0% | padding: 25.0% | imbalance: 4.50 | rows left out: 2 |" in line
+    rows = (tmp_path / "rows" / "rank0.jsonl").read_text().splitlines()
+    assert [json.loads(text)["rows"] for text in rows] == [[1], [2], [3], [4]]
+
+
+def test_figures_that_nobody_knows_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = lines(tmp_path, [Step()], 1)
+    assert (record["imbalance"], record["media_per_second"]) == (None, {})
+    printed = capsys.readouterr().out
+    assert not any(name in printed for name in ("imbalance", "media per second", "rows left out"))
 
 
 @pytest.mark.parametrize(

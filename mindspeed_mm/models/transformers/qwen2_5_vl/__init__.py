@@ -11,6 +11,7 @@ from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
 
 
 def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
@@ -32,6 +33,8 @@ TRAITS = FamilyTraits(
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
     towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_smallest_image),),
+    packed_positions=packed_positions,
+    one_tower_pass=one_tower_pass,
 )
 
 Qwen2_5_VLForConditionalGeneration = adapt_class(HFQwen2_5_VL)

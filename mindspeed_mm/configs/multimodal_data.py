@@ -1,0 +1,74 @@
+"""`dataset_type: multimodal` in the words of `dataset_type: huggingface`: InternVL-style lists of jsonl files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.configs.scalars import show
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+_KEYS = ("data_path", "data_folder", "repeat_time", "max_samples")
+#: columns and roles of InternVL's rows: {image, video, conversations: [{from, value}]}
+_COLUMNS = {"messages": "conversations", "images": "image", "videos": "video", "audios": "audio"}
+_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+
+
+def translated_dataset_param(param: Any, file: str) -> Any:
+    """Return `dataset_param` with multimodal `basic_parameters` written as entries of `dataset`; others as they are.
+
+    Each {data_path, data_folder, repeat_time} becomes an entry with the names of InternVL's columns, or with those
+    of `attr` where it gives some. The processor is that of `preprocess_parameters.model_name_or_path`, else of
+    `tokenizer_config.from_pretrained`.
+
+    Args:
+        param: Plain mapping.
+        file: The file's name, for messages.
+
+    Raises:
+        ConfigError: An entry without data_path, or with an unknown key.
+    """
+    if not isinstance(param, Mapping) or param.get("dataset_type") != "multimodal":
+        return param
+    basic = param.get("basic_parameters")
+    parts = list(basic) if isinstance(basic, list) else [basic]
+    rest: dict[str, Any] = {}
+    if isinstance(basic, Mapping):
+        if "data_path" not in basic and "dataset" in basic:  # already in the other words
+            return param
+        rest = {key: value for key, value in basic.items() if key not in _KEYS}
+        parts = [{key: value for key, value in basic.items() if key in _KEYS}]
+    attr = param.get("attr") or {}
+    entries = [_entry(part, f"{_path(basic, number)}", attr, file) for number, part in enumerate(parts)]
+    preprocess = dict(param.get("preprocess_parameters") or {})
+    tokenizer = dict(param.get("tokenizer_config") or {})
+    if "model_name_or_path" not in preprocess and tokenizer.get("from_pretrained"):
+        preprocess["model_name_or_path"] = tokenizer.pop("from_pretrained")
+    basic_parameters = {**rest, "dataset": entries}
+    changed = {"basic_parameters": basic_parameters, "preprocess_parameters": preprocess, "tokenizer_config": tokenizer}
+    return {**param, **changed}
+
+
+def _path(basic: Any, number: int) -> str:
+    return "dataset_param.basic_parameters" + (f"[{number}]" if isinstance(basic, list) else "")
+
+
+def _entry(part: Any, path: str, attr: Mapping[str, Any], file: str) -> dict[str, Any]:
+    if not isinstance(part, Mapping) or not part.get("data_path"):
+        raise ConfigError(f"{file}: '{path}' is {show(part)}; expected an object with {', '.join(_KEYS)}")
+    for key, value in part.items():
+        if key not in _KEYS:
+            raise ConfigError(f"{file}: unknown key '{path}.{key}' (value {show(value)}){did_you_mean(key, _KEYS)}")
+    columns = {key: attr.get(key, name) for key, name in _COLUMNS.items()}
+    columns.update({key: attr[key] for key in ("system", "tools") if attr.get(key)})
+    entry: dict[str, Any] = {
+        "file_name": part["data_path"],
+        "formatting": "sharegpt",
+        "columns": columns,
+        "tags": {key: attr.get(key, name) for key, name in _TAGS.items()},
+        "tag_may_be_missing": True,
+    }
+    for key, name in (("data_folder", "media_dir"), ("repeat_time", "repeat_time"), ("max_samples", "num_samples")):
+        if part.get(key) is not None:
+            entry[name] = part[key]
+    return entry

@@ -1,0 +1,159 @@
+"""Sounds: any file and any rate as one channel of floats at the model's rate.
+
+A file of M samples at r Hz becomes round(M·R/r) samples at R Hz (halves up), channels averaged; then it is cut to the
+longest length that the model hears, or padded with silence to the shortest. M is what the header says where
+that is exact (PCM, FLAC, ALAC); lossy formats are decoded to count it, because their headers count the encoder's
+padding too. Where decoding gives less than the header says (a damaged file), silence stands for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.data.containers import decode, header_seconds, open_container, use_one_thread
+from mindspeed_mm.data.media_files import MediaFile
+from mindspeed_mm.utils.log import notice
+
+#: formats and encodings that together give the exact length of a sound without decoding it
+_EXACT_FORMATS = frozenset(("wav", "w64", "aiff", "au", "caf", "flac", "mov"))
+_EXACT_CODECS = ("pcm_", "flac", "alac")
+
+
+@dataclass(frozen=True)
+class SoundFacts:
+    """What is known of a sound before it is decoded.
+
+    Attributes:
+        rate: samples a second.
+        length: samples of a channel.
+    """
+
+    rate: int
+    length: int
+
+
+@dataclass(frozen=True)
+class SoundRule:
+    """What a model hears.
+
+    Attributes:
+        rate: samples a second.
+        max_seconds: longer sounds are cut; None: they are not.
+        min_samples: shorter sounds are padded with silence.
+    """
+
+    rate: int
+    max_seconds: float | None
+    min_samples: int
+
+    def whole(self, facts: SoundFacts) -> int:
+        """Samples of the whole sound at the model's rate, at least one."""
+        return max(1, (2 * facts.length * self.rate + facts.rate) // (2 * facts.rate))
+
+    def samples(self, facts: SoundFacts) -> int:
+        """Samples that the model gets."""
+        samples = self.whole(facts)
+        if self.max_seconds is not None:
+            samples = min(samples, round(self.max_seconds * self.rate))
+        return max(samples, self.min_samples)
+
+
+def look_sound(file: MediaFile, timeout: float) -> SoundFacts:
+    """Read how long a sound is; of lossy formats this takes decoding it.
+
+    Raises:
+        BadSample: No sound in the file, or one without a sample.
+    """
+    with open_container(file, "sound", timeout) as (container, deadline):
+        stream = _sound_stream(container, file)
+        codec = stream.codec_context
+        rate, length = codec.sample_rate, 0
+        if container.format.name.split(",")[0] in _EXACT_FORMATS and codec.name.startswith(_EXACT_CODECS):
+            length = round((header_seconds(stream) or 0) * rate)
+        if not length:
+            for frame in decode(container, stream, deadline):
+                rate, length = frame.sample_rate, length + frame.samples
+    if not length or not rate:
+        raise file.fault("holds no sound: its length is 0 samples", "sound is empty")
+    return SoundFacts(rate, length)
+
+
+def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: float) -> np.ndarray:
+    """Decode a sound.
+
+    Args:
+        file: The sound, or a video whose sound track is wanted.
+        facts: What `look_sound` said.
+        rule: What the model hears.
+        timeout: Seconds that it may take.
+
+    Returns:
+        [rule.samples(facts)] float32 between -1 and 1.
+
+    Raises:
+        BadSample: Less than half of the sound can be decoded, or it takes too long.
+    """
+    wanted, whole = rule.samples(facts), rule.whole(facts)
+    heard = min(wanted, whole)
+    if heard < whole:
+        notice(
+            f"{file.where}: {file.label} lasts {whole / rule.rate:.1f} s; the model hears {heard / rule.rate:g} s, the "
+            "rest is left out (this is said once)",
+            "sound cut",
+        )
+    # What is resampled is a little longer than what is kept: the filter looks ahead.
+    needed = facts.length if heard == whole else heard * facts.rate // rule.rate + facts.rate // 10
+    pieces, count = [], 0
+    with open_container(file, "sound", timeout) as (container, deadline):
+        stream = _sound_stream(container, file)
+        for piece in _mono(decode(container, stream, deadline)):
+            pieces.append(piece)
+            count += len(piece)
+            if count >= needed:
+                break
+        sound = _resampled(np.concatenate(pieces)[:needed], facts.rate, rule.rate) if pieces else np.empty(0)
+    if 2 * min(len(sound), heard) < heard:
+        seconds = f"{count / facts.rate:.2f} of {min(needed, facts.length) / facts.rate:.2f} s"
+        raise file.fault(f"is damaged: {seconds} can be decoded; at least half is needed", "sound can't be decoded")
+    if count + facts.rate // 10 < min(needed, facts.length):
+        notice(f"{file.where}: {file.label} is damaged: its end is silence (this is said once)", "sound damaged")
+    out = np.zeros(wanted, np.float32)
+    kept = sound[:heard]
+    np.clip(kept, -1, 1, out=out[: len(kept)])
+    return out
+
+
+def _sound_stream(container: Any, file: MediaFile) -> Any:
+    if not container.streams.audio:
+        kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
+        raise file.fault(f"has no sound in it; it holds {kinds}", "file without sound")
+    stream = container.streams.audio[0]
+    if stream.codec_context is None:
+        raise file.fault("is encoded in a way that this FFmpeg doesn't know", "sound can't be decoded")
+    use_one_thread(stream)
+    return stream
+
+
+def _mono(frames: Iterator[Any]) -> Iterator[np.ndarray]:
+    """Frames of any sample format as [samples] float32: the mean of the channels."""
+    import av
+
+    convert = av.AudioResampler(format="fltp")
+    for frame in frames:
+        for same in convert.resample(frame):
+            yield same.to_ndarray().mean(axis=0, dtype=np.float32)
+
+
+def _resampled(sound: np.ndarray, rate: int, to: int) -> np.ndarray:
+    import av
+
+    if rate == to:
+        return sound
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound[None]), format="fltp", layout="mono")
+    frame.sample_rate = rate
+    change = av.AudioResampler(format="fltp", layout="mono", rate=to)
+    return np.concatenate([piece.to_ndarray()[0] for piece in (*change.resample(frame), *change.resample(None))])

@@ -1,0 +1,140 @@
+"""Sizes of rows, found ahead of time: in worker processes where there are some, and kept once they are known."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from mindspeed_mm.data.media import SampleSize
+from mindspeed_mm.data.workers import Failure, next_batch, shut_down, start, torch_loader
+from mindspeed_mm.utils.errors import MMError
+
+_CHUNK = 32
+_UNKNOWN = -1
+
+
+class SizeTable:
+    """Sizes of rows by number, in a few bytes a row; grows as rows are found."""
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._media: np.ndarray | None = None  # [rows, 2] int64: patches, squared patches
+        self._special: dict[int, list[SampleSize]] = {}  # rows of several pieces, and those with a fault
+        self._known = 0
+
+    def __len__(self) -> int:
+        """Number of rows that are known."""
+        return self._known
+
+    def __contains__(self, row: int) -> bool:
+        return row < len(self._tokens) and self._tokens[row] != _UNKNOWN
+
+    def __getitem__(self, row: int) -> list[SampleSize]:
+        if row in self._special:
+            return self._special[row]
+        patches, squared = self._media[row].tolist() if self._media is not None else (0, 0)
+        return [SampleSize(int(self._tokens[row]), patches, squared)]
+
+    def __setitem__(self, row: int, sizes: list[SampleSize]) -> None:
+        self._reserve(row + 1)
+        self._known += self._tokens[row] == _UNKNOWN
+        self._tokens[row] = sum(size.tokens for size in sizes)
+        if len(sizes) != 1 or sizes[0].fault is not None:
+            self._special[row] = sizes
+        elif sizes[0].patches:
+            if self._media is None:
+                self._media = np.zeros((len(self._tokens), 2), dtype=np.int64)
+            self._media[row] = sizes[0].patches, sizes[0].squared_patches
+
+    def _reserve(self, rows: int) -> None:
+        if rows <= len(self._tokens):
+            return
+        more = max(rows, 2 * len(self._tokens), 1024) - len(self._tokens)
+        self._tokens = np.concatenate([self._tokens, np.full(more, _UNKNOWN, dtype=np.int32)])
+        if self._media is not None:
+            self._media = np.concatenate([self._media, np.zeros((more, 2), dtype=np.int64)])
+
+
+class _Measured(Dataset):
+    """The data set as the measuring workers see it: chunks of rows to their sizes, errors as values."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        try:
+            return [self._dataset.measure(row) for row in rows]
+        except MMError as error:
+            return Failure(str(error))
+
+
+class Measurer:
+    """Finds the sizes of rows in the order in which they will be needed.
+
+    Every rank measures for itself, so that none waits for another: all find the same. A size is found once; later
+    epochs take it from memory.
+
+    Args:
+        dataset: Has `measure(row) -> list[SampleSize]`, one entry a piece.
+        num_workers: Processes that measure ahead; 0 measures when asked.
+        num_rows: Says how many rows there are, None as long as that isn't known.
+    """
+
+    def __init__(self, dataset: Any, num_workers: int, num_rows: Callable[[], int | None]) -> None:
+        self._dataset = dataset
+        self._num_workers = num_workers
+        self._num_rows = num_rows
+        self.table = SizeTable()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the size of every row is known."""
+        return len(self.table) == self._num_rows()
+
+    def sizes(self, rows: Iterable[int]) -> Generator[list[SampleSize], None, None]:
+        """Yield the sizes of each row, in the order of `rows`, which may have no end and are read ahead.
+
+        Closing the iterator ends its workers.
+
+        Raises:
+            DataError: A row can't be used, or a worker died.
+        """
+        rows = iter(rows)
+        if self._num_workers and not self.is_complete:
+            yield from self._measured_ahead(rows)
+        for row in rows:
+            if row not in self.table:
+                self.table[row] = self._dataset.measure(row)
+            yield self.table[row]
+
+    def _measured_ahead(self, rows: Iterator[int]) -> Iterator[list[SampleSize]]:
+        """Yield sizes that workers find, until every row is known or `rows` ends."""
+        sent: deque[tuple[list[int], list[int]]] = deque()
+
+        def chunks() -> Iterator[list[int]]:
+            while chunk := list(itertools.islice(rows, _CHUNK)):
+                asked = [row for row in dict.fromkeys(chunk) if row not in self.table]
+                sent.append((chunk, asked))
+                yield asked
+
+        loader = torch_loader(_Measured(self._dataset), chunks(), self._num_workers, seed=0, prefetch_factor=8)
+        running = start(loader)
+        try:
+            while not self.is_complete:
+                try:
+                    found = next_batch(running, self._num_workers)
+                except StopIteration:
+                    return
+                chunk, asked = sent.popleft()
+                for row, sizes in zip(asked, found, strict=True):
+                    self.table[row] = sizes
+                yield from (self.table[row] for row in chunk)
+        finally:
+            shut_down(running)
+        for chunk, _ in sent:
+            yield from (self.table[row] for row in chunk)

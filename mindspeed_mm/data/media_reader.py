@@ -1,0 +1,233 @@
+"""One door to every medium of a row: what its header says, and what it is decoded to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.data.audio import SoundFacts, SoundRule, look_sound, read_sound
+from mindspeed_mm.data.images import WIDEST_RATIO, PixelLimits, fit_size, image_size, read_image
+from mindspeed_mm.data.media import Clip, Geometry, MediaRef
+from mindspeed_mm.data.media_files import MediaFile, find_media
+from mindspeed_mm.data.video import FrameRule, VideoFacts, look_video, plan_frames, read_clip
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_REMEMBERED = 16_384
+_PICTURES_FPS = 2.0  # of a clip given as pictures, where neither the row nor data.json says it
+
+FactsT = TypeVar("FactsT")
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """What a model's processor accepts; data.json's limits come on top.
+
+    Attributes:
+        image_min_pixels: area below which the processor enlarges an image by itself.
+        image_factor: shortest side of an image or a frame that it accepts, in pixels (patch × merge).
+        video_min_pixels: the same area for a frame of a video.
+        video_fps: frames taken of a second of video.
+        video_min_frames, video_max_frames: least and most frames taken of a video.
+        temporal_patch: the number of frames is made a multiple of this.
+        sampling_rate: samples of sound a second.
+        max_audio_seconds: a sound is cut to this; None takes all of it.
+        min_audio_samples: shorter sounds are padded with silence to this.
+    """
+
+    image_min_pixels: int = 0
+    image_factor: int = 1
+    video_min_pixels: int = 0
+    video_fps: float = 2.0
+    video_min_frames: int = 1
+    video_max_frames: int = 768
+    temporal_patch: int = 1
+    sampling_rate: int = 16_000
+    max_audio_seconds: float | None = None
+    min_audio_samples: int = 0
+
+
+class MediaReader:
+    """Reads the media of rows. Instances can be pickled and forked.
+
+    `look` and `open` agree: what `open` returns has the height, width, frames and samples that `look` foresaw.
+
+    Args:
+        options: `preprocess_parameters` of data.json.
+        defaults: What the model's processor accepts.
+    """
+
+    def __init__(self, options: PreprocessParameters, defaults: MediaLimits) -> None:
+        ratio = min(options.max_aspect_ratio or WIDEST_RATIO, WIDEST_RATIO)
+        self._image = PixelLimits(
+            options.image_max_pixels,
+            options.image_min_pixels,
+            defaults.image_factor,
+            defaults.image_min_pixels,
+            ratio,
+        )
+        self._video = PixelLimits(
+            options.video_max_pixels,
+            options.video_min_pixels,
+            defaults.image_factor,
+            defaults.video_min_pixels,
+            ratio,
+        )
+        self._frames = FrameRule(
+            options.video_fps or defaults.video_fps,
+            defaults.video_min_frames,
+            options.video_maxlen or defaults.video_max_frames,
+            defaults.temporal_patch,
+        )
+        self._sound = SoundRule(
+            options.audio_sampling_rate or defaults.sampling_rate,
+            defaults.max_audio_seconds,
+            defaults.min_audio_samples,
+        )
+        self._pictures_fps = options.video_fps or _PICTURES_FPS
+        self._fast = options.image_decoder == "fast"
+        self._timeout = options.media_timeout
+        self._seen: OrderedDict[Any, Any] = OrderedDict()
+
+    def locate(self, ref: MediaRef, folders: Sequence[str], where: object) -> str:
+        """Return the full path of a medium: in the first of `folders` that holds it.
+
+        Raises:
+            BadSample: None does; the message has the row and every full path that was tried.
+        """
+        return find_media(ref, folders, where).path
+
+    def look(self, ref: MediaRef, folders: Sequence[str], where: object) -> Geometry:
+        """Return what a medium will be when it is opened.
+
+        Args:
+            ref: The medium as the row names it.
+            folders: Where relative paths are looked for, in order.
+            where: The row, for messages.
+
+        Raises:
+            BadSample: The medium isn't there or can't be used; message with row and path, reason to count by.
+        """
+        if ref.frames:
+            return self._look_pictures(ref, self._find_pictures(ref, folders, where))
+        file = find_media(ref, folders, where)
+        if ref.kind == "image":
+            width, height = self._image_size(file)
+            return Geometry("image", height, width)
+        if ref.kind == "audio":
+            return Geometry("audio", samples=self._sound.samples(self._sound_facts(file)))
+        rule = self._rule(ref)
+        facts = self._video_facts(file, rule)
+        plan = plan_frames(facts, rule)
+        width, height = _fitted(file, facts.width, facts.height, self._video, "video")
+        return Geometry("video", height, width, plan.count, plan.fps)
+
+    def open(self, ref: MediaRef, folders: Sequence[str], where: object) -> Image.Image | Clip | np.ndarray:
+        """Decode a medium.
+
+        Args:
+            ref: The medium as the row names it.
+            folders: Where relative paths are looked for, in order.
+            where: The row, for messages.
+
+        Returns:
+            An RGB picture, a `Clip`, or a sound: [samples] float32 between -1 and 1.
+
+        Raises:
+            BadSample: As `look`, and where decoding fails.
+        """
+        if ref.frames:
+            return self._open_pictures(ref, self._find_pictures(ref, folders, where))
+        file = find_media(ref, folders, where)
+        if ref.kind == "image":
+            return read_image(file, self._image_size(file), self._fast)
+        if ref.kind == "audio":
+            return read_sound(file, self._sound_facts(file), self._sound, self._timeout)
+        rule = self._rule(ref)
+        facts = self._video_facts(file, rule)
+        size = _fitted(file, facts.width, facts.height, self._video, "video")
+        return read_clip(file, facts, plan_frames(facts, rule), size, self._timeout)
+
+    def look_sound_of_video(self, ref: MediaRef, folders: Sequence[str], where: object) -> Geometry:
+        """Return what the sound track of a video will be when `open_sound_of_video` reads it.
+
+        Raises:
+            BadSample: As `look`; also where the video has no sound.
+        """
+        facts = self._sound_facts(find_media(ref, folders, where))
+        return Geometry("audio", samples=self._sound.samples(facts))
+
+    def open_sound_of_video(self, ref: MediaRef, folders: Sequence[str], where: object) -> np.ndarray:
+        """Decode the sound track of a video (`use_audio_in_video`): [samples] float32 at the model's rate.
+
+        Raises:
+            BadSample: As `open`; also where the video has no sound.
+        """
+        file = find_media(ref, folders, where)
+        return read_sound(file, self._sound_facts(file), self._sound, self._timeout)
+
+    def _image_size(self, file: MediaFile) -> tuple[int, int]:
+        width, height = self._facts("image", file, lambda: image_size(file))
+        return _fitted(file, width, height, self._image, "image")
+
+    def _rule(self, ref: MediaRef) -> FrameRule:
+        """The frames taken of a video: the row's own number a second comes before data.json's."""
+        return replace(self._frames, fps=ref.fps) if ref.fps else self._frames
+
+    def _video_facts(self, file: MediaFile, rule: FrameRule) -> VideoFacts:
+        return self._facts(f"video at {rule.fps}", file, lambda: look_video(file, rule, self._timeout))
+
+    def _sound_facts(self, file: MediaFile) -> SoundFacts:
+        return self._facts("audio", file, lambda: look_sound(file, self._timeout))
+
+    def _facts(self, kind: str, file: MediaFile, look: Callable[[], FactsT]) -> FactsT:
+        """What `look` finds, remembered for files until they change; bytes of a row have no name to remember."""
+        if file.key is None:
+            return look()
+        key = kind, *file.key
+        found = self._seen.pop(key, None) or look()
+        self._seen[key] = found
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return found
+
+    def _find_pictures(self, ref: MediaRef, folders: Sequence[str], where: object) -> list[MediaFile]:
+        """The pictures of a clip; where there are more than the most frames, evenly chosen ones."""
+        files = [find_media(frame, folders, where) for frame in ref.frames]
+        taken = min(len(files), self._frames.most)
+        return [files[number * len(files) // taken] for number in range(taken)]
+
+    def _look_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> Geometry:
+        """A clip of pictures has the size of its first one."""
+        width, height = self._facts("image", files[0], lambda: image_size(files[0]))
+        width, height = _fitted(files[0], width, height, self._video, "video")
+        fps = (ref.fps or self._pictures_fps) * len(files) / len(ref.frames)
+        return Geometry("video", height, width, self._frames.padded(len(files)), fps)
+
+    def _open_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> Clip:
+        geometry = self._look_pictures(ref, files)
+        size, total = (geometry.width, geometry.height), len(ref.frames)
+        images = np.empty((geometry.frames, geometry.height, geometry.width, 3), np.uint8)
+        for number, file in enumerate(files):
+            images[number] = np.asarray(read_image(file, size, self._fast))
+        images[len(files) :] = images[len(files) - 1]
+        fps = ref.fps or self._pictures_fps
+        times = [number * total // len(files) / fps for number in range(len(files))]
+        return Clip(images, times + times[-1:] * (geometry.frames - len(files)), geometry.fps, fps, total)
+
+
+def _fitted(file: MediaFile, width: int, height: int, limits: PixelLimits, kind: str) -> tuple[int, int]:
+    size = fit_size(width, height, limits)
+    if size is None:
+        raise file.fault(
+            f"is {width}×{height} pixels; the longer side may be {limits.max_ratio:g} times the shorter one "
+            "(preprocess_parameters.max_aspect_ratio)",
+            f"{kind} too narrow",
+        )
+    return size

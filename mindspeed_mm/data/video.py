@@ -1,0 +1,252 @@
+"""Videos: which frames are taken of a file, and those frames as upright RGB.
+
+**Which frames.** Times are seconds from the beginning of the first frame, as the file's own timestamps say, so that a
+variable frame rate comes out right. A clip lasts D seconds and has N frames.
+
+1. Wanted are the times 0, 1/fps, 2/fps, … below D.
+2. If these are fewer than the least number of frames or more than the most, that number n is taken instead, at 0, D/n,
+   2D/n, …; the most is a multiple of the temporal patch.
+3. No more frames are taken than there are: if N or more are wanted, every frame is taken once, the last one too.
+4. What is shown at a time is the last frame that began before it or up to 3 ms after (containers round timestamps).
+5. The last frame is repeated until their number is a multiple of the temporal patch.
+6. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame stands for
+   the missing ones; if these are more than half of the wanted ones, the clip can't be used.
+
+**What they look like.** Turned as the display matrix says, in steps of 90 degrees; mirroring in that matrix, and pixels
+that aren't square, are ignored. Scaled (bicubic) by the limits of data.json.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.data.containers import decode, header_seconds, open_container, packets_of, use_one_thread
+from mindspeed_mm.data.frames import FrameSource
+from mindspeed_mm.data.media import Clip
+from mindspeed_mm.data.media_files import MediaFile
+from mindspeed_mm.utils.log import notice
+
+_COVER = 0x400  # FFmpeg's disposition of an attached picture
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """How many frames are taken of a clip.
+
+    Attributes:
+        fps: frames a second.
+        min_frames, max_frames: least and most frames.
+        multiple: their number is made a multiple of this.
+    """
+
+    fps: float
+    min_frames: int
+    max_frames: int
+    multiple: int
+
+    @property
+    def most(self) -> int:
+        """`max_frames` as a multiple of `multiple`, at least one."""
+        return max(self.multiple, self.max_frames // self.multiple * self.multiple)
+
+    def padded(self, count: int) -> int:
+        """`count` made a multiple by repeating the last frame."""
+        return -(-count // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True)
+class VideoLength:
+    """How long a video is.
+
+    Attributes:
+        seconds: from the beginning of the first frame to the end of the last one.
+        frames: its frames; an estimate if not `counted`.
+        counted: whether `frames` is known and not estimated.
+        last: when its last frame begins, if its timestamps have been read; else frames are taken to be even.
+    """
+
+    seconds: float
+    frames: int
+    counted: bool
+    last: float | None = None
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """What is known of a video before its frames are decoded.
+
+    Attributes:
+        width, height: pixels of a frame, upright.
+        turns: quarter turns, counterclockwise, that make a stored frame upright.
+        first: timestamp of the first frame, in units of the stream.
+        length: how long it is.
+    """
+
+    width: int
+    height: int
+    turns: int
+    first: int
+    length: VideoLength
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """The frames wanted of a clip.
+
+    Attributes:
+        times: seconds at which they are shown; None: every frame, `wanted` in all.
+        wanted: number of frames before the last one is repeated.
+        count: number of frames with these repeats.
+        fps: wanted frames a second.
+    """
+
+    times: Sequence[float] | None
+    wanted: int
+    count: int
+    fps: float
+
+
+def plan_frames(facts: VideoFacts, rule: FrameRule) -> FramePlan:
+    """Say which frames of a video are taken (rules 1, 2, 3 and 5 of this file)."""
+    seconds, frames = facts.length.seconds, facts.length.frames
+    natural = max(1, math.ceil(seconds * rule.fps - 1e-6))
+    wanted = min(max(natural, rule.min_frames), rule.most)
+    if wanted >= frames:
+        return FramePlan(None, frames, rule.padded(frames), frames / seconds)
+    fps = rule.fps if wanted == natural else wanted / seconds
+    return FramePlan([number / fps for number in range(wanted)], wanted, rule.padded(wanted), fps)
+
+
+def look_video(file: MediaFile, rule: FrameRule, timeout: float) -> VideoFacts:
+    """Read what a video's header says; its first frame is decoded, because only that tells which side is up.
+
+    Files whose header doesn't give the length, or whose frames aren't evenly spaced, are read through without decoding.
+
+    Raises:
+        BadSample: The file isn't a video, or not even its first frame can be decoded.
+    """
+    with open_container(file, "video", timeout) as (container, deadline):
+        stream = _video_stream(container, file)
+        frame = next(decode(container, stream, deadline), None)
+        if frame is None:
+            raise file.fault("has no frame that can be decoded", "video can't be decoded")
+        turns = round(frame.rotation / 90) % 4
+        width, height = (frame.height, frame.width) if turns % 2 else (frame.width, frame.height)
+        facts = VideoFacts(width, height, turns, frame.pts or 0, _header_length(container, stream))
+    length = facts.length
+    if not length.counted and plan_frames(facts, rule).wanted >= length.frames - 1:
+        facts = replace(facts, length=count_frames(file, timeout))
+    return facts
+
+
+def count_frames(file: MediaFile, timeout: float) -> VideoLength:
+    """Find out a video's length by reading it through, without decoding."""
+    with open_container(file, "video", timeout) as (container, deadline):
+        stream = _video_stream(container, file)
+        packets = [(packet.pts, packet.duration or 0) for packet in packets_of(container, stream, deadline)]
+        unit, rate = float(stream.time_base), _rate(stream)
+    count = max(len(packets), 1)
+    if not packets or any(begin is None for begin, _ in packets):  # AVI: packets without time
+        return VideoLength(count / rate, count, True)
+    end, lasting = max(packets)
+    begin = (end - min(packets)[0]) * unit
+    return VideoLength(begin + (lasting * unit or 1 / rate), count, True, begin)
+
+
+def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[int, int], timeout: float) -> Clip:
+    """Decode the planned frames.
+
+    Args:
+        file: The video.
+        facts: What `look_video` said.
+        plan: What `plan_frames` said.
+        size: Width and height of the upright frames.
+        timeout: Seconds that it may take.
+
+    Returns:
+        A clip of exactly `plan.count` frames.
+
+    Raises:
+        BadSample: Fewer than half of the wanted frames can be decoded, or it takes too long.
+    """
+    length, times = facts.length, []
+    images = np.empty((plan.count, size[1], size[0], 3), np.uint8)
+    with open_container(file, "video", timeout) as (container, deadline):
+        stream = _video_stream(container, file)
+        source = FrameSource(container, stream, facts.first, length.seconds / length.frames, deadline)
+        chosen = source.every(plan.wanted) if plan.times is None else source.shown_at(plan.times)
+        previous = None
+        for number, (time, frame) in enumerate(chosen):
+            images[number] = images[number - 1] if frame is previous else _rgb(frame, size, facts.turns)
+            previous = frame
+            times.append(time)
+    good = len(times)
+    if plan.times is not None and source.end is not None:
+        good = _reached(plan.times, source.end, length)
+        if 2 * good < plan.wanted and not length.counted:  # perhaps its last frame is a long one
+            good = _reached(plan.times, source.end, count_frames(file, timeout))
+    if 2 * good < plan.wanted or not times:
+        raise file.fault(
+            f"is damaged: {good} of {plan.wanted} wanted frames can be decoded; at least half are needed",
+            "video can't be decoded",
+        )
+    if good < plan.wanted:
+        what = f"is damaged: {plan.wanted - good} of {plan.wanted} wanted frames repeat the last good one"
+        notice(f"{file.where}: {file.label} {what} (this is said once)", "video damaged")
+    images[len(times) :] = images[len(times) - 1]
+    times += times[-1:] * (plan.count - len(times))
+    return Clip(images, times, plan.fps, length.frames / length.seconds, length.frames)
+
+
+def _reached(times: Sequence[float], end: float, length: VideoLength) -> int:
+    """How many of the wanted times lie within what could be decoded, whose last frame begins at `end`."""
+    spacing = length.seconds / length.frames
+    last = length.seconds - spacing if length.last is None else length.last
+    if end >= last - 1.5 * spacing:
+        return len(times)
+    return bisect.bisect_right(times, end + 1.5 * spacing)
+
+
+def _video_stream(container: Any, file: MediaFile) -> Any:
+    """The first video stream that isn't a cover picture."""
+    streams = [stream for stream in container.streams.video if not int(stream.disposition) & _COVER]
+    if not streams:
+        kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
+        raise file.fault(f"has no video in it; it holds {kinds}", "file without video")
+    if streams[0].codec_context is None:
+        raise file.fault("is encoded in a way that this FFmpeg doesn't know", "video can't be decoded")
+    use_one_thread(streams[0])
+    return streams[0]
+
+
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 25)
+
+
+def _header_length(container: Any, stream: Any) -> VideoLength:
+    """The length as the header says it; no frames in it: the file has to be read through."""
+    unknown = VideoLength(1.0, 0, False)
+    seconds = float(header_seconds(stream) or (container.duration or 0) / 1e6)
+    if not seconds:
+        return unknown
+    if not stream.frames:
+        return VideoLength(seconds, max(1, round(seconds * _rate(stream))), False)
+    entries = [entry for entry in getattr(stream, "index_entries", ()) if not entry.is_discard]
+    if entries:
+        # The index has decoding times only; where they are even, presentation times are.
+        steps = np.diff([entry.timestamp for entry in entries])
+        if len(steps) and steps.max() > 3 * max(steps.min(), 1):
+            return unknown
+        return VideoLength(seconds, len(entries), len(entries) == stream.frames)
+    return VideoLength(seconds, stream.frames, True)
+
+
+def _rgb(frame: Any, size: tuple[int, int], turns: int) -> np.ndarray:
+    width, height = size[::-1] if turns % 2 else size
+    return np.rot90(frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC"), turns)

@@ -1,0 +1,114 @@
+"""Worker processes of the loader: how they start, outlive signals, and end; errors reach the run as values."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mindspeed_mm.utils.errors import DataError
+
+
+class Failure:
+    """What went wrong in a worker: exceptions lose their type and gain a traceback on the way to the main process."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+def as_it_is(batch: Any) -> Any:
+    """A collate function for data sets that hand out finished batches."""
+    return batch
+
+
+def torch_loader(rows: Any, batch_sampler: Any, num_workers: int, seed: int, **options: Any) -> DataLoader:
+    """Return a DataLoader over a data set that makes whole batches (`__getitems__`).
+
+    Args:
+        rows: The data set.
+        batch_sampler: Yields what `__getitems__` gets.
+        num_workers: Worker processes; 0 loads in this process.
+        seed: Seeds the workers' random states.
+        options: Further options of DataLoader; those of workers are left out where there are none.
+    """
+    if num_workers:
+        options["worker_init_fn"] = start_worker
+    else:
+        options = {key: value for key, value in options.items() if key not in ("prefetch_factor", "persistent_workers")}
+    return DataLoader(
+        rows,
+        batch_sampler=batch_sampler,
+        collate_fn=as_it_is,
+        num_workers=num_workers,
+        # Without a generator of its own the loader draws its seed from the global one, and a resumed run would
+        # then go on with other random numbers than the run it continues.
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+
+
+def start_worker(_: int) -> None:
+    """Prepare a worker process: one thread, its parent's memory left shared, deaf to a scheduler's signals."""
+    torch.set_num_threads(1)
+    gc.freeze()  # what the parent had is shared memory: a collection that walks through it would copy it
+    gc.enable()  # the parent may have turned it off for its start
+    # Schedulers signal every process of a job, and the run then still needs batches up to its checkpoint: a worker
+    # ends when its parent says so, or is gone (which torch looks after).
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def start(loader: DataLoader) -> Iterator[Any]:
+    """Start a torch loader; a worker's death is then found when its batch is asked for.
+
+    torch's own SIGCHLD handler would raise wherever the main thread is, in the middle of writing a checkpoint, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+    return iterator
+
+
+def next_batch(running: Iterator[Any], num_workers: int) -> Any:
+    """Return the next batch.
+
+    Raises:
+        DataError: A worker died, or has sent what went wrong.
+        StopIteration: There is none.
+    """
+    try:
+        batch = next(running)
+    except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+        # A batch of a worker that died is lost in one of several ways: it never came, or its memory is gone.
+        if not num_workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
+            raise
+        raise DataError(
+            f"a data worker died ({type(error).__name__}: {error}); if memory ran out, use fewer --num-workers "
+            "or smaller images"
+        ) from error
+    if isinstance(batch, Failure):
+        raise DataError(batch.message)
+    return batch
+
+
+def shut_down(running: Any) -> None:
+    """End the workers of an iterator that `start` returned."""
+    stop = getattr(running, "_shutdown_workers", None)
+    if stop is not None:
+        stop()

@@ -1,0 +1,123 @@
+"""Samples of a packed row must not see each other in transformers' attention: what it needs for that, and a check.
+
+transformers finds the samples by positions that restart, where nothing else is handed over. What goes wrong there goes
+wrong silently, so the first packed batch is looked at where it arrives: in front of the first layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.generic import is_flash_attention_requested
+
+from mindspeed_mm.models.common.packed import PACKING_KEY, run_lengths
+from mindspeed_mm.utils.errors import ConfigError
+
+
+@dataclass
+class PackedRows:
+    """A packed micro-batch as attention needs to know it.
+
+    Attributes:
+        cumulative_lengths: [samples + 1] int32, over the flattened rows; padding counts as a sample.
+        longest: tokens of the longest one.
+        boundary: (row, position) where a sample begins behind another; None if there is none.
+    """
+
+    cumulative_lengths: torch.Tensor
+    longest: int
+    boundary: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, documents: torch.Tensor) -> PackedRows:
+        """Of `documents` [batch, sequence] int64, on the host."""
+        rows = run_lengths(documents)
+        lengths = torch.tensor([0, *(length for row in rows for length in row)])
+        boundary = next(((number, row[0]) for number, row in enumerate(rows) if len(row) > 1), None)
+        return cls(lengths.cumsum(0).int(), int(lengths.max()), boundary)
+
+
+class SampleBoundaries:
+    """Hands a packed batch's boundaries to flash attention, and looks once whether attention keeps to them."""
+
+    def __init__(self, language_model: nn.Module, name: str) -> None:
+        """
+        Args:
+            language_model: receives `inputs_embeds`; its decoder layers are `layers`.
+            name: of the model, for messages.
+        """
+        self._name = name
+        self._config: Any = language_model.config
+        self._rows: PackedRows | None = None
+        self._is_checked = False
+        language_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        language_model.layers[0].register_forward_pre_hook(self._before_layer, with_kwargs=True)  # type: ignore[index,union-attr]
+
+    def for_batch(self, rows: PackedRows | None) -> None:
+        """Note what the next forward of the model runs on; None: rows that aren't packed."""
+        self._rows = rows
+
+    def check_implementation(self) -> None:
+        """Ask transformers for the mask of two samples in a row, before anything is trained.
+
+        Raises:
+            ConfigError: this attention implementation gets none that separates them.
+        """
+        from transformers.masking_utils import create_causal_mask
+
+        if is_flash_attention_requested(self._config):
+            return
+        mask = create_causal_mask(
+            config=self._config,
+            inputs_embeds=torch.zeros(1, 4, 1),
+            attention_mask=None,
+            cache=None,
+            position_ids=torch.tensor([[0, 1, 0, 1]]),
+        )
+        if not _separates(mask, 0, 2):
+            raise self._refusal("gets no mask that separates the samples of a row")
+
+    def _before_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        rows = self._rows
+        if rows is not None and is_flash_attention_requested(self._config):
+            # restarting positions are recognised in batches of one row only
+            lengths, longest = rows.cumulative_lengths, rows.longest
+            given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+            kwargs = {**kwargs, **given, "max_length_q": longest, "max_length_k": longest}
+        return args, kwargs
+
+    def _before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        rows, self._rows = self._rows, None
+        if self._is_checked or rows is None or rows.boundary is None:
+            return
+        mask = kwargs.get("attention_mask")
+        if is_flash_attention_requested(self._config):
+            separated = mask is None and kwargs.get("cu_seq_lens_q") is not None
+        else:
+            separated = _separates(mask, *rows.boundary)
+        if not separated:
+            raise self._refusal("lets the samples of a packed row see each other: its layers get no mask against it")
+        self._is_checked = True
+
+    def _refusal(self, what: str) -> ConfigError:
+        implementation = self._config._attn_implementation
+        return ConfigError(
+            f"{self._name} with attention '{implementation}' {what}; set {PACKING_KEY}, or attn_implementation: "
+            "sdpa in model.json"
+        )
+
+
+def _separates(mask: Any, row: int, start: int) -> bool:
+    """Whether a mask hides the token before `start` from the one at `start`, which it lets see itself."""
+    if mask is None:
+        return False
+    if isinstance(mask, torch.Tensor):
+        row = row if len(mask) > 1 else 0
+        seen = mask[row, 0, start, start - 1 : start + 1]
+        seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+        return seen.tolist() == [False, True]
+    asked = [torch.tensor(value, device=mask.kv_num_blocks.device) for value in (row, 0, start, start - 1)]
+    return not bool(mask.mask_mod(*asked)) and bool(mask.mask_mod(*asked[:3], asked[2]))

@@ -1,0 +1,104 @@
+"""Rows that hold several samples one after the other: where each begins, and how to take them apart.
+
+`documents` [batch, sequence] int64 says of every position the number of its sample within the row, 1, 2, …, and 0 for
+padding, which is at the end of a row. It takes the place of `attention_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mindspeed_mm.utils.errors import DataError
+
+PACKING_KEY = "dataset_param.basic_parameters.packing: false in data.json (and leave out --use-txt-dynamic-batching)"
+
+
+def take_documents(batch: dict[str, Any]) -> torch.Tensor | None:
+    """Take `documents` out of a micro-batch, on the host.
+
+    An attention_mask that numbers samples (1, 1, 2, 2, 0) is taken for them, as some loaders write it.
+
+    Returns:
+        [batch, sequence] int64; None: the rows are not packed.
+
+    Raises:
+        DataError: an attention_mask beside it, another shape, or numbers that aren't 1, 2, … with padding at the end.
+    """
+    documents, mask = batch.pop("documents", None), batch.get("attention_mask")
+    if documents is None and isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask > 1).any()):
+        documents, mask = batch.pop("attention_mask").long(), None
+    if documents is None:
+        return None
+    if mask is not None:
+        raise DataError(
+            "a packed micro-batch has 'documents' and an 'attention_mask', which would let its samples see each other; "
+            "leave the mask out, padding is where documents are 0"
+        )
+    expected = tuple(batch["input_ids"].shape)
+    if tuple(documents.shape) != expected:
+        raise DataError(f"'documents' of a micro-batch are {list(documents.shape)}, expected {list(expected)}")
+    before, after = documents[:, :-1], documents[:, 1:]
+    goes_on = (after == before) | ((after == before + 1) & (before > 0)) | (after == 0)
+    wrong = ~(goes_on.all(1) & (documents[:, 0] <= 1) & (documents[:, 0] >= 0))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        found = documents[row].unique_consecutive().tolist()
+        raise DataError(
+            f"'documents' of row {row + 1} of a micro-batch go {', '.join(map(str, found[:10]))}; expected 1, 2, … in "
+            "order, and 0 only at the end, for padding"
+        )
+    return documents
+
+
+def run_lengths(documents: torch.Tensor) -> list[list[int]]:
+    """Lengths of the samples of each row, and of its padding as one more."""
+    return [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents]
+
+
+def restarting_positions(documents: torch.Tensor) -> torch.Tensor:
+    """Positions [batch, sequence] int64 that begin at 0 with every sample, and with the padding."""
+    positions = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return positions - torch.where(starts, positions, 0).cummax(1).values
+
+
+def plain_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
+    """`FamilyTraits.packed_positions` of text models."""
+    return restarting_positions(documents)
+
+
+class Unpacked:
+    """The samples of packed rows as rows of their own, in order.
+
+    Attributes:
+        mask: [samples, longest] int64, 1 where a row has a token.
+    """
+
+    def __init__(self, documents: torch.Tensor) -> None:
+        """
+        Args:
+            documents: [batch, sequence] int64.
+        """
+        self._kept = documents > 0
+        self._place = restarting_positions(documents)[self._kept]
+        self._sample = (self._place == 0).cumsum(0) - 1
+        samples = int(self._sample[-1]) + 1 if len(self._sample) else 0
+        longest = int(self._place.max()) + 1 if samples else 0
+        self.mask = documents.new_zeros(samples, longest)
+        self.mask[self._sample, self._place] = 1
+
+    def take_apart(self, rows: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence] → [samples, longest], padded with zeros."""
+        apart = rows.new_zeros(self.mask.shape)
+        apart[self._sample, self._place] = rows[self._kept]
+        return apart
+
+    def put_back(self, apart: torch.Tensor) -> torch.Tensor:
+        """[..., samples, longest] → [..., batch, sequence], zeros where padding is."""
+        rows = apart.new_zeros(*apart.shape[:-2], *self._kept.shape)
+        rows[..., self._kept] = apart[..., self._sample, self._place]
+        return rows

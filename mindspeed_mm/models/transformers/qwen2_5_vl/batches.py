@@ -1,0 +1,93 @@
+"""What Qwen2.5-VL needs of a micro-batch on the host: positions in packed rows, media for one pass of the tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mindspeed_mm.models.common.packed import Unpacked, restarting_positions
+from mindspeed_mm.utils.errors import DataError
+
+
+def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
+    """Position in its sample of every token, then time, height and width as transformers computes them of it alone.
+
+    Args:
+        model: the transformers model; its weights aren't needed.
+        batch: input_ids and mm_token_type_ids [batch, sequence], grids and second_per_grid_ts in the samples' order.
+        documents: [batch, sequence] int64.
+
+    Returns:
+        [4, batch, sequence] int64.
+
+    Raises:
+        DataError: media without mm_token_type_ids, or fewer of them than the tokens ask for.
+    """
+    text = restarting_positions(documents)
+    grids = {name: batch.get(name) for name in ("image_grid_thw", "video_grid_thw")}
+    if all(grid is None for grid in grids.values()):
+        return text.expand(4, *text.shape)
+    if batch.get("mm_token_type_ids") is None:
+        raise DataError("a packed micro-batch has media but no 'mm_token_type_ids', which say where they are")
+    samples = Unpacked(documents)
+    try:
+        positions, _ = model.model.get_rope_index(
+            samples.take_apart(batch["input_ids"]),
+            samples.take_apart(batch["mm_token_type_ids"]),
+            **grids,
+            second_per_grid_ts=batch.get("second_per_grid_ts"),
+            attention_mask=samples.mask,
+        )
+    except (StopIteration, TypeError, RuntimeError) as error:
+        found = {name: None if grid is None else grid.tolist() for name, grid in grids.items()}
+        raise DataError(
+            f"the media of a packed micro-batch ({found}) don't fit its media tokens, sample by sample: {error}"
+        ) from error
+    return torch.cat([text.unsqueeze(0), samples.put_back(positions)])
+
+
+def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Let images and videos of a micro-batch go through the vision tower together.
+
+    transformers runs the tower once for images and once for videos. A rank with both would gather and reduce the
+    tower's shards twice, while one with images only does it once and waits for something else. So videos are handed
+    over as images, in the order of their tokens; their positions are computed before.
+
+    Args:
+        model: the transformers model; its weights aren't needed.
+        batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
+
+    Raises:
+        DataError: other numbers of media tokens than the grids ask for.
+    """
+    if batch.get("pixel_values") is None or batch.get("pixel_values_videos") is None:
+        return batch
+    batch, config = dict(batch), model.config
+    if batch.get("position_ids") is None and batch.get("mm_token_type_ids") is not None:
+        names = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
+        names += ("second_per_grid_ts", "mm_token_type_ids")
+        batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
+    ids, starts, patches, grids = batch["input_ids"], [], [], []
+    for token, grid_name, pixels in (
+        (config.image_token_id, "image_grid_thw", "pixel_values"),
+        (config.video_token_id, "video_grid_thw", "pixel_values_videos"),
+    ):
+        grid = batch.pop(grid_name)
+        sizes = grid.prod(1)
+        ends = (sizes // config.vision_config.spatial_merge_size**2).cumsum(0)
+        places = (ids == token).flatten().nonzero().squeeze(1)
+        if len(places) != int(ends[-1]):
+            raise DataError(
+                f"a micro-batch has {len(places)} tokens {token} for {int(ends[-1])} merged patches ({grid_name}); "
+                "media and placeholders of its rows don't belong together"
+            )
+        starts.append(places[torch.cat([ends.new_zeros(1), ends[:-1]])])
+        patches += batch.pop(pixels).split(sizes.tolist())
+        grids.append(grid)
+    order = torch.cat(starts).argsort()
+    batch["pixel_values"] = torch.cat([patches[number] for number in order.tolist()])
+    batch["image_grid_thw"] = torch.cat(grids)[order]
+    batch["input_ids"] = ids.masked_fill(ids == config.video_token_id, config.image_token_id)
+    return batch

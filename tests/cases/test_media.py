@@ -1,0 +1,271 @@
+"""Cases of the kinds Images, Video and Audio: media that broke other trainers, as rows would name them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.data.media import Clip, Geometry, MediaRef
+from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
+from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.log import forget_notices
+from tests.support.clips import read_number, tone, write_clip, write_wav
+
+ROW = "rows.json, row 3"
+#: what Qwen2.5-VL's processors accept
+QWEN = MediaLimits(image_min_pixels=56 * 56, image_factor=28, video_min_frames=4, temporal_patch=2)
+
+
+class Row:
+    """Media of a row, beside the data file."""
+
+    def __init__(self, folder: Path, limits: MediaLimits = QWEN, **options: Any) -> None:
+        self.folder = folder
+        self.reader = MediaReader(PreprocessParameters(model_name_or_path="model", **options), limits)
+
+    def look(self, kind: Any, name: str) -> Geometry:
+        """What the header of a file says."""
+        return self.reader.look(MediaRef(kind, name), [str(self.folder)], ROW)
+
+    def open(self, kind: Any, name: str) -> Any:
+        """A file decoded."""
+        return self.reader.open(MediaRef(kind, name), [str(self.folder)], ROW)
+
+    def refused(self, kind: Any, name: str) -> str:
+        """The reason of a file that can't be used; its message names row and full path."""
+        with pytest.raises(BadSample) as raised:
+            self.open(kind, name)
+        assert ROW in str(raised.value) and str(self.folder / name) in str(raised.value)
+        return raised.value.reason
+
+
+def _qwen_images() -> Any:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    return Qwen2VLImageProcessor()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (29, 27), (332, 27)])
+def test_tiny_images_are_enlarged_to_a_legal_size(tmp_path: Path, size: tuple[int, int]) -> None:
+    """I01: no side under the patch factor reaches the processor, which takes them all."""
+    Image.new("RGB", size, "red").save(tmp_path / "a.png")
+    row = Row(tmp_path)
+    picture, foreseen = row.open("image", "a.png"), row.look("image", "a.png")
+    assert min(picture.size) >= 28 and picture.size == (foreseen.width, foreseen.height)
+    assert picture.width * picture.height >= 56 * 56
+    assert max(picture.size) <= 60 or picture.size == (345, 28), "the smallest legal size"
+    made = _qwen_images()(images=[picture], return_tensors="pt")
+    assert int(made["image_grid_thw"].prod()) == len(made["pixel_values"]) >= 16
+
+
+def test_a_pixel_cap_does_not_make_a_picture_illegal(tmp_path: Path) -> None:
+    """I03: 690×15420 under a cap of 12,000 pixels would be 23 pixels wide."""
+    Image.new("RGB", (690, 15_420)).save(tmp_path / "tall.png")
+    picture = Row(tmp_path, image_max_pixels=12_000).open("image", "tall.png")
+    assert picture.size == (28, 625)
+    made = _qwen_images()(images=[picture], return_tensors="pt")
+    assert made["image_grid_thw"].tolist() == [[1, 44, 2]]
+    assert Row(tmp_path, image_max_pixels=100_000).open("image", "tall.png").size == (66, 1_494)
+
+
+def test_transparency_lies_over_white(tmp_path: Path) -> None:
+    """I04: RGBA with black ink, a palette with a transparent colour, LA; three channels, white."""
+    palette = Image.new("P", (40, 40), 1)
+    palette.putpalette([9, 9, 9, 0, 0, 0])
+    for name, picture, options in (
+        ("rgba.png", Image.new("RGBA", (40, 40), (0, 0, 0, 0)), {}),
+        ("palette.png", palette, {"transparency": 1}),
+        ("la.png", Image.new("LA", (40, 40), (0, 0)), {}),
+        ("rgba.webp", Image.new("RGBA", (40, 40), (0, 0, 0, 0)), {"lossless": True}),
+    ):
+        picture.save(tmp_path / name, **options)
+        assert np.asarray(Row(tmp_path).open("image", name)).min() == 255, name
+        assert np.asarray(Row(tmp_path).open("image", name)).shape[2] == 3
+
+
+def test_phone_pictures_stand_upright(tmp_path: Path) -> None:
+    """I07: a 24×16 JPEG with orientation 6 is 16×24, foreseen and decoded."""
+    picture = Image.new("RGB", (24, 16), "white")
+    exif = picture.getexif()
+    exif[0x0112] = 6
+    picture.save(tmp_path / "turned.jpg", exif=exif)
+    row = Row(tmp_path, MediaLimits())
+    assert row.open("image", "turned.jpg").size == (16, 24)
+    assert row.look("image", "turned.jpg") == Geometry("image", height=24, width=16)
+
+
+def test_broken_images_are_refused_by_row_and_path(tmp_path: Path) -> None:
+    """I08: cut at half its bytes, empty, a web page named .jpg; no half-grey picture."""
+    buffer = io.BytesIO()
+    Image.effect_noise((200, 200), 90).save(buffer, "JPEG")
+    cut = buffer.getvalue()[: len(buffer.getvalue()) // 2]
+    for name, content in (("cut.jpg", cut), ("0.jpg", b""), ("page.jpg", b"<!DOCTYPE html>")):
+        (tmp_path / name).write_bytes(content)
+        for decoder in ("pil", "fast"):
+            assert Row(tmp_path, image_decoder=decoder).refused("image", name) == "image can't be decoded"
+
+
+def test_equal_bytes_are_not_equal_pictures(tmp_path: Path) -> None:
+    """I10: 120×80 and 80×120 of the same flat pixels, one after the other through the same reader."""
+    flat = bytes(range(256)) * (120 * 80 * 3 // 256) + bytes(120 * 80 * 3 % 256)
+    row = Row(tmp_path)
+    for size in ((120, 80), (80, 120)):
+        Image.frombytes("RGB", size, flat).save(tmp_path / f"{size[0]}.png")
+    for size in ((120, 80), (80, 120), (120, 80)):
+        foreseen, picture = row.look("image", f"{size[0]}.png"), row.open("image", f"{size[0]}.png")
+        assert (foreseen.width, foreseen.height) == picture.size == size
+        assert picture.tobytes() == flat
+
+
+def test_missing_media_name_row_and_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D13: relative image, video and audio paths don't depend on the working folder."""
+    (tmp_path / "elsewhere").mkdir()
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    write_clip(tmp_path / "a.mp4")
+    write_wav(tmp_path / "a.wav", tone(440, 0.5, 16_000), 16_000)
+    for here in (tmp_path, tmp_path / "elsewhere"):
+        monkeypatch.chdir(here)
+        for kind, name in (("image", "a.png"), ("video", "a.mp4"), ("audio", "a.wav")):
+            assert Row(tmp_path).look(kind, name).kind == kind
+            assert Row(tmp_path).refused(kind, "missing") == f"{kind} not found"
+
+
+def test_broken_clips_are_refused_by_row_and_path(tmp_path: Path) -> None:
+    """V01: an mp4 cut before its index, an mp4 of sound only, a good header with hardly a picture behind it."""
+    import av
+
+    content = write_clip(tmp_path / "whole.mp4", frames=96).read_bytes()
+    (tmp_path / "no_index.mp4").write_bytes(content[: content.rindex(b"moov") - 4])
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        track = container.add_stream("aac", rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1_024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    content = write_clip(tmp_path / "first.mp4", frames=96, index_first=True).read_bytes()
+    with av.open(str(tmp_path / "first.mp4")) as container:
+        begin = min(entry.pos for entry in container.streams.video[0].index_entries)
+    (tmp_path / "tail.mp4").write_bytes(content[: begin + (len(content) - begin) // 4])
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    row = Row(tmp_path)
+    assert row.refused("video", "no_index.mp4") == "video can't be decoded"
+    assert row.refused("video", "sound.mp4") == "file without video"
+    assert row.refused("video", "tail.mp4") == "video can't be decoded"
+    assert row.refused("video", "empty.mp4") == "video can't be decoded"
+    assert [read_number(frame) for frame in row.open("video", "whole.mp4").frames] == list(range(0, 96, 12))
+
+
+def test_broken_clips_leave_the_process_alive(tmp_path: Path) -> None:
+    """V01: bytes of the pictures overwritten at random places, twenty times; the reading process lives on."""
+    content = write_clip(tmp_path / "whole.mp4", frames=48, index_first=True).read_bytes()
+    random = np.random.default_rng(0)
+    for number in range(20):
+        damaged = bytearray(content)
+        for place in random.integers(200, len(content), 40):
+            damaged[place] = int(random.integers(256))
+        (tmp_path / f"{number}.mp4").write_bytes(bytes(damaged))
+    script = (
+        "import sys; from tests.cases.test_media import Row, BadSample; from pathlib import Path\n"
+        "row, read, refused = Row(Path(sys.argv[1]), media_timeout=10.0), 0, 0\n"
+        "for number in range(20):\n"
+        "    try:\n"
+        "        foreseen = row.look('video', f'{number}.mp4')\n"
+        "        assert len(row.open('video', f'{number}.mp4').frames) == foreseen.frames; read += 1\n"
+        "    except BadSample:\n"
+        "        refused += 1\n"
+        "print(read + refused)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "20", done.stderr[-2_000:]
+
+
+def test_a_header_that_promises_a_frame_too_many(tmp_path: Path) -> None:
+    """V03: N frames promised, N-1 there: the last good one is repeated. A healthy clip keeps its last frame."""
+    path = write_clip(tmp_path / "a.mp4", frames=8, index_first=True, options={"bf": "0"})
+    import av
+
+    with av.open(str(path)) as container:
+        last = max(container.streams.video[0].index_entries, key=lambda entry: entry.pos)
+        end = last.pos
+    (tmp_path / "short.mp4").write_bytes(path.read_bytes()[:end])
+    row = Row(tmp_path, MediaLimits(), video_fps=24.0)
+    assert row.look("video", "a.mp4").frames == row.look("video", "short.mp4").frames == 8
+    assert [read_number(frame) for frame in row.open("video", "a.mp4").frames] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [read_number(frame) for frame in row.open("video", "short.mp4").frames] == [0, 1, 2, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "expected"),
+    [(1, 2.0, [0, 0]), (24, 2.0, [0, 6, 12, 18]), (3, 2.0, [0, 1, 2, 2]), (24, 32.0, list(range(24)))],
+    ids=["V04 one frame", "V04 one second", "V04 below the minimum", "V04 32 of 24 frames"],
+)
+def test_short_clips(tmp_path: Path, frames: int, fps: float, expected: list[int]) -> None:
+    """V04: what exists is taken, the last frame is repeated to a pair, and the count is what was foreseen."""
+    write_clip(tmp_path / "a.mp4", frames=frames)
+    row = Row(tmp_path, video_fps=fps)
+    clip = row.open("video", "a.mp4")
+    assert [read_number(frame) for frame in clip.frames] == expected
+    assert row.look("video", "a.mp4").frames == len(expected) == len(clip.timestamps)
+
+
+@pytest.mark.parametrize("rotation", [90, 180, -90])
+def test_phone_clips_stand_upright(tmp_path: Path, rotation: int) -> None:
+    """V06: the display matrix is obeyed, in what is foreseen and in the frames."""
+    plain = Row(write_clip(tmp_path / "plain.mp4").parent).open("video", "plain.mp4").frames
+    write_clip(tmp_path / "turned.mp4", rotation=rotation)
+    row = Row(tmp_path)
+    clip, foreseen = row.open("video", "turned.mp4"), row.look("video", "turned.mp4")
+    assert np.array_equal(clip.frames, np.rot90(plain, rotation // 90, axes=(1, 2)))
+    assert (foreseen.height, foreseen.width) == clip.frames.shape[1:3]
+
+
+def test_clips_given_as_pictures(tmp_path: Path) -> None:
+    """V08: three pictures are one clip: 2 frames a second, data.json's video_fps, or what the row says."""
+    for number in (1, 2, 3):
+        Image.new("RGB", (40, 30), (80 * number, 0, 0)).save(tmp_path / f"f{number}.png")
+    frames = tuple(MediaRef("image", f"f{number}.png") for number in (1, 2, 3))
+    for options, fps, expected in (({}, None, 2.0), ({"video_fps": 5.0}, None, 5.0), ({"video_fps": 5.0}, 8.0, 8.0)):
+        reader, ref = Row(tmp_path, **options).reader, MediaRef("video", frames=frames, fps=fps)
+        clip, foreseen = reader.open(ref, [str(tmp_path)], ROW), reader.look(ref, [str(tmp_path)], ROW)
+        assert isinstance(clip, Clip) and clip.fps == foreseen.fps == expected
+        assert clip.frames[:, 0, 0, 0].tolist() == [80, 160, 240, 240] and foreseen.frames == 4
+    with pytest.raises(BadSample, match=r"f9\.png"):
+        Row(tmp_path).reader.look(
+            MediaRef("video", frames=(*frames, MediaRef("image", "f9.png"))), [str(tmp_path)], ROW
+        )
+
+
+def test_long_sounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A01: 31 s are heard whole; a model that hears 30 s gets these, and it is said."""
+    write_wav(tmp_path / "long.wav", tone(440, 31.0, 16_000), 16_000)
+    said: list[str] = []
+    monkeypatch.setattr("mindspeed_mm.utils.log.logger.warning", said.append)
+    forget_notices()
+    for limit, samples in ((None, 31 * 16_000), (30.0, 30 * 16_000)):
+        assert not said
+        row = Row(tmp_path, MediaLimits(max_audio_seconds=limit))
+        assert row.look("audio", "long.wav").samples == len(row.open("audio", "long.wav")) == samples
+    assert len(said) == 1 and "31.0 s" in said[0] and "30 s" in said[0]
+
+
+def test_short_silent_and_empty_sounds(tmp_path: Path) -> None:
+    """A03: 368 samples are padded to a window, silence is a sound, a header without samples is refused."""
+    write_wav(tmp_path / "short.wav", np.full(368, 0.5), 16_000)
+    write_wav(tmp_path / "silent.wav", np.zeros(8_000), 16_000)
+    write_wav(tmp_path / "header.wav", np.zeros(0), 16_000)
+    row = Row(tmp_path, MediaLimits(min_audio_samples=400))
+    short = row.open("audio", "short.wav")
+    assert row.look("audio", "short.wav").samples == len(short) == 400
+    assert short[:368].min() > 0.49 and not short[368:].any()
+    silent = row.open("audio", "silent.wav")
+    assert len(silent) == 8_000 and not silent.any()
+    assert row.refused("audio", "header.wav") == "sound is empty"

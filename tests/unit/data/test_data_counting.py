@@ -1,0 +1,61 @@
+"""What is counted of micro-batches, packed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.counting import BatchCounts, CountingIterator, drop_host_fields
+
+PACKED: dict[str, Any] = {
+    "input_ids": torch.zeros(2, 8, dtype=torch.int64),
+    "labels": torch.tensor([[-100, 5, -100, 6, 7, -100, -100, -100], [-100, 5, 6, 7, -100, -100, -100, -100]]),
+    "documents": torch.tensor([[1, 1, 2, 2, 2, 3, 3, 0], [1, 1, 1, 1, 0, 0, 0, 0]]),
+    "pixel_values": torch.zeros(12, 4),
+    "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]]),
+    "pixel_values_videos": torch.zeros(8, 4),
+    "video_grid_thw": torch.tensor([[2, 2, 2]]),
+    "num_rows": 3,
+    "row_ids": torch.tensor([7, 2, -1, 9]),
+    "rows_left_out": 2,
+}
+
+
+def count(*batches: dict[str, Any]) -> BatchCounts:
+    iterator = CountingIterator(iter(batches), 1, DefaultAdapter())
+    for _ in batches:
+        next(iterator)
+    return iterator.take()
+
+
+def test_samples_of_packed_rows_count_one_by_one() -> None:
+    counts = count(PACKED)
+    assert (counts.rows, counts.tokens, counts.positions, counts.targets) == (3, 11, 16, 6)
+    assert counts.squared_lengths == 4 + 9 + 4 + 16
+    assert (counts.media["image"], counts.media["video"], counts.patches) == (2, 1, 20)
+    assert (counts.row_ids, counts.rows_left_out) == ([7, 2, 9], 2)
+
+
+def test_padded_rows_count_by_their_mask() -> None:
+    mask = (PACKED["documents"] > 0).long()
+    plain = {key: value for key, value in PACKED.items() if key not in ("documents", "row_ids")}
+    counts = count({**plain, "attention_mask": mask}, {**plain, "attention_mask": mask, "row_ids": [4]})
+    assert (counts.tokens, counts.squared_lengths) == (22, 2 * (49 + 16))
+    assert counts.row_ids == [4]
+    assert count({**plain, "attention_mask": mask}).row_ids is None
+
+
+def test_a_row_without_padding_or_samples_beside_it() -> None:
+    whole = {"input_ids": torch.zeros(1, 4), "documents": torch.ones(1, 4, dtype=torch.int64)}
+    assert count(whole).squared_lengths == 16
+    assert count({**whole, "documents": torch.zeros(1, 4, dtype=torch.int64)}).tokens == 0
+
+
+@pytest.mark.parametrize("field", ["num_rows", "row_ids", "rows_left_out"])
+def test_no_model_sees_what_is_only_counted(field: str) -> None:
+    batch = dict(PACKED)
+    drop_host_fields(batch)
+    assert field not in batch and "documents" in batch
