@@ -162,8 +162,8 @@ def images(folder: Path) -> None:
         rate = {name: median(values) for name, values in speeds.items()}
         print(
             f"{size[0]}×{size[1]} JPEG: ours {rate['ours']:.0f} images/s a core (whole samples with labels), plain "
-            f"loop of PIL and the same processor {rate['plain']:.0f}, its image processor alone {rate['pixels']:.0f}, PIL "
-            f"alone {rate['decode']:.0f}; ours ÷ plain {rate['ours'] / rate['plain']:.2f}, ÷ image processor alone "
+            f"loop of PIL and the same processor {rate['plain']:.0f}, its image processor alone {rate['pixels']:.0f}, "
+            f"PIL alone {rate['decode']:.0f}; ours ÷ plain {rate['ours'] / rate['plain']:.2f}, ÷ image processor alone "
             f"{rate['ours'] / rate['pixels']:.2f}; image_decoder fast ÷ ours {rate['fast'] / rate['ours']:.2f}"
         )
 
