@@ -151,9 +151,11 @@ class RecordDataset(Dataset):
             raise
         except Exception as error:
             raise self._unforeseen(row, error) from error
-        if len(pieces) == 1 and len(prepared) < prepared.whole_length:
+        # a plain text that isn't packed gives its first piece only
+        if len(prepared) < prepared.whole_length and (len(pieces) == 1 or room is None):
+            at = "at the end of a turn" if len(pieces) == 1 else "where the limit fell"
             where = self.source.where(row)
-            sample["note"] = f"{where}: {prepared.whole_length} tokens, cut after {len(prepared)} at the end of a turn"
+            sample["note"] = f"{where}: {prepared.whole_length} tokens, cut after {len(prepared)} {at}"
         return sample
 
     def measure(self, index: int) -> list[SampleSize]:

@@ -37,7 +37,8 @@ class PackPlanner:
     """Global batches of packs, which run on over the ends of epochs: every row of an epoch comes once.
 
     Samples wait, in order, until there are enough to fill the packs of a global batch well (or an epoch's worth, if
-    that fills them); those that fit badly wait on, but the one that has waited longest always goes. Packs get their ranks by cost (`balance_ranks`).
+    that fills them); those that fit badly wait on, but the one that has waited longest always goes. Packs get their
+    ranks by cost (`balance_ranks`).
 
     The state is the next position of the order and the samples that wait, as [position, piece]. A resume measures
     these anew, and nothing else.
@@ -46,7 +47,7 @@ class PackPlanner:
         order: The order of rows.
         layout: Sizes of a batch; its rows are packs.
         capacity: Tokens of a pack.
-        measurer: Finds sizes. A sample longer than a pack must have been cut to it.
+        measurer: Finds sizes. A sample longer than a pack counts as the data set cuts it: to the capacity.
         costs: What packs are balanced by.
         least_waiting: Samples that wait at least.
     """

@@ -270,3 +270,17 @@ def test_room_cuts_a_sample_further(param: Any) -> None:
     length = len(dataset[0]["input_ids"])
     assert torch.equal(dataset.get(0, room=length - 1)["input_ids"], shorter["input_ids"])
     assert dataset.get(0, room=5)["fault"] == "longer than the length limit"
+
+
+def test_plain_text_is_trained_whole_and_cut_into_pieces(param: Any, text_dir: Path, tokenizer: Any) -> None:
+    """Every token is a target and the end token closes a text; without packs the first piece is taken, with a note."""
+    rows = [{"text": "the quick brown fox " * 8}, {"text": "seven <|im_start|>assistant"}]
+    columns = {"prompt": "text", "formatting": "alpaca", "images": None}
+    dataset = build_mm_dataset(param(rows, attr=columns, model=text_dir, stage="pretrain", cutoff_len=20))
+    whole = [*tokenizer(rows[0]["text"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    pieces = [dataset.get(0, piece, room=20) for piece in range(len(dataset.measure(0)))]
+    assert [token for piece in pieces for token in piece["input_ids"].tolist()] == whole
+    assert all(torch.equal(piece["labels"], piece["input_ids"]) and "note" not in piece for piece in pieces)
+    assert [size.tokens for size in dataset.measure(0)] == [len(piece["input_ids"]) for piece in pieces]
+    assert f"{len(whole)} tokens, cut after 20" in dataset[0]["note"]
+    assert "note" not in dataset[1] and tokenizer.decode(dataset[1]["input_ids"]).startswith(rows[1]["text"])
