@@ -11,6 +11,7 @@ from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.data.counting import drop_host_fields
 from mindspeed_mm.data.providers import data_json_provider
 from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.training import pretrain
 from mindspeed_mm.utils.device import move_to_device
 
@@ -41,7 +42,8 @@ def forward_step(data_iterator: Any, model: TransformersModel) -> tuple[dict[str
 
 def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
     """Build the loaders that data.json describes."""
-    return data_json_provider(get_args())
+    args = get_args()
+    return data_json_provider(args, find_adapter(args.mm.model))
 
 
 model_provider.reads_model_json = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
-from mindspeed_mm.data.media import Foreseen, Geometry, Kind
+from mindspeed_mm.data.media import Clip, Foreseen, Geometry, Kind
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class DataAdapter(Protocol):
 
         Checked in each process against the processor itself before it is believed.
         """
+        ...
+
+    def video_metadata(self, clip: Clip) -> dict[str, Any]:
+        """Return what the processor is told of a clip, as transformers' VideoMetadata names it."""
         ...
 
 
@@ -155,6 +159,11 @@ class DefaultAdapter:
             groups = max(1, -(-geometry.frames // _number(part, "temporal_patch_size", 1)))
             patches = part.get_num_of_video_patches(geometry.frames, geometry.height, geometry.width, {})
         return Foreseen(token * (patches // _number(part, "merge_size", 1) ** 2), patches, patches**2 // groups)
+
+    def video_metadata(self, clip: Clip) -> dict[str, Any]:
+        """Tell length and rate of the file, and which of its frames were taken, by their real timestamps."""
+        indices = [round(second * clip.source_fps) for second in clip.timestamps]
+        return {"total_num_frames": clip.source_frames, "fps": clip.source_fps, "frames_indices": indices}
 
 
 def has_processor(path: str) -> bool:

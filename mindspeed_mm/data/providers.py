@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
+from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.batching import Batching, pack_capacity
 from mindspeed_mm.data.cost import CostModel
 from mindspeed_mm.data.counting import CountingIterator
@@ -64,11 +65,12 @@ class RunData:
     state_dict: Callable[[], dict[str, Any]] | None = None
 
 
-def data_json_provider(args: Any) -> tuple[Any, Any, None]:
+def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[Any, Any, None]:
     """Build the training and validation loaders that data.json (`args.mm.data`) and the flags describe.
 
     Args:
         args: the run's Namespace, with `data_parallel_rank` and `data_parallel_size`.
+        adapter: what is special about the model family; None suits Qwen-VL-like and text models.
 
     Returns:
         (training loader, validation loader or None, None).
@@ -81,7 +83,8 @@ def data_json_provider(args: Any) -> tuple[Any, Any, None]:
     data = args.mm.data
     batching = _batching(args)
     limits = [length for length in (args.seq_length, batching.dynamic_length) if length is not None]
-    datasets = build_mm_dataset(data.dataset_param, max_length=min(limits, default=None), seed=args.seed)
+    max_length = min(limits, default=None)
+    datasets = build_mm_dataset(data.dataset_param, max_length=max_length, adapter=adapter, seed=args.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
     if batching.balance or pack_capacity(train, batching) is not None:
         batching = replace(batching, costs=_costs(args))

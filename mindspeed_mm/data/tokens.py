@@ -196,12 +196,17 @@ class Tokenizer:
             name, options_name = _ARGUMENTS[kind]
             options: dict[str, Any] = dict(self._image_options) if kind == "image" else {}
             if kind == "video":
-                options = {"do_sample_frames": False, "video_metadata": [_metadata(clip) for clip in items]}
+                options = {"do_sample_frames": False, "video_metadata": self._metadata(items)}
                 items = [clip.frames for clip in items]
             if kind == "audio":
                 options["sampling_rate"] = self.adapter.limits(self.processor).sampling_rate
             arguments |= {name: list(items), options_name: options}
         return self.processor(text=text, return_text_replacement_offsets=True, **arguments)
+
+    def _metadata(self, clips: Sequence[Clip]) -> list[Any]:
+        from transformers.video_utils import VideoMetadata
+
+        return [VideoMetadata(**self.adapter.video_metadata(clip)) for clip in clips]
 
     def _is_right(self, kind: Kind) -> bool:
         """Whether what is foreseen of this kind is what the whole processor gives.
@@ -270,13 +275,6 @@ class Tokenizer:
         # No added token survives being cut after its first character.
         ids = [self._backend.encode(part, add_special_tokens=False).ids for part in (literal[:1], literal[1:])]
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
-
-
-def _metadata(clip: Clip) -> Any:
-    from transformers.video_utils import VideoMetadata
-
-    indices = [round(second * clip.source_fps) for second in clip.timestamps]
-    return VideoMetadata(total_num_frames=clip.source_frames, fps=clip.source_fps, frames_indices=indices)
 
 
 def _specimen(kind: Kind, sampling_rate: int) -> tuple[Decoded, Geometry]:

@@ -1,0 +1,235 @@
+"""Every adapted family: its rows are its processor's, its steps those of plain transformers, its weights the hub's.
+
+A family is a module of `tests/support/families`; the real entry script runs on two ranks, fp32.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import random
+import shutil
+import tempfile
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from mindspeed_mm.configs.data_config import DatasetParam
+from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.models.transformers.adapters import find_adapter
+from tests.support.families import Family, families
+from tests.support.launch import launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.reference import train_reference
+from tests.support.tiny import words
+from tests.support.workers import RankPool
+
+FAMILIES = families()
+STEPS = 2
+
+
+def write_rows(folder: Path, kinds: tuple[str, ...]) -> Path:
+    """Eight rows: without media, with one of each kind, with two of a kind, with all kinds in one row."""
+    rng, pixels = random.Random(7), np.random.RandomState(7)
+    folder.mkdir(parents=True)
+    sizes = [(56, 84), (90, 60), (64, 64), (40, 100)]
+    for number, (height, width) in enumerate(sizes):
+        for frame in range(4):
+            array = pixels.randint(0, 256, (height, width, 3), dtype=np.uint8)
+            Image.fromarray(array).save(folder / f"{number}_{frame}.png")
+    for number, samples in enumerate((8_000, 13_001, 20_480)):
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16_000)
+            file.writeframes((pixels.randn(samples) * 3000).astype("<i2").tobytes())
+
+    def medium(kind: str) -> Any:
+        number = rng.randrange(4)
+        if kind == "video":
+            return [f"{number}_{frame}.png" for frame in range(rng.choice([2, 4]))]
+        return f"{number}_0.png" if kind == "image" else f"{rng.randrange(3)}.wav"
+
+    wanted = [(), *((kind,) for kind in kinds), *((kind, kind) for kind in kinds), kinds, ()]
+    rows = []
+    for number in range(8):
+        media = wanted[number % len(wanted)]
+        columns: dict[str, list[Any]] = {"images": [], "videos": [], "audios": []}
+        messages = []
+        for turn in range(1 + number % 2):
+            question = words(rng, rng.randint(2, 6))
+            for kind in media if turn == 0 else ():
+                question += f"<{kind}>" + words(rng, 1)
+                columns[f"{kind}s"].append(medium(kind))
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": words(rng, rng.choice([1, 4, 9]))})
+        rows.append({"messages": messages, **columns})
+    file = folder / "data.json"
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    return file
+
+
+def data_keys(family: Family) -> dict[str, Any]:
+    """What differs in data.json."""
+    columns = {"images": "images", "videos": "videos", "audios": "audios"}
+    keys = {f"dataset_param.attr.{column}": name for column, name in columns.items()}
+    return keys | {f"dataset_param.preprocess_parameters.{name}": value for name, value in family.preprocess.items()}
+
+
+class Case:
+    """A family's directory, rows and samples."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.family = name, FAMILIES[name]
+        self.hf_dir = self.family.make(folder / "hf")
+        self.data = write_rows(folder / "rows", self.family.kinds)
+        self.files = write_run_files(
+            folder / "files",
+            self.hf_dir,
+            self.data,
+            model=dict(self.family.model),
+            data=data_keys(self.family),
+            fsdp2={"sub_modules_to_wrap": list(self.family.wrap)},
+        )
+        param = json.loads(self.files["data.json"].read_text())["dataset_param"]
+        model = type("Model", (), {"model_id": self.family.model.get("model_id"), "init_from_hf_path": self.hf_dir})
+        self.dataset = build_mm_dataset(DatasetParam.from_dict(param), adapter=find_adapter(model))
+        self.samples = [self.dataset[number] for number in range(len(self.dataset))]
+
+    def inputs(self) -> list[dict[str, torch.Tensor]]:
+        """Each row alone, as the transformers model takes it."""
+        per_token = {"input_ids", "labels", *self.dataset.adapter.token_keys}
+        return [
+            {
+                **{key: value[None] if key in per_token else value for key, value in sample.items()},
+                "attention_mask": torch.ones_like(sample["input_ids"])[None],
+            }
+            for sample in self.samples
+        ]
+
+    def run(self, pool: RankPool, folder: Path, **flags: Any) -> tuple[list[float], list[float]]:
+        """Run the entry script; losses and gradient norms."""
+        settings = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": STEPS, "save": folder}
+        words = launch_flags(self.files, **{**settings, "no_save_optim": True, **self.family.flags, **flags})
+        pool.run(run_entry, words, timeout=180)
+        return metrics_of(folder)
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    """A family's case, made once."""
+    folder = tempfile.mkdtemp(prefix=f"{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Case(name, Path(folder))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_are_the_processors(name: str) -> None:
+    """Ids and media tensors of every row equal those of the whole processor, and every size was foreseen."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    case = case_of(name)
+    loader = AutoProcessor if case.family.kinds else AutoTokenizer
+    processor = loader.from_pretrained(case.hf_dir)
+    tokenizer, adapter = getattr(processor, "tokenizer", processor), case.dataset.adapter
+    for number, (row, sample) in enumerate(zip(json.loads(case.data.read_text()), case.samples, strict=True)):
+        (size,) = case.dataset.measure(number)
+        assert size.tokens == len(sample["input_ids"])
+        conversation, media = case.dataset.source.read(number), {}
+        reader, folders = case.dataset.lazy_encoder.reader(), case.dataset.source.folders(number)
+        for ref in conversation.media:
+            media.setdefault(ref.kind, []).append(reader.open(ref, folders, number))
+        messages = [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+                    for part in message.parts
+                ]
+                if message.media or not case.dataset.encoder.template.takes_text
+                else "".join(part for part in message.parts if isinstance(part, str)),
+            }
+            for message in conversation.messages
+        ]
+        text = processor.apply_chat_template(messages, tokenize=False)
+        if not case.family.kinds:
+            assert sample["input_ids"].tolist() == tokenizer(text, add_special_tokens=False).input_ids
+            continue
+        arguments: dict[str, Any] = {"images": media.get("image"), "audio": media.get("audio")}
+        if "video" in media:
+            from transformers.video_utils import VideoMetadata
+
+            told = [VideoMetadata(**adapter.video_metadata(clip)) for clip in media["video"]]
+            arguments["videos"] = [clip.frames for clip in media["video"]]
+            arguments["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": told}
+        whole = processor(text=[text], return_tensors="pt", **{k: v for k, v in arguments.items() if v is not None})
+        assert sample["input_ids"].tolist() == whole["input_ids"][0].tolist(), row
+        for key in {name for names in adapter.media_keys.values() for name in names}:
+            assert (key in sample) == (key in whole), key
+            if key in sample:
+                assert torch.equal(sample[key], torch.as_tensor(whole[key])), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_equal_transformers(name: str, ranks2: RankPool, tmp_path: Path) -> None:
+    """Two steps on two ranks, rows of all media and of none: losses 1e-6, norms 1e-5 of a plain loop."""
+    case = case_of(name)
+    losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS)
+    found = case.run(ranks2, tmp_path / "run")
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.packs])
+def test_packed_steps_equal_transformers(name: str, ranks1: RankPool, tmp_path: Path) -> None:
+    """All rows in a few packs: the same losses and norms."""
+    case = case_of(name)
+    longest = max(len(sample["input_ids"]) for sample in case.samples)
+    data = json.loads(case.files["data.json"].read_text())
+    data["dataset_param"]["basic_parameters"]["packing"] = True
+    packed = tmp_path / "data.json"
+    packed.write_text(json.dumps(data))
+    flags = {"mm_data": packed, "global_batch_size": 2, "seq_length": 2 * longest, "log_row_ids": True}
+    found = case.run(ranks1, tmp_path / "run", **flags)
+    lines = (tmp_path / "run/rows/rank0.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["rows"] for line in lines]
+    assert max(map(len, rows)) > 2
+    losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS, rows_of=lambda step: rows[step])
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_come_out_as_they_went_in(name: str, ranks2: RankPool, tmp_path: Path) -> None:
+    """A step with a learning rate of 0: the exported files hold the source's names, dtypes and bits."""
+    case = case_of(name)
+    flags = {"lr": 0.0, "weight_decay": 0.0, "train_iters": 1, "save_hf": True, "init_model_with_meta_device": True}
+    case.run(ranks2, tmp_path / "run", **flags)
+    exported, source = load_all(tmp_path / "run/hf"), load_all(case.hf_dir)
+    assert exported.keys() == source.keys()
+    for key, tensor in source.items():
+        assert exported[key].dtype == tensor.dtype and torch.equal(exported[key], tensor), key
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory's safetensors files."""
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name, size", [(n, size) for n, family in FAMILIES.items() for size in family.published])
+def test_published_sizes(name: str, size: str) -> None:
+    """The model of a published size, built on meta: its parameters within 0.1 % of the published number."""
+    from mindspeed_mm.models.common.modelzoo import ModelHub
+
+    make, expected = FAMILIES[name].published[size]
+    config = make()
+    with torch.device("meta"):
+        model = ModelHub.get(FAMILIES[name].model.get("model_id"), config)._from_config(config)  # type: ignore[attr-defined]
+    model.tie_weights()
+    assert sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()) == pytest.approx(expected, rel=1e-3)
