@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -333,21 +332,27 @@ def memory(folder: Path) -> None:
         print(f"after {rows} rows ({seconds} s): {', '.join(used)} MB (training process, workers)")
 
 
-def first_batch(queue: Any, model: str, file: str, workers: int, packed: bool) -> None:
-    """In a process of its own, imports done: seconds from data.json to the first batch."""
-    import transformers  # noqa: F401
+_START = """
+import sys, time
+sys.path.insert(0, "benchmarks")
+# what a run has imported by then: the model's classes, and with them those of the processor
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import Qwen2TokenizerFast, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from mindspeed_mm.data import build_mm_dataset, build_mm_dataloader
+from mindspeed_mm.data import loader as _loader
+from common import data_param
+from pathlib import Path
 
-    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
-    from mindspeed_mm.data import loader as _loader  # noqa: F401
-
-    started = time.perf_counter()
-    param = data_param(Path(model), Path(file))["dataset_param"]
-    param["basic_parameters"].update({"cutoff_len": 2048, "packing": packed})
-    dataset = build_mm_dataset(param)
-    loader = build_mm_dataloader(dataset, {}, micro_batch_size=1, global_batch_size=8, num_workers=workers)
-    next(iter(loader))
-    queue.put(time.perf_counter() - started)
-    loader.close()
+started = time.perf_counter()
+param = data_param(Path(sys.argv[1]), Path(sys.argv[2]))["dataset_param"]
+param["basic_parameters"].update({"cutoff_len": 2048, "packing": sys.argv[4] == "True"})
+loader = build_mm_dataloader(
+    build_mm_dataset(param), {}, micro_batch_size=1, global_batch_size=8, num_workers=int(sys.argv[3])
+)
+next(iter(loader))
+print(time.perf_counter() - started)
+loader.close()
+"""
 
 
 def start(folder: Path) -> None:
@@ -356,17 +361,13 @@ def start(folder: Path) -> None:
     if not file.exists():
         files = photographs(folder / "photographs", 200, (64, 64))
         file.write_text("".join(json.dumps(row_of(files[i % 200])) + "\n" for i in range(100_000)), encoding="utf-8")
-    context = multiprocessing.get_context("spawn")
     for packed in (False, True):
         for workers in (0, 2):
-            taken = []
-            for _ in range(3):
-                queue = context.Queue()
-                arguments = (queue, str(model_dir(folder)), str(file), workers, packed)
-                process = context.Process(target=first_batch, args=arguments)
-                process.start()
-                taken.append(queue.get(timeout=120))
-                process.join()
+            words = [sys.executable, "-c", _START, str(model_dir(folder)), str(file), str(workers), str(packed)]
+            taken = [
+                float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
+                for _ in range(3)
+            ]
             print(f"{'packed' if packed else 'padded'}, {workers} workers: first batch after {median(taken):.2f} s")
 
 

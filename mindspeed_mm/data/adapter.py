@@ -29,7 +29,16 @@ class DataAdapter(Protocol):
     """Medium ("image", "video", "audio") → names of its tensors in a batch; the last one has one row a medium."""
 
     token_keys: Sequence[str]
-    """Names of tensors beside `input_ids` that hold one value a token."""
+    """Names of tensors beside `input_ids` that hold one value a token; the first one holds kinds of media."""
+
+    padded_keys: Sequence[str]
+    """Media tensors that are filled with zeros to the largest picture they stand beside; the model cuts it off."""
+
+    one_at_a_time: bool
+    """Whether the processor is given each medium by itself. Needed where kinds share tensors, in the row's order."""
+
+    encoder_class: type[Any] | None
+    """Makes samples in place of `mindspeed_mm.data.encode.Encoder`, whose arguments and methods it has; None: that."""
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Return the number of media of each kind in a batch, 0 included."""
@@ -58,6 +67,10 @@ class DataAdapter(Protocol):
         """Return what the processor is told of a clip, as transformers' VideoMetadata names it."""
         ...
 
+    def video_options(self, clip: Clip) -> dict[str, Any]:
+        """Return arguments that the processor needs for a clip; those of one call share them."""
+        ...
+
 
 class DefaultAdapter:
     """Processors like Qwen-VL's and Qwen-Omni's (media tensors stacked on dim 0, one row a medium), and text models."""
@@ -68,6 +81,9 @@ class DefaultAdapter:
         "audio": ("input_features", "feature_attention_mask"),
     }
     token_keys: Sequence[str] = ("mm_token_type_ids",)
+    padded_keys: Sequence[str] = ()
+    one_at_a_time: bool = False
+    encoder_class: type[Any] | None = None
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Count media by the rows of their last tensor."""
@@ -164,6 +180,10 @@ class DefaultAdapter:
         """Tell length and rate of the file, and which of its frames were taken, by their real timestamps."""
         indices = [round(second * clip.source_fps) for second in clip.timestamps]
         return {"total_num_frames": clip.source_frames, "fps": clip.source_fps, "frames_indices": indices}
+
+    def video_options(self, clip: Clip) -> dict[str, Any]:
+        """None are needed."""
+        return {}
 
 
 def has_processor(path: str) -> bool:

@@ -44,11 +44,13 @@ class SoundRule:
         rate: samples a second.
         max_seconds: longer sounds are cut; None: they are not.
         min_samples: shorter sounds are padded with silence.
+        multiple: so are sounds whose samples aren't a multiple of this.
     """
 
     rate: int
     max_seconds: float | None
     min_samples: int
+    multiple: int = 1
 
     def whole(self, facts: SoundFacts) -> int:
         """Samples of the whole sound at the model's rate, at least one."""
@@ -59,7 +61,7 @@ class SoundRule:
         samples = self.whole(facts)
         if self.max_seconds is not None:
             samples = min(samples, round(self.max_seconds * self.rate))
-        return max(samples, self.min_samples)
+        return -(-max(samples, self.min_samples) // self.multiple) * self.multiple
 
 
 def look_sound(file: MediaFile, timeout: float) -> SoundFacts:

@@ -17,7 +17,7 @@ from mindspeed_mm.utils.log import info_rank0, notice
 
 # How many rows of a file are read at the start, to find faults and rows without a target; the others are checked when
 # they are used. Bounded, so that a run starts in seconds on files of any size.
-CHECKED_ROWS = 50_000
+CHECKED_ROWS = 20_000
 CHECKED_ROWS_OF_STREAM = 1_000
 NO_TARGET = "no turn of the assistant to train on"
 _ROWS_FOR_COLUMNS = 100

@@ -13,6 +13,7 @@ from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.encode import IGNORE_INDEX, Sample
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.plan import FILLER
+from mindspeed_mm.data.stacking import stack_media
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import notice
 
@@ -34,6 +35,7 @@ class Collator:
     def __init__(self, adapter: DataAdapter, param: CollateParam, dataset: Any) -> None:
         self._side_keys = list(adapter.token_keys)
         self._media_keys = [key for keys in adapter.media_keys.values() for key in keys]
+        self._padded_keys = adapter.padded_keys
         self._param = param
         self._dataset = dataset
         if not param.ignore_pad_token_for_loss:
@@ -105,8 +107,7 @@ class Collator:
         return [key for key in self._side_keys if any(key in sample for sample in samples)]
 
     def _media_of(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-        present = {key: [sample[key] for sample in samples if key in sample] for key in self._media_keys}
-        return {key: torch.cat(tensors) for key, tensors in present.items() if tensors}
+        return stack_media(samples, self._media_keys, self._padded_keys)
 
     def _pad_id(self) -> int:
         if self._param.pad_id is not None:

@@ -111,8 +111,8 @@ class CountingIterator:
         if self._adapter is not None:
             for modality, number in self._adapter.media_counts(batch).items():
                 counts.media[modality] = counts.media.get(modality, 0) + int(number)
-            for keys in self._adapter.media_keys.values():
-                tensor = batch.get(keys[0])
+            for key in {keys[0] for keys in self._adapter.media_keys.values()}:
+                tensor = batch.get(key)
                 counts.patches += tensor.shape[0] if isinstance(tensor, torch.Tensor) else 0
 
 

@@ -54,7 +54,8 @@ class LazyEncoder:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             options = self.param.preprocess_parameters
             processor = self.adapter.load_processor(options.model_name_or_path, options)
-            encoder = Encoder(processor, self.adapter, self.param, self.max_length)
+            encoder_class = self.adapter.encoder_class or Encoder
+            encoder = encoder_class(processor, self.adapter, self.param, self.max_length)
             self._made = encoder, MediaReader(options, self.adapter.limits(processor))
         return self._made
 
@@ -79,13 +80,13 @@ class RecordDataset(Dataset):
     """Rows of data files as samples.
 
     `dataset[i]` is a dict of CPU tensors: `input_ids` [L] int64, `labels` [L] int64 (not shifted, -100 = no target),
-    `mm_token_type_ids` [L] int64 where the processor types its tokens, and the media tensors as the processor names
+    `mm_token_type_ids` (or as the family calls it) [L] int64 where the processor types its tokens, and the media tensors as the processor names
     them: `pixel_values` [patches, dim] float32, `image_grid_thw` [images, 3] int64 and so on. Index -1 is a filler
     without targets. A row that gives no sample (skipped, or longer than the limit) is a filler too, with `fault` (the
     reason, to count by) and `note` (which row, and what is wrong with it); a row that was cut has a `note` only.
 
-    Nothing of the model is loaded before the first sample, and then in the process that makes it. Instances can be
-    pickled and forked.
+    Nothing of the model is loaded before the first sample (or `warm_up`), and then in the process that makes it.
+    Instances can be pickled and forked.
 
     Args:
         source: The rows.
@@ -116,6 +117,10 @@ class RecordDataset(Dataset):
         if self.indices is None:
             raise TypeError("a stream of rows has no length")
         return len(self.indices)
+
+    def warm_up(self) -> None:
+        """Load the model's processor in this process, for workers that are forked from it."""
+        self.lazy_encoder.get()
 
     def has_row(self, index: int) -> bool:
         """Whether there is a row of this number; a stream is searched as far as it."""

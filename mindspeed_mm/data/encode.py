@@ -6,6 +6,7 @@ that batches can be planned before anything is decoded. The second one decodes, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -179,12 +180,15 @@ class Encoder:
         """
         ids, types = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.types)
         sample = self._typed({"input_ids": ids, "labels": torch.from_numpy(prepared.labels)}, types)
-        waiting = [medium for medium in prepared.media if medium.tensors is None]
-        tensors: dict[str, torch.Tensor] = {}
-        if waiting:
-            made, texts = self._process([(medium.ref, source.open(medium.ref)) for medium in waiting], where)
-            tensors.update(made)
-            for medium, text in zip(waiting, texts, strict=True):
+        parts: list[Mapping[str, torch.Tensor]] = []
+        for is_ready, run in itertools.groupby(prepared.media, lambda medium: medium.tensors is not None):
+            media = list(run)
+            if is_ready:
+                parts += [medium.tensors for medium in media if medium.tensors is not None]
+                continue
+            made, texts = self._process([(medium.ref, source.open(medium.ref)) for medium in media], where)
+            parts.append(made)
+            for medium, text in zip(media, texts, strict=True):
                 if text != medium.text:
                     raise BadSample(
                         f"{where}: {medium.ref.kind} {medium.ref.path or '(pictures)'} takes another number of tokens "
@@ -192,10 +196,7 @@ class Encoder:
                         "file is damaged, or changed while it was read",
                         "a medium differs from its header",
                     )
-        ready = [medium.tensors for medium in prepared.media if medium.tensors is not None]
-        for key in {key for own in ready for key in own}:
-            tensors[key] = torch.cat([own[key] for own in ready if key in own])
-        return {**sample, **tensors}
+        return {**sample, **self.tokenizer.stack(parts)}
 
     def _pieces(self, conversation: Conversation) -> list[Prepared]:
         """Plain text: every token is a target, and the end token closes it; cut where the limit falls."""
@@ -289,7 +290,7 @@ class Encoder:
         return np.where(target, tokens.ids, IGNORE_INDEX), ends
 
     def _typed(self, sample: Sample, types: torch.Tensor) -> Sample:
-        return {**sample, "mm_token_type_ids": types} if self._types_tokens else sample
+        return {**sample, self.adapter.token_keys[0]: types} if self._types_tokens else sample
 
     def _as_template_input(self, message: Message, where: Place) -> dict[str, Any]:
         hide, template = self.tokenizer.hide, self.template

@@ -13,7 +13,7 @@ from mindspeed_mm.data.collate import NOTES
 from mindspeed_mm.data.notes import Note, NoteCounter
 from mindspeed_mm.data.rows import BatchRows
 from mindspeed_mm.data.sampler import PlannedBatches
-from mindspeed_mm.data.workers import next_batch, shut_down, start, torch_loader
+from mindspeed_mm.data.workers import next_batch, shut_down, start, torch_loader, warm_up
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 
@@ -91,6 +91,8 @@ class MMDataLoader:
         self._handed_out = 0
         if self._loader is None or not self._param.persistent_workers:
             self.close()
+            if self.num_workers:
+                warm_up(self.dataset)
             self._loader = torch_loader(
                 self._rows,
                 self.sampler,

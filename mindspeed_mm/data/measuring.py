@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.workers import Failure, next_batch, shut_down, start, torch_loader
+from mindspeed_mm.data.workers import Failure, next_batch, shut_down, start, torch_loader, warm_up
 from mindspeed_mm.utils.errors import MMError
 
 _CHUNK = 32
@@ -122,6 +122,7 @@ class Measurer:
                 sent.append((chunk, asked))
                 yield asked
 
+        warm_up(self._dataset)
         loader = torch_loader(_Measured(self._dataset), chunks(), self._num_workers, seed=0, prefetch_factor=8)
         running = start(loader)
         try:

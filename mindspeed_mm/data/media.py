@@ -76,13 +76,15 @@ class Foreseen:
 
     Attributes:
         text: what its placeholder token is replaced by.
-        patches: rows of its media tensor.
+        patches: those that the tower computes.
         squared_patches: sum over pictures, groups of frames or sounds of their patches squared.
+        rows: of its media tensor; None: one a patch.
     """
 
     text: str
     patches: int
     squared_patches: int
+    rows: int | None = None
 
 
 @dataclass(frozen=True)

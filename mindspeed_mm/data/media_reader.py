@@ -39,6 +39,7 @@ class MediaLimits:
         sampling_rate: samples of sound a second.
         max_audio_seconds: a sound is cut to this; None takes all of it.
         min_audio_samples: shorter sounds are padded with silence to this.
+        audio_multiple: the number of samples is made a multiple of this, with silence.
     """
 
     image_min_pixels: int = 0
@@ -51,6 +52,7 @@ class MediaLimits:
     sampling_rate: int = 16_000
     max_audio_seconds: float | None = None
     min_audio_samples: int = 0
+    audio_multiple: int = 1
 
 
 class MediaReader:
@@ -89,6 +91,7 @@ class MediaReader:
             options.audio_sampling_rate or defaults.sampling_rate,
             defaults.max_audio_seconds,
             defaults.min_audio_samples,
+            defaults.audio_multiple,
         )
         self._pictures_fps = options.video_fps or _PICTURES_FPS
         self._fast = options.image_decoder == "fast"

@@ -102,10 +102,12 @@ def _by_stand_ins(
     # After answer k comes pieces[k + 1], or the rest; it opens with the end-of-turn token (after the call, for calls).
     tails = []
     for piece, index in zip([*pieces[1:], rest], assistants, strict=True):
-        at = piece.find(end)
+        at, token = piece.find(end), end
+        if at < 0 and template.end_of_earlier_turn and piece.startswith(template.end_of_earlier_turn):
+            at, token = 0, template.end_of_earlier_turn
         if at < 0 or (not end and messages[index].get("tool_calls")):
             return None
-        tails.append(at + len(end))
+        tails.append(at + len(token))
     anchors = [_anchors(template, piece) for piece in pieces]
     forward = _from_the_left(text, anchors)
     if forward is None or forward != _from_the_right(text, anchors, len(text) - len(rest)):

@@ -103,10 +103,27 @@ class ChatTemplate:
     def end_of_turn(self) -> str:
         """The token that the template emits right after an answer (with space before it, if any), or an empty text."""
         talk = [{"role": "user", "content": self.content("?")}, {"role": "assistant", "content": self.content(_PROBE)}]
-        tail = self.render(talk).rpartition(_PROBE)[2]
-        space = tail[: len(tail) - len(tail.lstrip())]
+        return self._opening_token(self.render(talk).rpartition(_PROBE)[2])
+
+    @functools.cached_property
+    def end_of_earlier_turn(self) -> str:
+        """The same of an answer that isn't the last message; an empty text if there is none, or it can't be told."""
+        question = {"role": "user", "content": self.content("?")}
+        answer = {"role": "assistant", "content": self.content(_PROBE)}
+        try:
+            once, twice = self.render([question]), self.render([question, question])
+            tail = self.render([question, answer, question]).rpartition(_PROBE)[2]
+        except Exception:  # a template that wants turns to alternate
+            return ""
+        following = twice[len(once) :]
+        if not twice.startswith(once) or not following or not tail.endswith(following):
+            return ""
+        return self._opening_token(tail.removesuffix(following))
+
+    def _opening_token(self, text: str) -> str:
+        space = text[: len(text) - len(text.lstrip())]
         for token in self.added_tokens:
-            if tail.startswith(token, len(space)):
+            if text.startswith(token, len(space)):
                 return space + token
         return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media import KINDS, Clip, Foreseen, Geometry, Kind
+from mindspeed_mm.data.stacking import as_tensor, stack_media
 from mindspeed_mm.utils.errors import ConfigError
 
 # A special token that a person typed stands for itself: while the text is rendered and its turns are found, a private
@@ -88,7 +90,7 @@ class Tokenizer:
         self._trusted: dict[Kind, bool] = {}
         self._kinds: dict[int, int] = {}
         for number, kind in enumerate(KINDS, start=1):
-            found = [getattr(processor, f"{kind}_token_id", None), *(getattr(processor, f"{kind}_token_ids", ()) or ())]
+            found = getattr(processor, f"{kind}_token_ids", None) or [getattr(processor, f"{kind}_token_id", None)]
             self._kinds.update({token: number for token in found if isinstance(token, int)})
 
     @property
@@ -144,14 +146,16 @@ class Tokenizer:
         parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
         base, whole = 0, []
         for number, segment in enumerate(segments):
-            ids, starts, ends, _ = parts[number]
-            whole.append((ids, starts + base, ends + base, self._types(ids)))
+            ids, starts, ends, types = parts[number]
+            whole.append((ids, starts + base, ends + base, types))
             base += len(segment)
             if number < len(literals):
                 ids = self._as_text(self._literal[literals[number]])
                 whole.append((ids, np.full_like(ids, base), np.full_like(ids, base + 1), np.zeros_like(ids)))
                 base += 1
-        return Tokens(*(np.concatenate(column) for column in zip(*whole, strict=True)))
+        tokens = Tokens(*(np.concatenate(column) for column in zip(*whole, strict=True)))
+        tokens.types = self._types(tokens.ids)
+        return tokens
 
     def process(self, media: Sequence[tuple[Kind, Decoded]]) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Make tensors of decoded media.
@@ -166,28 +170,39 @@ class Tokenizer:
         Raises:
             ValueError, RuntimeError, TypeError: As the processor raises them.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        texts: dict[Kind, list[str]] = {}
-        for kind in self.reads:
-            items = [content for own, content in media if own == kind]
-            if items:
-                found, texts[kind] = self._process(kind, items)
-                tensors.update(found)
-        supply = {kind: iter(written) for kind, written in texts.items()}
-        return tensors, [next(supply[kind]) for kind, _ in media]
+        if self.adapter.one_at_a_time:
+            calls = [[number] for number in range(len(media))]
+        else:
+            ordered = [number for kind in self.reads for number, (own, _) in enumerate(media) if own == kind]
+            calls = [list(run) for _, run in itertools.groupby(ordered, lambda number: self._call_of(*media[number]))]
+        parts, texts = [], [""] * len(media)
+        for numbers in filter(None, calls):
+            found, written = self._process(media[numbers[0]][0], [media[number][1] for number in numbers])
+            parts.append(found)
+            for number, text in zip(numbers, written, strict=True):
+                texts[number] = text
+        return self.stack(parts), texts
+
+    def _call_of(self, kind: Kind, content: Decoded) -> tuple[Kind, dict[str, Any]]:
+        """What media that the processor gets in one call have in common."""
+        return kind, self.adapter.video_options(content) if kind == "video" else {}
+
+    def stack(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Put media tensors, made in the order of the row, together."""
+        return stack_media(parts, (key for part in parts for key in part), self.adapter.padded_keys)
 
     def _process(self, kind: Kind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
-        if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "replace_image_token"):
-            # the part alone: what the processor does besides is known already
-            made = self.processor.image_processor(list(items), **self._image_options)
-            texts = [self.processor.replace_image_token(made, image_idx=number) for number in range(len(items))]
+        if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "_process_images"):
+            # the images alone: what the processor does besides is known already
+            options = {**(getattr(self.processor, "images_kwargs", None) or {}), **self._image_options}
+            made, texts = self.processor._process_images(list(items), **options)
             return self._tensors(kind, made), texts
         result = self._whole([(self._media_tokens[kind] or "") * len(items)], {kind: items})
         return self._tensors(kind, result), [move["replacement"] for move in result["text_replacement_offsets"][0]]
 
     def _tensors(self, kind: Kind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         known = self.adapter.media_keys[kind]
-        return {key: torch.as_tensor(made[key]) for key in known if made.get(key) is not None}
+        return {key: as_tensor(made[key]) for key in known if made.get(key) is not None}
 
     def _whole(self, text: list[str], media: Mapping[Kind, Sequence[Decoded]]) -> Any:
         """Call the whole processor."""
@@ -197,6 +212,7 @@ class Tokenizer:
             options: dict[str, Any] = dict(self._image_options) if kind == "image" else {}
             if kind == "video":
                 options = {"do_sample_frames": False, "video_metadata": self._metadata(items)}
+                options |= self.adapter.video_options(items[0])
                 items = [clip.frames for clip in items]
             if kind == "audio":
                 options["sampling_rate"] = self.adapter.limits(self.processor).sampling_rate
@@ -215,13 +231,16 @@ class Tokenizer:
             ConfigError: The processor makes other ids of a text than its tokenizer makes of the expanded text.
         """
         sample, geometry = _specimen(kind, self.adapter.limits(self.processor).sampling_rate)
-        text = f"one {self._media_tokens[kind]} two {self._media_tokens[kind]}\n"
-        try:
-            whole = self._whole([text], {kind: [sample, sample]})
-            written = [move["replacement"] for move in whole["text_replacement_offsets"][0]]
-        except Exception:  # this processor can't be asked with a specimen: real media will tell
-            return False
-        tokens, types = self(text, [(kind, own) for own in written]), whole.get("mm_token_type_ids")
+        for copies in (2, 1):  # some processors take one medium a text
+            text = f"one {self._media_tokens[kind]} two {(self._media_tokens[kind] or '') * (copies - 1)}\n"
+            try:
+                whole = self._whole([text], {kind: [sample] * copies})
+                written = [move["replacement"] for move in whole["text_replacement_offsets"][0]]
+                break
+            except Exception:  # this processor can't be asked with specimens: real media will tell
+                if copies == 1:
+                    return False
+        tokens, types = self(text, [(kind, own) for own in written]), whole.get(self.adapter.token_keys[0])
         if tokens.ids.tolist() != list(whole["input_ids"][0]) or (
             types is not None and tokens.types.tolist() != list(types[0])
         ):
@@ -233,11 +252,14 @@ class Tokenizer:
             foreseen = self.adapter.foresee(self.processor, geometry)
         except Exception:
             return False
-        if foreseen is None or written != [foreseen.text] * 2:
+        if foreseen is None or written != [foreseen.text] * copies:
             return False
-        return kind == "audio" or len(whole[self.adapter.media_keys[kind][0]]) == 2 * foreseen.patches
+        rows = foreseen.patches if foreseen.rows is None else foreseen.rows
+        return kind == "audio" or len(whole[self.adapter.media_keys[kind][0]]) == copies * rows
 
     def _types(self, ids: np.ndarray) -> np.ndarray:
+        if getattr(self.processor, "return_mm_token_type_ids", False):  # by a rule of its own: GLM's goes by context
+            return np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)
         types = np.zeros_like(ids)
         for token, kind in self._kinds.items():
             types[ids == token] = kind

@@ -53,6 +53,17 @@ def torch_loader(rows: Any, batch_sampler: Any, num_workers: int, seed: int, **o
     )
 
 
+def warm_up(dataset: Any) -> None:
+    """Let a data set load what each of its workers will need, so that they share it instead of loading it each.
+
+    Args:
+        dataset: Its `warm_up()`, if it has one, is called.
+    """
+    prepare = getattr(dataset, "warm_up", None)
+    if callable(prepare):
+        prepare()
+
+
 def start_worker(_: int) -> None:
     """Prepare a worker process: one thread, its parent's memory left shared, deaf to a scheduler's signals."""
     torch.set_num_threads(1)
