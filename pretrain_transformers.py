@@ -10,8 +10,8 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.data.counting import drop_host_fields
 from mindspeed_mm.data.providers import data_json_provider
-from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.models.transformers.adapters import find_adapter
+from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.training import pretrain
 from mindspeed_mm.utils.device import move_to_device
 
@@ -31,8 +31,8 @@ def get_batch(data_iterator: Any, model: TransformersModel) -> dict[str, Any]:
 def loss_func(output: dict[str, Any]) -> Any:
     """(sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
     if output["denominator"] is None:
-        return output["loss"], {}
-    return output["loss"], output["denominator"], {}
+        return output["loss"], output["metrics"]
+    return output["loss"], output["denominator"], output["metrics"]
 
 
 def forward_step(data_iterator: Any, model: TransformersModel) -> tuple[dict[str, Any], Any]:

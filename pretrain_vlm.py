@@ -42,8 +42,8 @@ def get_batch(data_iterator: Any, model: Any) -> dict[str, Any]:
 def loss_func(output: dict[str, Any]) -> Any:
     """(sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
     if output["denominator"] is None:
-        return output["loss"], {}
-    return output["loss"], output["denominator"], {}
+        return output["loss"], output["metrics"]
+    return output["loss"], output["denominator"], output["metrics"]
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:

@@ -15,14 +15,17 @@ import numpy as np
 import torch
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.accelerator.environment import harmful_settings
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 from mindspeed_mm.backends.protocol import Backend
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import merge_mm_args
+from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.global_args import set_args
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.state import world_size_from_env
-from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.errors import MMError, kind_of
+from mindspeed_mm.utils.log import notice
 
 
 def describe_run(
@@ -64,7 +67,11 @@ def describe_run(
 
 
 def prepare_process(args: Any) -> None:
-    """Seed and set the switches that hold for the whole process."""
+    """Say which settings of the environment hurt, seed, and set the switches that hold for the whole process."""
+    for sentence in harmful_settings(
+        accelerator.current().name, road=road_of(args), tensor_parallel_size=args.tensor_model_parallel_size
+    ):
+        notice(sentence)
     random.seed(args.seed)
     np.random.seed(args.seed % 2**32)
     accelerator.current().manual_seed(args.seed)
@@ -90,7 +97,7 @@ def errors_as_sentences() -> Iterator[None]:
     try:
         yield
     except MMError as error:
-        kind = type(error).__name__
+        kind = kind_of(error)
         sys.stdout.flush()
         print(f"\n{kind}: {error}", file=sys.stderr, flush=True)
         _tell_torchrun(f"{kind}: {error}")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from mindspeed_mm.configs import data_rules, model_rules, vlm_rules  # noqa: E402
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
+from mindspeed_mm.configs.environment import VARIABLES  # noqa: E402
 from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
 from mindspeed_mm.configs.flags.spec import Flag, Road, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
@@ -47,6 +48,8 @@ says (`pretrain_transformers.py`, `pretrain_vlm.py`). Without it the model is bu
 spread by tensor, pipeline and data parallelism: the Megatron road (`pretrain_vlm.py`). Where no road is named, both are
 meant.
 
+All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file).
+
 In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
 A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
 
@@ -65,6 +68,45 @@ Rules that hold everywhere:
   may be followed by `true` or `false`.
 * A model of your own (a `plugin` in model.json, or a script of your own) may have keys of its own in model.json; only
   one that is close to a known key is mentioned.
+"""
+
+
+YAML_CHAPTER = """## One YAML file
+
+`torchrun … pretrain_transformers.py run.yaml [--flag …]` (or `pretrain_vlm.py`): the file comes right after the
+script's name, and flags after it go before what it says.
+
+| top-level key | holds |
+|---|---|
+| `gpt_args`, `lora_args` | flags by their names, with underscores; objects inside them only group |
+| `model` | what `model.json` holds |
+| `data` | what `data.json` holds |
+| `MM_TOOL_PATH`, or `tool` | path of `tools.json`, or what it holds |
+| `fsdp2` | what `fsdp2.yaml` holds, in place of `gpt_args.fsdp2_config_path` |
+| a key with an anchor | a value for other places: `SAVE_PATH: &SAVE_PATH runs/mine`, and there `*SAVE_PATH` |
+
+A list gives a flag all of its values, and so does text with commas where a flag takes several; `true` and `false` turn
+a switch on and off, and `null` asks for a flag's default. A list on the command line takes the place of the file's.
+
+```yaml
+MM_TOOL_PATH: ./configs/tools.json
+HF_MODEL_LOAD_PATH: &HF_MODEL_LOAD_PATH ./ckpt/hf_path/Qwen3-VL-8B-Instruct
+gpt_args:
+  use_torch_fsdp2: true
+  fsdp2_config_path: ./fsdp2.yaml
+  micro_batch_size: 1
+  global_batch_size: 16
+  lr: 1e-5
+  train_iters: 10000
+  bf16: true
+model:
+  init_from_hf_path: *HF_MODEL_LOAD_PATH
+data:
+  dataset_param:
+    dataset_type: huggingface
+    basic_parameters: {dataset: ./data/train.json, dataset_dir: ./data}
+    preprocess_parameters: {model_name_or_path: *HF_MODEL_LOAD_PATH}
+```
 """
 
 
@@ -194,6 +236,19 @@ def file_chapter(
     return "\n".join(parts)
 
 
+def environment_chapter() -> str:
+    """Return the chapter of environment variables."""
+    rows = [[f"`{name}`", item.meaning or f"no effect here: {item.no_effect}"] for name, item in VARIABLES.items()]
+    return "\n".join(
+        [
+            "## Environment variables\n",
+            "Those of published launch scripts and our own. A variable that starts with `MM_` and looks like one of "
+            "ours is mentioned at the start.\n",
+            table(("variable", "meaning"), rows),
+        ]
+    )
+
+
 def make_page() -> str:
     """Return the whole page."""
     chapters = [
@@ -208,6 +263,8 @@ def make_page() -> str:
         ),
         file_chapter("data.json", DataConfig, "data", data_rules.NO_EFFECT, data_rules.REFUSED),
         file_chapter("tools.json", ToolsConfig),
+        YAML_CHAPTER,
+        environment_chapter(),
     ]
     return "\n".join(chapters)
 

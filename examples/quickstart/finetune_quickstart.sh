@@ -5,16 +5,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh
 mm_use_environment
 
-export CUDA_DEVICE_MAX_CONNECTIONS=2
-export TOKENIZERS_PARALLELISM=false
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
 NPUS_PER_NODE=${NPUS_PER_NODE:-2}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
+source examples/env_config.sh
 
 TP=1
 PP=1

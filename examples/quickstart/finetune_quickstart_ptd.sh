@@ -7,16 +7,13 @@ source scripts/common.sh
 mm_use_environment sklearn
 export PYTHONPATH="$MM_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-export TOKENIZERS_PARALLELISM=false
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
 NPUS_PER_NODE=${NPUS_PER_NODE:-2}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
+MM_ROAD=ptd source examples/env_config.sh
 
 case "${PARALLEL:-tp}" in
     tp) TP=2 PP=1 ;;

@@ -5,17 +5,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh
 mm_use_environment
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-export TOKENIZERS_PARALLELISM=false
-export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}
-export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1200}
-
 NPUS_PER_NODE=${NPUS_PER_NODE:-8}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 WORLD_SIZE=$((NPUS_PER_NODE * NNODES))
+MM_ROAD=ptd source examples/env_config.sh
 
 TP=1
 PP=1

@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
-from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
+from mindspeed_mm.backends.sums import StepSums, means_of, reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
@@ -156,21 +156,20 @@ class FSDP2Backend:
         squared = zero if squared is None else squared.to(self.state.device)
         sums, self._sums = self._sums, self._new_sums()
         names = sorted(sums.metrics)
-        values = torch.stack([squared, sums.loss, sums.denominator, *(sums.metrics[n] for n in names)])
+        values = torch.cat([torch.stack([squared, sums.loss, sums.denominator]), sums.figures(names)])
         counts.cost = self.flops(counts) or counts.tokens
         reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
-        squared, loss_sum, denominator, *metrics = reduced.device.unbind()
+        squared, loss_sum, denominator = reduced.device[:3].unbind()
         divisor = denominator if sums.is_sum else zero + sums.micro_batches * self.data_parallel_size
         divisor = divisor.clamp(min=1e-30)
         loss = loss_sum / divisor
         norm = squared.sqrt() / divisor / scale
-        mean = sums.micro_batches * self.data_parallel_size
         self._release_idle_towers(reduced.counts)
         pending = PendingFSDP2Step(
             self,
             loss,
             norm,
-            {n: m / mean for n, m in zip(names, metrics, strict=True)},
+            means_of(names, reduced.device[3:]),
             reduced.counts,
             reduced.stop > 0,
         )
@@ -346,6 +345,5 @@ def _tower_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], list[nn.P
     if not isinstance(traits, FamilyTraits):
         return []
     inner = _sharded_root(model)
-    return [
-        (t.modalities, [p for p in inner.get_submodule(t.path).parameters() if p.requires_grad]) for t in traits.towers
-    ]
+    known = [t for t in traits.towers if t.run_dummy is not None]  # of others, batches needn't be counted right
+    return [(t.modalities, [p for p in t.parameters(inner) if p.requires_grad]) for t in known]

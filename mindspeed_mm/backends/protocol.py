@@ -123,7 +123,8 @@ class Backend(Protocol):
 def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     """Bring what a `loss_func` returned into one form.
 
-    Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics).
+    Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics). A metric is a number, averaged over
+    micro-batches and ranks, or a pair (sum, denominator), summed over them and then divided.
 
     Returns:
         (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
-from mindspeed_mm.backends.sums import StepSums, reduce_step_sums
+from mindspeed_mm.backends.sums import StepSums, means_of, reduce_step_sums
 from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
@@ -178,15 +178,14 @@ class PTDBackend:
         self._agree_on_names()
         names = self._names or []
         sums, self._sums = self._sums, self._new_sums()
-        zero = torch.zeros_like(sums.loss)
-        own = self._own_part(sums, [sums.metrics.get(n, zero) for n in names])
+        own = self._own_part(sums, names)
         counts.cost = self.flops(counts) or counts.tokens
         told = counts
         if not self.is_row_rank:
             told = BatchCounts(media=dict.fromkeys(counts.media, 0), wait_seconds=counts.wait_seconds)
-        values = torch.stack([squared, *own])
+        values = torch.cat([squared.reshape(1), own])
         reduced = reduce_step_sums(values, told, sorted(counts.media), stop_requested, self._whole)
-        squared, loss_sum, denominator, means, micro_batches, *figures = reduced.device.tolist()
+        squared, loss_sum, denominator, means = reduced.device[:4].tolist()
         divisor = max(means if means else denominator, 1e-30)
         loss = loss_sum / divisor
         norm = max(squared, 0.0) ** 0.5 / divisor / scale if squared == squared else float("nan")
@@ -196,7 +195,7 @@ class PTDBackend:
             self._release_idle_towers(reduced.counts)
             scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
             optimizer.step_with_ready_grads()
-        metrics = {n: figure / micro_batches for n, figure in zip(names, figures, strict=True)}
+        metrics = {name: float(mean) for name, mean in means_of(names, reduced.device[4:]).items()}
         result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, metrics)
         self.loss_scale.update(overflowed=not finite)
         if finite:
@@ -213,9 +212,8 @@ class PTDBackend:
             chunk.eval()
         self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
         sums, self._sums = self._sums, self._new_sums()
-        values = torch.stack(self._own_part(sums, []))
-        reduced = reduce_step_sums(values, BatchCounts(), [], False, self._whole)
-        loss_sum, denominator, means, _ = reduced.device.tolist()
+        reduced = reduce_step_sums(self._own_part(sums, []), BatchCounts(), [], False, self._whole)
+        loss_sum, denominator, means = reduced.device.tolist()
         for chunk in self.model:
             chunk.train()
         self._follow_parameters()
@@ -333,14 +331,12 @@ class PTDBackend:
     def _new_sums(self) -> StepSums:
         return StepSums(self._sum_dtype, self.state.device)
 
-    def _own_part(self, sums: StepSums, metrics: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Loss, denominator, micro-batches with a mean, micro-batches, and metrics, as this rank adds them to the
-        whole: zeros unless it is the first tensor-parallel rank of a stage with a loss."""
-        zero = torch.zeros_like(sums.loss)
-        if not sums.micro_batches or self.tensor_rank:
-            return [zero] * (4 + len(metrics))
-        means = zero + (0 if sums.is_sum else sums.micro_batches)
-        return [sums.loss, sums.denominator, means, zero + sums.micro_batches, *metrics]
+    def _own_part(self, sums: StepSums, names: Sequence[str]) -> torch.Tensor:
+        """Loss, denominator, micro-batches with a mean, and metrics, as this rank adds them to the whole: zeros unless
+        it is the first tensor-parallel rank of a stage with a loss."""
+        means = torch.zeros_like(sums.loss) + (0 if sums.is_sum else sums.micro_batches)
+        own = torch.cat([torch.stack([sums.loss, sums.denominator, means]), sums.figures(names)])
+        return own if sums.micro_batches and not self.tensor_rank else torch.zeros_like(own)
 
     def _add(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class StepSums:
 
     Attributes:
         loss, denominator: float scalars on the device.
-        metrics: further figures of the loss function.
+        metrics: further figures of the loss function, each [2]: a sum, and what it is to be divided by.
         micro_batches: whose loss was added.
         is_sum: whether losses are sums with a denominator; else they are means.
     """
@@ -44,10 +45,34 @@ class StepSums:
         for name, value in metrics.items():
             if name == "loss":
                 continue  # the loop's own figure, computed from the sums
-            number = torch.as_tensor(value, dtype=self._dtype).detach().to(self._device)
-            if number.numel() == 1:
-                self.metrics[name] = self.metrics.get(name, 0) + number.reshape(())
+            figure = self._figure(value)
+            if figure is not None:
+                self.metrics[name] = self.metrics.get(name, 0) + figure
         return loss
+
+    def figures(self, names: Sequence[str]) -> torch.Tensor:
+        """[2 * names], zeros for a metric that no micro-batch had; `means_of` reads their sums over ranks."""
+        zeros = self.loss.new_zeros(2)
+        return torch.cat([zeros[:0], *(self.metrics.get(name, zeros) for name in names)])
+
+    def _figure(self, value: Any) -> torch.Tensor | None:
+        """A (sum, denominator) pair as [2]; a number is the mean of one micro-batch; anything else is no figure."""
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        parts = value if is_pair else (value, self.loss.new_ones(()))
+        numbers = [torch.as_tensor(part, dtype=self._dtype).detach().to(self._device) for part in parts]
+        if any(number.numel() != 1 for number in numbers):
+            return None
+        return torch.cat([number.reshape(1) for number in numbers])
+
+
+def means_of(names: Sequence[str], figures: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Each metric's sum over its denominator.
+
+    Args:
+        figures: [2 * names], what `StepSums.figures` gives, summed over ranks.
+    """
+    sums, denominators = figures.view(-1, 2).unbind(1)
+    return dict(zip(names, (sums / denominators.clamp(min=1e-30)).unbind(), strict=True))
 
 
 @dataclass

@@ -1,11 +1,14 @@
 """Write a model as a HF directory in the hub's layout: hub names, shards with an index, and the small files beside.
 
+A model that is none of transformers' is written the same way under its own names.
+
 Weights stream: tensors of the model are gathered one after the other, each to the rank that writes the file it belongs
 to. No rank holds more than its shard and a few tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -14,7 +17,7 @@ import queue
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,15 +27,16 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
 from mindspeed_mm.checkpoint.sources import WeightSource, has_weight_files, open_weights
 from mindspeed_mm.checkpoint.tensors import persistent_tensors
-from mindspeed_mm.checkpoint.weights import plan_weights, refuse_misfits
+from mindspeed_mm.checkpoint.weights import names_left_out, plan_weights, refuse_misfits
 from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
-from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0
 
@@ -100,16 +104,21 @@ class _File:
 
     Attributes:
         tensors: hub name → (expression, dtype to write).
+        beside: names of those that no tensor of the model goes into.
     """
 
     name: str
     tensors: dict[str, tuple[LazyTensor, torch.dtype]]
+    beside: Set[str] = frozenset()
 
     def runs(self) -> Iterator[tuple[set[str], list[str]]]:
         """Hub names that follow each other and come from the same tensors of the model, with these."""
-        by_leaves = itertools.groupby(self.tensors, key=lambda n: self.tensors[n][0].node.leaves())
+        by_leaves = itertools.groupby(self.tensors, key=self._leaves)
         for leaves, names in by_leaves:
             yield leaves, list(names)
+
+    def _leaves(self, name: str) -> set[str]:
+        return set() if name in self.beside else self.tensors[name][0].node.leaves()
 
 
 def export(
@@ -123,14 +132,13 @@ def export(
     """Write `model` to `directory`, with the source's tokenizer, processor and templates; all ranks call.
 
     Args:
-        model: a transformers model, sharded or not.
+        model: a transformers model, sharded or not; or any other, whose tensors keep their names.
         source: the HF directory that the model was built from; its small files are copied, its dtypes kept.
         group: for messages between hosts.
         dtype: of written weights that the source has not; None: as trained.
         conversions: transformers' weight conversions that applied when the model was loaded; None: found from `source`.
 
     Raises:
-        ConfigError: it is no transformers model.
         CheckpointError: a rank could not write; nothing is visible then.
     """
     export_gathered(model, _FromModel(model, dist.get_rank(group)), directory, source, group, dtype, conversions)
@@ -148,14 +156,16 @@ def export_gathered(
     """Write what `fetcher` gathers as `model` would be written; the other arguments and errors are `export`'s.
 
     Args:
-        model: a transformers model; for its class and configuration only.
+        model: for its class and configuration only.
     """
     agreement = Agreement(group, directory.parent)
     known = _weights_of(source)
     hub = _hub_layout(model, fetcher.tensors(), known, conversions)
-    dtypes = _dtypes(hub, known, dtype)
-    _write_directory(model, directory, source, hub, dtypes, dtype, fetcher, agreement)
-    info_rank0(f"exported to {directory} (loads with from_pretrained)")
+    beside = _other_parts(model, source, known)
+    dtypes = _dtypes({**hub, **beside}, known, dtype)
+    _write_directory(model, directory, source, hub, beside, dtypes, dtype, fetcher, agreement)
+    how = "loads with from_pretrained" if isinstance(model, PreTrainedModel) else "under the model's own names"
+    info_rank0(f"exported to {directory} ({how})")
 
 
 def export_from(
@@ -180,9 +190,10 @@ def export_from(
     known = _weights_of(small_files)
     hub = _hub_layout(model, values, known, None)
     wanted = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    dtypes = _dtypes(hub, None if dtype else known, wanted)
-    _write_directory(model, directory, small_files, hub, dtypes, dtype, _FromSource(values), None, progress)
-    return len(hub)
+    beside = _other_parts(model, small_files, known)
+    dtypes = _dtypes({**hub, **beside}, None if dtype else known, wanted)
+    _write_directory(model, directory, small_files, hub, beside, dtypes, dtype, _FromSource(values), None, progress)
+    return len(hub) + len(beside)
 
 
 def _weights_of(source: str | None) -> WeightSource | None:
@@ -197,10 +208,7 @@ def _hub_layout(
 
     twin = meta_twin(model)
     if twin is None:
-        raise ConfigError(
-            f"--save-hf: {type_without_fsdp(model).__name__} is no transformers model, so it has no hub layout to be "
-            "written in"
-        )
+        return {name: tensors[name] for name in persistent_tensors(model)}
     if conversions is None and source is not None:
         conversions = plan_weights(model, source).conversions
     if conversions is not None:
@@ -211,6 +219,25 @@ def _hub_layout(
     hub = revert_weight_conversion(twin, kept)
     shapes = {n: tuple(t.shape) for n, t in source.tensors().items()} if source is not None else {}
     return {name: _as_in_source(tensor, shapes.get(name)) for name, tensor in hub.items()}
+
+
+def _whole_config(model: Any, source: str | None) -> dict[str, Any] | None:
+    """config.json of the source if the model is a part of what it describes (an Omni model's thinker); else None."""
+    path = Path(source) / "config.json" if source is not None else None
+    if path is None or not path.is_file() or not isinstance(model, PreTrainedModel):
+        return None
+    said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    own = model.config.model_type
+    is_part = any(isinstance(part, dict) and part.get("model_type") == own for part in said.values())
+    return said if is_part and said.get("model_type") != own else None
+
+
+def _other_parts(model: nn.Module, source: str | None, known: WeightSource | None) -> dict[str, LazyTensor]:
+    """The source's tensors of the parts that the model isn't, to be written as they are."""
+    if known is None or _whole_config(model, source) is None:
+        return {}
+    tensors = known.tensors()
+    return {name: tensors[name] for name in names_left_out(model, tensors)}
 
 
 def _as_in_source(tensor: LazyTensor, shape: tuple[int, ...] | None) -> LazyTensor:
@@ -229,6 +256,7 @@ def _write_directory(
     directory: Path,
     source: str | None,
     hub: dict[str, LazyTensor],
+    beside: dict[str, LazyTensor],
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None,
     fetcher: Fetcher,
@@ -244,7 +272,9 @@ def _write_directory(
             part()
 
     working = directory.with_name(f".{directory.name}.saving")
-    files = _plan_files(hub, dtypes, size)
+    files = _plan_files({**hub, **beside}, dtypes, size)
+    for file in files:
+        file.beside = beside.keys() & file.tensors.keys()
     try:
         step("preparing the folder", lambda: _make_empty(working) if rank == 0 else None)
         step("writing weights", lambda: _write_files(files, fetcher, working, rank, size, progress))
@@ -365,12 +395,21 @@ def _finish(
     if rank != 0:
         return
     described: Any = model
-    config = copy.deepcopy(described.config)
-    _state_dtypes(config, source, dtype, _main_dtype(files))
-    config.architectures = [type_without_fsdp(model).__name__]
-    config.save_pretrained(working)
-    if described.can_generate():
-        described.generation_config.save_pretrained(working)
+    of_whole = _whole_config(model, source)
+    if not isinstance(model, PreTrainedModel):
+        _write_own_config(model, working)
+    elif of_whole is None:
+        config = copy.deepcopy(described.config)
+        _state_dtypes(config, source, dtype, _main_dtype(files))
+        config.architectures = [type_without_fsdp(model).__name__]
+        config.save_pretrained(working)
+        if described.can_generate():
+            described.generation_config.save_pretrained(working)
+    else:
+        own = of_whole.get("dtype", of_whole.get("torch_dtype"))
+        wanted = str(dtype).removeprefix("torch.") if dtype is not None else own
+        content = of_whole if wanted == own else _with_dtype(of_whole, wanted)
+        (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if len(files) > 1:
         total = sum(tensor_bytes(tuple(t.shape), d) for f in files for t, d in f.tensors.values())
         parameters = sum(t.numel() for f in files for t, _ in f.tensors.values())
@@ -388,6 +427,15 @@ def _finish(
     _replace_folder(working, directory)
 
 
+def _write_own_config(model: nn.Module, working: Path) -> None:
+    """Write what a model that is none of transformers' was built from (its `config`), if JSON can hold it."""
+    config = getattr(model, "config", None)
+    content = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(content, Mapping):
+        with contextlib.suppress(TypeError, ValueError):
+            (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, main: torch.dtype) -> None:
     """Let a config name `dtype`, or what the source's names (training has its own), or what most values have."""
     path = Path(source) / "config.json" if source is not None else None
@@ -400,6 +448,15 @@ def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, ma
         if inner is not None:
             of_part = said.get(part) or {} if of_whole == of_source else {}
             inner.dtype = of_part.get("dtype", of_part.get("torch_dtype"))
+
+
+def _with_dtype(said: Any, name: str) -> Any:
+    """A configuration's JSON, every dtype in it replaced."""
+    if isinstance(said, list):
+        return [_with_dtype(value, name) for value in said]
+    if not isinstance(said, dict):
+        return said
+    return {key: name if key in ("dtype", "torch_dtype") else _with_dtype(value, name) for key, value in said.items()}
 
 
 def _main_dtype(files: list[_File]) -> torch.dtype:

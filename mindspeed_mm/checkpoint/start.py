@@ -52,7 +52,10 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
     if has_weight_files(path):
         return Start(path)
     if save and path.absolute() == Path(save).absolute():
-        notice(f"--load '{load}' holds no checkpoint yet; starting from model.json's init_from_hf_path")
+        notice(
+            f"--load '{load}' holds no checkpoint yet; starting at iteration 0, with the weights that model.json names "
+            "or the model draws"
+        )
         return Start()
     if not path.is_dir():
         raise CheckpointError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +33,7 @@ class WeightPlan:
         values: name in the model → expression over the source's tensors; shapes are the whole tensors'.
         missing: names in the model that the source has nothing for.
         unexpected: names in the source that the model has no place for.
+        left_out: names in the source that belong to other parts of a whole that the model is a part of.
         mismatched: (name, shape in the source, shape in the model).
         conversions: transformers' weight conversions that applied, for the way back to the hub's layout.
     """
@@ -38,6 +41,7 @@ class WeightPlan:
     values: dict[str, Node] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     conversions: list[Any] | None = None
 
@@ -111,6 +115,10 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
             f"'{source.path}': {key} has shape {found}, {name} needs {expected} ({len(plan.mismatched)} such tensors); "
             "the model's configuration and these weights don't belong together"
         )
+    if plan.left_out:
+        parts = Counter(key.partition(".")[0] for key in plan.left_out)
+        held = ", ".join(f"{part} ({number})" for part, number in sorted(parts.items()))
+        notice(f"'{source.path}' holds weights that {name} has no part for, which are not read: {held}")
     said = []
     if plan.missing:
         said.append(f"lacks {len(plan.missing)} of {name}'s tensors: {shown(plan.missing)}")
@@ -122,6 +130,12 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
     if strict:
         raise CheckpointError(f"{text}; if that is meant, add --no-strict-load (what is missing keeps random values)")
     notice(text, key=f"misfits {source.path}")
+
+
+def names_left_out(model: Any, names: Iterable[str]) -> list[str]:
+    """Those names that transformers leaves out without a word when it loads a model's class (an Omni's talker)."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _has_conversions(model: nn.Module) -> bool:
@@ -175,6 +189,7 @@ def _plan(model: nn.Module, twin: Any, found: Mapping[str, LazyTensor]) -> Weigh
         raise CheckpointError(f"weight '{name}' can't be converted to the layout of {type(twin).__name__}: {error}")
     twin._adjust_missing_and_unexpected_keys(info)
     plan = WeightPlan(unexpected=sorted(info.unexpected_keys), conversions=twin._weight_conversions)
+    plan.left_out = names_left_out(twin, found)
     plan.mismatched = [(n, tuple(a), tuple(b)) for n, a, b in sorted(info.mismatched_keys)]
     lazy = {n: t for n, t in persistent_tensors(twin, tied_once=False).items() if isinstance(t, LazyTensor)}
     for names, target in _targets(model):

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule
+from mindspeed_mm.configs.environment import say_environment
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
+from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
 from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
 from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import notice
 
@@ -41,15 +44,18 @@ def parse_args(
     *,
     required: Sequence[str] = REQUIRED,
     roads: Sequence[Road] = ("fsdp2",),
+    run: YamlRun | None = None,
 ) -> Namespace:
     """Read a launch command.
 
     Args:
-        argv: the words after the script's name; None = those of this process.
+        argv: the words after the script's name; None = those of this process. The first may be the YAML file of a run;
+            flags after it go before what it says.
         extra_args_provider: adds a script's own flags: gets the parser, returns it.
         args_defaults: attribute → value that replaces the flag's default.
         required: attributes that must be given (a script with its own model and data needs fewer).
         roads: those that the script can take: "fsdp2" (with --use-torch-fsdp2), "ptd" (without).
+        run: the run's YAML file, where the script has read it by itself.
 
     Returns:
         A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
@@ -61,8 +67,13 @@ def parse_args(
     parser: argparse.ArgumentParser = build_parser(GROUPS)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    words = spell_as_declared(parser, sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if run is None:
+        run, words = split_yaml(words)
+    words = spell_as_declared(parser, words)
     raise_all(unknown_flags(parser, words))
+    described = typed_flags(parser, run)
+    _lower_own_flags(parser, described)
     parsed, extras = parser.parse_known_args(words)
     raise_all(stray_words(parser, words, extras))
 
@@ -72,14 +83,22 @@ def parse_args(
     flags = [item for item in all_flags(GROUPS) if item.name in ours]
     _apply_defaults(args, args_defaults or {}, parser)
     given = {item.name: getattr(parsed, item.name) for item in flags if hasattr(parsed, item.name)}
-    vars(args).update(vars(parsed))
+    places = {item.name: item.spelling for item in flags}
+    if not given.keys().isdisjoint(_LENGTHS):  # a length of the command line takes the place of the file's
+        described.forget(_LENGTHS)
+    for name in described.values.keys() - vars(parsed).keys():
+        places[name] = described.places[name]
+    given = described.values | given
+    vars(args).update(described.values | vars(parsed))
     _read_environment(args, given)
     args.params_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode
 
     road = road_of(args)
-    raise_all(_missing_flags(args, required) + _refused_flags(flags, given, road) + _missing_paths(flags, args, road))
-    _say_no_effect(flags, given, road)
+    problems = _missing_flags(args, required, run) + _refused_flags(flags, given, road, places)
+    raise_all(problems + _missing_paths(flags, args, road, places))
+    _say_no_effect(flags, given, road, places)
+    say_environment()
     return args
 
 
@@ -164,6 +183,13 @@ def _settle_schedule(args: Namespace) -> None:
     raise_all(check_schedule(args))
 
 
+def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> None:
+    """Let the file's values of a script's own flags be their defaults: what the command line says goes before."""
+    for action in parser._actions:
+        if action.dest in described.values and action.default is not argparse.SUPPRESS:
+            action.default, action.required = described.values[action.dest], False
+
+
 def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
@@ -205,7 +231,7 @@ def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _missing_flags(args: Namespace, required: Sequence[str]) -> list[str]:
+def _missing_flags(args: Namespace, required: Sequence[str], run: YamlRun | None) -> list[str]:
     missing = [_spelled(name) for name in required if getattr(args, name, None) is None]
     lengths = [name for name in _LENGTHS if getattr(args, name) is not None]
     problems = []
@@ -215,7 +241,8 @@ def _missing_flags(args: Namespace, required: Sequence[str]) -> list[str]:
         said = " and ".join(f"{_spelled(name)} {getattr(args, name)}" for name in lengths)
         problems.append(f"{said} are given; keep one of them")
     if missing:
-        problems.append(f"missing flags: {', '.join(missing)}")
+        also = f"; {run.file} may give them too, in gpt_args or as sections" if run is not None else ""
+        problems.append(f"missing flags: {', '.join(missing)}{also}")
     return problems
 
 
@@ -223,9 +250,9 @@ def _asks_for_nothing(item: Flag, value: Any) -> bool:
     return value in item.harmless or (item.kind is bool and value == item.default)
 
 
-def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any], road: Road) -> list[str]:
+def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str]) -> list[str]:
     return [
-        f"{item.spelling}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused[road]}"
+        f"{places[item.name]}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused[road]}"
         for item in flags
         if road in item.refused and item.name in given and not _asks_for_nothing(item, given[item.name])
     ]
@@ -235,27 +262,42 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road) -> list[str]:
+def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: Mapping[str, str]) -> list[str]:
     problems = []
     for item in flags:
-        path = getattr(args, item.name)
+        path, place = getattr(args, item.name), places[item.name]
         if not item.path or not path or road not in item.roads:
             continue
         if item.path == "output":
             if Path(path).is_file():
-                problems.append(f"{item.spelling} {path} is a file; expected a folder")
+                problems.append(f"{place} {path} is a file; expected a folder")
         elif not Path(path).exists():
             if item.name == "load" and args.save and Path(path).absolute() == Path(args.save).absolute():
                 continue  # published scripts give one folder for both: there is nothing to load the first time
-            problems.append(f"{item.spelling}: {describe_missing(path)}")
+            problems.append(f"{place}: {describe_missing(path)}")
         elif item.path == "file" and not Path(path).is_file():
-            problems.append(f"{item.spelling} {path} is a folder; expected a file")
+            problems.append(f"{place} {path} is a folder; expected a file")
         elif item.path == "directory" and not Path(path).is_dir():
-            problems.append(f"{item.spelling} {path} is a file; expected a folder")
+            problems.append(f"{place} {path} is a file; expected a folder")
     return problems
 
 
-def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any], road: Road) -> None:
+def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str]) -> None:
+    """One notice for each reason."""
+    by_reason: dict[str, list[str]] = {}
     for item in flags:
         if road in item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
-            notice(f"{item.spelling} has no effect here: {item.no_effect[road]}", key=f"flag {item.name}")
+            by_reason.setdefault(item.no_effect[road], []).append(places[item.name])
+    for why, names in by_reason.items():
+        notice(f"{_listed(names)} {'has' if len(names) == 1 else 'have'} no effect here: {why}")
+
+
+def _listed(places: Sequence[str]) -> str:
+    """Join flags and keys of a file, naming the file once."""
+    named: set[str] = set()
+    parts = []
+    for place in places:
+        file, _, key = place.rpartition(": ")
+        parts.append(key if file in named else place)
+        named.add(file)
+    return ", ".join(parts)

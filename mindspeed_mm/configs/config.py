@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
-from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, read_json, read_yaml
+from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
 from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
+from mindspeed_mm.configs.other_scripts import owner_problem
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
@@ -176,7 +177,7 @@ class MMConfig:
             if not path:
                 continue
             try:
-                setattr(self, name, _read_config(name, str(path)))
+                setattr(self, name, _read_config(name, path))
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
@@ -186,7 +187,10 @@ class MMConfig:
         return f"MMConfig({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-def _read_config(name: str, path: str) -> ConfigReader:
+def _read_config(name: str, path: str | Path) -> ConfigReader:
+    if isinstance(path, FileSection):
+        return ConfigReader(path.content, file=path.label)
+    path = str(path)
     suffix = Path(path).suffix.lower()
     if suffix in JSON_SUFFIXES:
         content = read_json(path)
@@ -239,8 +243,8 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
         if not path:
             continue
         try:
-            content = _read_config(name, str(path))
-            check(content, file=str(path))
+            content = _read_config(name, path)
+            check(content, file=str(content.config_file))
             setattr(mm, name, content)
         except ConfigError as error:
             problems.append(str(error))
@@ -250,6 +254,8 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
 
 
 def _check_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+    elsewhere = owner_problem(content.to_dict(), file)
+    raise_all([elsewhere] if elsewhere else [])
     if road_of(args) == "ptd":
         _check_megatron_model(args, VLMModelConfig.from_dict(content, file=file))
         return

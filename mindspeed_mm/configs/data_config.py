@@ -9,15 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mindspeed_mm.configs.data_rules import (
     COLLATORS,
-    DATASET_TYPES,
+    MODELS_OWN_TEMPLATES,
     NO_EFFECT,
     REFUSED,
     SAMPLERS,
     SAMPLERS_NOT_YET,
 )
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
+from mindspeed_mm.configs.other_scripts import DATASET_TYPES, dataset_type_problem
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
-from mindspeed_mm.configs.scalars import read_int, show
+from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import (
     Bool,
     Count,
@@ -35,6 +36,7 @@ from mindspeed_mm.configs.sections import (
     unknown_key_message,
 )
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
 
 
 def _read_names(value: Any) -> Any:
@@ -53,6 +55,14 @@ def _read_names(value: Any) -> Any:
 
 def _read_names_or_null(value: Any) -> Any:
     return None if value is None else _read_names(value)
+
+
+def _read_template(value: Any) -> Any:
+    """A template's name; null for those that a family's models bring with them."""
+    if value not in MODELS_OWN_TEMPLATES:
+        return value
+    notice(f"basic_parameters.template {value}: the chat template of the model's own directory is used")
+    return None
 
 
 def read_row_limit(value: Any) -> int | None:
@@ -153,7 +163,9 @@ class BasicParameters(Section):
     stage: Annotated[str, one_of(("sft", "pretrain", "pt"), ("rm",))] = Field(
         "sft", description="pretrain, pt: rows are plain text (attr.prompt, else the column text); all is trained"
     )
-    template: str | None = Field(None, description="name of a chat template; null = the processor's own")
+    template: Annotated[str | None, BeforeValidator(_read_template)] = Field(
+        None, description="name of a chat template; null = the processor's own"
+    )
     cutoff_len: Count | None = Field(None, description="longest row in tokens, when --seq-length is absent")
     max_samples: Annotated[int | None, BeforeValidator(read_row_limit)] = Field(
         None, description="upper bound on the rows of each data set; null or -1 = all; 0 is refused"
@@ -234,7 +246,7 @@ class PreprocessParameters(Section):
 class DatasetParam(Section):
     """`dataset_param`."""
 
-    dataset_type: Annotated[str, one_of(("huggingface", "multimodal"), DATASET_TYPES)] = Field(
+    dataset_type: Annotated[str, one_of(("huggingface", "multimodal"), tuple(DATASET_TYPES))] = Field(
         description="huggingface; multimodal: basic_parameters are data_path, data_folder and repeat_time, or a list"
     )
     basic_parameters: BasicParameters = Field(description="rows and targets")
@@ -372,10 +384,7 @@ def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> Non
     unknown = sort_keys(cls, data, published).unknown
     fields = key_paths(cls)
     raise_all([unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()])
-    raise ConfigError(
-        f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type is not there yet, "
-        "expected huggingface or multimodal"
-    )
+    raise ConfigError(dataset_type_problem(dataset_type, file))
 
 
 def warn_of_near_data_keys(mapping: Any, file: str | None = None) -> None:

@@ -4,30 +4,6 @@ from __future__ import annotations
 
 from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on
 
-#: published dataset types that are not there yet
-DATASET_TYPES = (
-    "t2v",
-    "i2v",
-    "t2i",
-    "dt2v",
-    "feature",
-    "vace",
-    "bagel",
-    "audio",
-    "rewardvideo",
-    "lumina",
-    "deepseekvl2",
-    "qwen3_asr",
-    "wan2_2",
-    "ltx2_precomputed",
-    "ltx2_3_precomputed",
-    "cosyvoice",
-    "funasr",
-    "FunASR",
-    "qwen3tts",
-    "mosstts_delay",
-)
-
 SAMPLERS = (
     "BaseRandomBatchSampler",
     "SequentialSampler",
@@ -61,10 +37,28 @@ COLLATORS = (
     "custom",
 )
 
+#: published template names that stand for what the models of one family bring with them
+MODELS_OWN_TEMPLATES = (
+    "glm4.1v",
+    "glm4v_moe",
+    "mistral",
+    "qwen2_omni",
+    "qwen3_omni",
+    "qwen3_asr",
+    "kimi_k25",
+    "kimi_k3",
+    "step3_vl",
+)
+
 _BASIC = "dataset_param.basic_parameters"
 
 REFUSED = (
     Refused(f"{_BASIC}.use_pmcc_data", is_on, "this record format is not there; write false"),
+    Refused(
+        "dataset_param.preprocess_parameters.use_audio_in_video",
+        is_on,
+        "a video's sound is not interleaved with its frames yet; write false and give the sound as an audio of the row",
+    ),
     Refused(f"{_BASIC}.chat_template", is_given, "a template of one's own is not there yet; write 'template'"),
     Refused(
         "val_dataset_param.basic_parameters.dataset", is_given, f"write the validation file as '{_BASIC}.val_dataset'"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,31 @@ from mindspeed_mm.utils.errors import ConfigError, nearest_names
 
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
+
+
+class FileSection(str):
+    """The path of a YAML file, standing for one section of it: it goes wherever the path of a whole file does.
+
+    Attributes:
+        section: the section's key.
+        content: what it holds.
+    """
+
+    section: str
+    content: Mapping[str, Any]
+
+    def __new__(cls, path: str, section: str, content: Mapping[str, Any]) -> FileSection:
+        self = super().__new__(cls, path)
+        self.section, self.content = section, content
+        return self
+
+    def __reduce__(self) -> tuple[type[FileSection], tuple[str, str, Mapping[str, Any]]]:
+        return type(self), (str(self), self.section, self.content)
+
+    @property
+    def label(self) -> str:
+        """The section as messages name it."""
+        return f"{self}, section {self.section}"
 
 
 def describe_missing(path: str | Path) -> str:
@@ -129,16 +154,19 @@ def _construct_unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Any:
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_unique_mapping)
 
 
+def _yaml_text(path: str | Path) -> str:
+    # PyYAML refuses a tab after a value, which YAML allows and published examples hold.
+    return re.sub(r"[ \t]+$", "", read_text(path), flags=re.MULTILINE)
+
+
 def read_yaml(path: str | Path) -> Any:
     """Read a YAML file (plain data only); an empty file gives None.
 
     Raises:
         ConfigError: unreadable, not YAML (with line, column and reason), or a key written twice.
     """
-    # PyYAML refuses a tab after a value, which YAML allows and published examples hold.
-    text = re.sub(r"[ \t]+$", "", read_text(path), flags=re.MULTILINE)
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(_yaml_text(path), Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -146,3 +174,24 @@ def read_yaml(path: str | Path) -> Any:
         raise ConfigError(f"{path}{place}: not YAML: {reason}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def top_level_anchors(path: str | Path) -> tuple[dict[str, str], set[str]]:
+    """Return a readable YAML file's anchors: (top-level key → anchor of its value, anchors that are referred to)."""
+    anchors: dict[str, str] = {}
+    referred: set[str] = set()
+    depth, key = 0, None
+    for event in yaml.parse(_yaml_text(path), Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            referred.add(event.anchor)
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.NodeEvent):
+            if depth == 1 and key is None:
+                key = getattr(event, "value", "")
+            elif depth == 1:
+                if event.anchor and not isinstance(event, yaml.AliasEvent):
+                    anchors[str(key)] = event.anchor
+                key = None
+            depth += isinstance(event, yaml.CollectionStartEvent)
+    return anchors, referred

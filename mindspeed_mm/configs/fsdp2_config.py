@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mindspeed_mm.configs.files import read_yaml
+from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.scalars import read_bool, read_int
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Section, Size, build_section
 from mindspeed_mm.utils.errors import ConfigError
@@ -126,9 +126,11 @@ class Fsdp2Config(Section):
 
 
 def load_fsdp2_config(path: str | Path | None) -> Fsdp2Config:
-    """Read fsdp2.yaml; no path (None or "") means all defaults.
+    """Read fsdp2.yaml, or the section of a run's file in its place; no path (None or "") means all defaults.
 
     Raises:
         ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
     """
+    if isinstance(path, FileSection):
+        return Fsdp2Config.from_dict(path.content, file=path.label)
     return Fsdp2Config.from_dict(read_yaml(path) if path else None, file=str(path) if path else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 
 from mindspeed_mm.configs.flags.spec import road_of, roads_of
@@ -149,30 +148,13 @@ def _check_recompute(args: Namespace) -> list[str]:
 
 
 def say_layout_notices(args: Namespace) -> None:
-    """Say what about the environment or the checkpoint's format costs speed or has no effect on this road."""
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    """Say what about the checkpoint's format has no effect on this road."""
     if road_of(args) == "fsdp2":
-        if connections == "1":
-            notice(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; "
-                "export CUDA_DEVICE_MAX_CONNECTIONS=2 or leave it unset"
-            )
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
         return
     if args.ckpt_format == "torch":
         notice("--ckpt-format torch has no effect here: what is written is torch's distributed checkpoint (torch_dcp)")
-    if args.tensor_model_parallel_size > 1 and connections != "1" and _on_cuda():
-        notice(
-            "tensor parallelism overlaps communication with computation only where kernels run in the order of their "
-            "launch; export CUDA_DEVICE_MAX_CONNECTIONS=1"
-        )
-
-
-def _on_cuda() -> bool:
-    from mindspeed_mm import accelerator  # torch comes with it, which reading a configuration must not import
-
-    return accelerator.current().name == "cuda"
 
 
 def _spelled(name: str) -> str:

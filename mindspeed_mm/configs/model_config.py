@@ -84,7 +84,9 @@ class LossConfig(Section):
         None, description="tokens in a chunk (1024); for dynamic_chunk: rows × tokens (4096)"
     )
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] = Field(
-        0.0, description="weight of the experts' load-balancing loss"
+        0.0,
+        description="weight of the experts' load-balancing loss beside the token loss (docs/models.md); absent = 0, or "
+        "what config.json asks for with output_router_logits",
     )
 
     @property

@@ -80,10 +80,11 @@ class RecordDataset(Dataset):
     """Rows of data files as samples.
 
     `dataset[i]` is a dict of CPU tensors: `input_ids` [L] int64, `labels` [L] int64 (not shifted, -100 = no target),
-    `mm_token_type_ids` (or as the family calls it) [L] int64 where the processor types its tokens, and the media tensors as the processor names
-    them: `pixel_values` [patches, dim] float32, `image_grid_thw` [images, 3] int64 and so on. Index -1 is a filler
-    without targets. A row that gives no sample (skipped, or longer than the limit) is a filler too, with `fault` (the
-    reason, to count by) and `note` (which row, and what is wrong with it); a row that was cut has a `note` only.
+    `mm_token_type_ids` (or as the family calls it) [L] int64 where the processor types its tokens, and the media
+    tensors as the processor names them: `pixel_values` [patches, dim] float32, `image_grid_thw` [images, 3] int64 and
+    so on. Index -1 is a filler without targets. A row that gives no sample (skipped, or longer than the limit) is a
+    filler too, with `fault` (the reason, to count by) and `note` (which row, and what is wrong with it); a row that was
+    cut has a `note` only.
 
     Nothing of the model is loaded before the first sample (or `warm_up`), and then in the process that makes it.
     Instances can be pickled and forked.

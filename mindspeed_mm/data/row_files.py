@@ -123,7 +123,7 @@ class TextFile:
 
     def __del__(self) -> None:
         descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
+        if descriptor is not None and os is not None:  # None: the interpreter is ending, and has closed it
             os.close(descriptor)
 
 

@@ -53,6 +53,7 @@ def _filled(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     filled = []
     for tensor in tensors:
         whole = tensor.new_zeros(len(tensor), *shape)
-        whole[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        inside = tuple(slice(size) for size in tensor.shape)
+        whole[inside] = tensor
         filled.append(whole)
     return filled

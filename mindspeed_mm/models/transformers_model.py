@@ -12,16 +12,21 @@ import torch.distributed as dist
 from transformers import AutoConfig  # here, so that loader workers forked before the model is built share it
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
 from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions, traits_of
+from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
+from mindspeed_mm.models.transformers.twin import config_for
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -50,8 +55,9 @@ class TransformersModel(MultiModalModule):
         self.source = described.init_from_hf_path
         hf_config = load_hf_config(self.source)
         self.source_dtype: torch.dtype | None = getattr(hf_config, "dtype", None)
-        _set_attention(hf_config, described)
         model_class: Any = ModelHub.get(described.model_id, hf_config)
+        hf_config = config_for(model_class, hf_config)
+        _set_attention(hf_config, described, model_class)
         self.model = _build(model_class, hf_config, described)
         self.traits: FamilyTraits = traits_of(self.model)
         self._freeze(described)
@@ -62,8 +68,12 @@ class TransformersModel(MultiModalModule):
             chunk_size=described.loss_cfg.effective_chunk_size,
         )
         self._head_loss = HeadLoss(self.model.get_output_embeddings())
+        self._router_loss = _router_loss(self.model, described)
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
         self._boundaries: SampleBoundaries | None = None
+        self._positions: ExactPositions | None = None
+        if self.traits.language_model is not None:
+            self._positions = ExactPositions(self.model.get_submodule(self.traits.language_model))
         if self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
@@ -87,6 +97,9 @@ class TransformersModel(MultiModalModule):
             positions_of = require_packed_positions(self.traits, type(self.model).__name__)
             batch["position_ids"] = positions_of(self.model, batch, documents)
             batch["packed_rows"] = PackedRows.of(documents)
+        if self._router_loss is not None:
+            mask = batch.get("attention_mask")
+            batch["sample_shares"] = SampleShares.of(batch["targets"], batch["input_ids"], mask, documents)
         return batch if self.traits.one_tower_pass is None else self.traits.one_tower_pass(self.model, batch)
 
     def check_packing(self) -> None:
@@ -110,23 +123,40 @@ class TransformersModel(MultiModalModule):
 
         Returns:
             a dict: `loss` (float32 scalar with graph: a sum, or a mean if `denominator` is None), `denominator`
-            (float32 scalar: what the sum is to be divided by over the global batch).
+            (float32 scalar: what the sum is to be divided by over the global batch), `metrics` (name → (sum,
+            denominator)): `router_aux_loss` where the load-balancing loss is trained; its gradient, times its
+            coefficient, is in that of `loss`, its value isn't.
         """
         targets: Targets | None = batch.pop("targets", None)
+        shares: SampleShares | None = batch.pop("sample_shares", None)
         if "documents" in batch:
             raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
+        if packed_rows is not None and self.traits.packed_masks is not None:
+            batch["attention_mask"] = self.traits.packed_masks(self.model, batch)
         if self._boundaries is not None:
             self._boundaries.for_batch(packed_rows)
+        if self._positions is not None:
+            self._positions.for_batch(batch)
         self._idle_towers.for_batch(batch)
         if labels is None:
             return self.model(input_ids=input_ids, use_cache=False, **batch)
         if targets is None:
             targets = select_targets(labels, self.loss_options.loss_type)
         self._head_loss.expect(targets, self.loss_options.positions_per_chunk(input_ids.shape[0]))
+        if self._router_loss is not None:
+            shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
+            self._router_loss.expect()
+        if getattr(self.model.config.get_text_config(), "output_router_logits", False):
+            batch["output_router_logits"] = False  # transformers' own loss would be of the whole micro-batch
         loss_sum = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        metrics = {}
+        if self._router_loss is not None and shares is not None:
+            balance = self._router_loss.take(shares)
+            loss_sum = AddGradient.apply(loss_sum, self._router_loss.coefficient * balance)
+            metrics["router_aux_loss"] = (balance.detach(), shares.weights.sum())
         loss, denominator = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
-        return {"loss": loss, "denominator": denominator}
+        return {"loss": loss, "denominator": denominator, "metrics": metrics}
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the inner model; see FSDP2Mixin.fully_shard."""
@@ -137,7 +167,7 @@ class TransformersModel(MultiModalModule):
                 "(mindspeed_mm.models.transformers.base_model)"
             )
         self.model.weights_come_later = self.weights_come_later
-        self.model.fsdp2_overrides = self.fsdp2_overrides
+        self.model.fsdp2_overrides = {**self.fsdp2_overrides, **self._recompute_overrides(fsdp2_config_path)}
         done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
         if self.traits.language_model is not None and dist.get_world_size(process_group) > 1:
             self._idle_towers.install(self.model.get_submodule(self.traits.language_model))
@@ -155,6 +185,17 @@ class TransformersModel(MultiModalModule):
     def pending_weights(self) -> str | None:
         """The HF directory whose weights a model built on meta waits for; None: it draws random ones by itself."""
         return None if self.described.train_from_scratch else self.source
+
+    def _recompute_overrides(self, fsdp2_config_path: str | None) -> dict[str, Any]:
+        """Non-reentrant recompute where routers must keep their graph."""
+        config = load_fsdp2_config(fsdp2_config_path)
+        if self._router_loss is None or not config.recompute_modules or not config.use_reentrant:
+            return {}
+        notice(
+            "fsdp2.yaml: recomputed with use_reentrant: false, because the reentrant way hides the routers from their "
+            "load-balancing loss (loss_cfg.router_aux_loss_coef)"
+        )
+        return {"use_reentrant": False}
 
     def _freeze(self, described: TransformersModelConfig) -> None:
         said = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
@@ -176,7 +217,8 @@ def load_hf_config(path: str) -> Any:
     """Read config.json of a HF directory.
 
     Raises:
-        ConfigError: the directory or its config.json is missing, or the model type is unknown to transformers.
+        ConfigError: the directory or its config.json is missing, or the model type is unknown to transformers, or the
+            layout is that of the authors' own code.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -186,6 +228,7 @@ def load_hf_config(path: str) -> Any:
         raise ConfigError(
             f"model.json: init_from_hf_path '{path}' has no config.json ({found}); expected a HF directory"
         )
+    refuse_foreign_layout(directory)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
@@ -222,6 +265,10 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
         notice(
             f"'{path}': {len(info['unexpected_keys'])} weights are not part of {model_class.__name__} and are not read"
         )
+    with torch.device("meta"):
+        stated = dict(_structure(model_class, hf_config).named_parameters())
+    for name, parameter in model.named_parameters():  # loading forgets what the class says is never trained
+        parameter.requires_grad_(stated[name].requires_grad)
     return model
 
 
@@ -243,6 +290,13 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
     return load_pretrained(model_class, hf_config, str(described.init_from_hf_path))
 
 
+def _router_loss(model: Any, described: TransformersModelConfig) -> RouterLoss | None:
+    """What trains the balance of the experts, if model.json or the model's own config asks for it."""
+    is_stated = "router_aux_loss_coef" in described.loss_cfg.model_fields_set
+    coefficient = chosen_coefficient(described.loss_cfg.router_aux_loss_coef if is_stated else None, model.config)
+    return RouterLoss(model, coefficient) if coefficient else None
+
+
 def _require_weights(path: str) -> None:
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("pytorch_model*.bin")):
         raise CheckpointError(
@@ -260,20 +314,24 @@ def _structure(model_class: Any, hf_config: Any) -> Any:
     return model
 
 
-def _set_attention(hf_config: Any, described: TransformersModelConfig) -> None:
-    """Choose each part's attention implementation; one that can't run here becomes sdpa, with a notice."""
+def _set_attention(hf_config: Any, described: TransformersModelConfig, model_class: type) -> None:
+    """Choose each part's attention implementation; one that can't run here is replaced, with a notice."""
     for part in ("vision", "audio", "text"):
         wanted = described.attention_of(part)  # type: ignore[arg-type]
         if wanted is None:
             continue
         sub_config = getattr(hf_config, f"{part}_config", None) or (hf_config if part == "text" else None)
         if sub_config is not None:
-            sub_config._attn_implementation = _usable_attention(wanted)
+            sub_config._attn_implementation = _usable_attention(wanted, model_class)
 
 
-def _usable_attention(wanted: str) -> str:
+def _usable_attention(wanted: str, model_class: type) -> str:
+    has_sdpa = getattr(model_class, "_supports_sdpa", True)
     why_not = accelerator.current().why_no_attention(wanted)
+    if wanted == "sdpa" and not has_sdpa:
+        why_not = f"{model_class.__name__} is not written for it"
     if why_not is None:
         return wanted
-    notice(f"model.json: attn_implementation {wanted} can't run here ({why_not}); sdpa is used")
-    return "sdpa"
+    instead = "sdpa" if has_sdpa else "eager"
+    notice(f"model.json: attn_implementation {wanted} can't run here ({why_not}); {instead} is used")
+    return instead

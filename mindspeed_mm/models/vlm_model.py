@@ -329,8 +329,8 @@ class VLModel(MegatronModule):
             media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
 
         Returns:
-            on the last stage {"loss", "denominator"} as TransformersModel.forward, or logits [batch, sequence,
-            vocabulary]; else what the next stage takes.
+            on the last stage {"loss", "denominator", "metrics"} as TransformersModel.forward, or logits [batch,
+            sequence, vocabulary]; else what the next stage takes.
         """
         received, self._input = self._input, None
         images = received if self.image_encoder is None else self._encode_images(media, received)
@@ -350,7 +350,7 @@ class VLModel(MegatronModule):
         chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
         loss_sum = self.text_decoder.loss_sum(hidden, targets, chunk)
         loss, denominator = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
-        return {"loss": loss, "denominator": denominator}
+        return {"loss": loss, "denominator": denominator, "metrics": {}}
 
     def _encode_images(self, media: Mapping[str, Any], received: torch.Tensor | None) -> torch.Tensor | None:
         """The output of the stage's part of tower and projector; without media, of a pass over one patch of zeros.

@@ -3,7 +3,8 @@
 A multiply-add counts as two operations. Per token (or patch) a matrix of n weights costs 2n forward, 2n for its own
 gradient where it is trained, 2n for the gradient of its input where something below it is trained. Attention adds
 4 * length * hidden forward per layer and token (scores and values; half of it where attention is causal), twice that
-backward. Recomputed activations are not counted: MFU compares with the useful work.
+backward. A token goes through the experts that it is sent to, not through all of them. Recomputed activations are not
+counted: MFU compares with the useful work.
 Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B, applied part by part.
 """
 
@@ -26,7 +27,7 @@ class FlopsModel:
         per_token: of a text position, without attention and head.
         per_target: of a position that the head projects.
         per_squared_length: causal attention, per (row's tokens)².
-        per_patch: of a media patch in its tower.
+        per_patch: of a row of a media tensor (a patch, or a whole picture) in its tower.
     """
 
     per_token: float
@@ -54,18 +55,30 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     text = getattr(config, "text_config", config)
     if traits.language_model is None or not hasattr(text, "num_hidden_layers"):
         return None
-    towers = [model.get_submodule(t.path) for t in traits.towers]
-    tower_trained = any(p.requires_grad for tower in towers for p in tower.parameters())
+    towers = {t.path: model.get_submodule(t.path) for t in traits.towers}
+    tower_trained = any(p.requires_grad for tower in towers.values() for p in tower.parameters())
     language = model.get_submodule(traits.language_model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     skipped = {id(p) for m in (embedding, head) for p in m.parameters()}
-    per_token = sum(_cost(p, tower_trained) for p in language.parameters() if id(p) not in skipped)
+    per_token = sum(
+        _cost(p, tower_trained) * _share(name, p, text)
+        for name, p in language.named_parameters()
+        if id(p) not in skipped
+    )
     language_trained = any(p.requires_grad for p in language.parameters())
     passes = 3 if language_trained or tower_trained else 1
     attention = 4 * text.hidden_size * text.num_hidden_layers / 2 * passes
-    per_patch = sum(_cost(p, False) for tower in towers for p in tower.parameters())
+    rows = {t.path: t.patches_per_row(config) for t in traits.towers}
+    per_patch = sum(rows[path] * _cost(p, False) for path, tower in towers.items() for p in tower.parameters())
     per_target = sum(_cost(p, language_trained or tower_trained) for p in head.parameters())
     return FlopsModel(per_token, per_target, attention, per_patch)
+
+
+def _share(name: str, param: nn.Parameter, text: Any) -> float:
+    """Of weights stacked over experts [experts, rows, columns], the part that one token goes through."""
+    if param.dim() != 3 or "experts" not in name.split("."):
+        return 1.0
+    return getattr(text, "num_experts_per_tok", param.shape[0]) / param.shape[0]
 
 
 def _cost(param: nn.Parameter, input_needs_gradient: bool) -> float:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_mm.tools import data_check
-from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.errors import MMError, kind_of
 
 _PACKAGES = (
     "torch",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return data_check.run(options) if options.command == "data" else doctor()
     except MMError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{kind_of(error)}: {error}", file=sys.stderr)
         return 1
 
 
@@ -50,7 +50,7 @@ def doctor() -> int:
     """Print versions, the device and its collectives, and settings known to hurt.
 
     Returns:
-        0, or 1 if something would keep a run from starting.
+        0, or 1 if something would slow a run down or spoil it.
     """
     from mindspeed_mm.utils.torch_import import import_torch
 
@@ -66,7 +66,7 @@ def doctor() -> int:
         print(f"  {torch.accelerator.device_count()} devices")
     peak = device.peak_flops("bf16")
     print(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")
-    problems = _problems()
+    problems = _problems(device.name)
     for problem in problems:
         print(f"problem: {problem}")
     if not problems:
@@ -81,16 +81,16 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _problems() -> list[str]:
+def _problems(device: str) -> list[str]:
+    from mindspeed_mm.accelerator.environment import harmful_settings
+
     found = []
     if importlib.util.find_spec("torchvision") is None:
         found.append(
             "torchvision is missing: image processors would change their pixel values without a word, and no "
             "video processor can be built; install the version that belongs to this torch"
         )
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 serialises FSDP2's communication with its compute; set it to 2")
-    return found
+    return found + harmful_settings(device)
 
 
 if __name__ == "__main__":

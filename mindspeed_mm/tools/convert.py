@@ -344,6 +344,7 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
     from mindspeed_mm.checkpoint.sources import listing
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.common.modelzoo import ModelHub
+    from mindspeed_mm.models.transformers.twin import config_for
     from mindspeed_mm.models.transformers_model import load_hf_config
 
     if not (Path(hf_dir) / "config.json").is_file():
@@ -354,7 +355,8 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
         config = load_hf_config(hf_dir)
     model_class: Any = ModelHub.get(None, config, where=str(Path(hf_dir) / "config.json"))
     with torch.device("meta"):
-        return model_class._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+        dtype = getattr(config, "dtype", None) or torch.float32
+        return model_class._from_config(config_for(model_class, config), dtype=dtype)
 
 
 def _checkpoint_in(load_dir: str) -> Path:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,18 +91,21 @@ def run(options: argparse.Namespace) -> int:
 
 def _open_all(config: Any, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
     """Every row of the files, those that a run would leave out as well."""
-    from mindspeed_mm.data.adapter import DefaultAdapter, check_model_path
+    from mindspeed_mm.data.adapter import check_model_path
     from mindspeed_mm.data.build import open_rows_of
     from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
     from mindspeed_mm.data.registry import find_data_sets
+    from mindspeed_mm.models.transformers.adapters import find_adapter
 
     param = config.dataset_param
-    check_model_path(param.preprocess_parameters.model_name_or_path)
+    path = param.preprocess_parameters.model_name_or_path
+    check_model_path(path)
     basic = param.basic_parameters.model_copy(update={"on_bad_sample": "skip", "streaming": False})
     param = param.model_copy(update={"basic_parameters": basic})
     source = open_rows_of(param, find_data_sets(basic.dataset, basic.dataset_dir, param.attr, basic.max_samples))
     limit = basic.cutoff_len if max_length is None else max_length
-    dataset = RecordDataset(source, LazyEncoder(param, limit, DefaultAdapter()), np.arange(len(source)))
+    adapter = find_adapter(SimpleNamespace(init_from_hf_path=path))
+    dataset = RecordDataset(source, LazyEncoder(param, limit, adapter), np.arange(len(source)))
     if rows is None or rows >= len(source):
         return dataset, list(range(len(source)))
     if rows < 1:

@@ -40,6 +40,11 @@ class CheckpointError(MMError, RuntimeError):
     """A checkpoint or a weight file is missing, damaged or does not fit."""
 
 
+def kind_of(error: MMError) -> str:
+    """Return what a person calls the error: ConfigError, DataError or CheckpointError."""
+    return next((k.__name__ for k in (ConfigError, DataError, CheckpointError) if isinstance(error, k)), "Error")
+
+
 def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     """Return up to `limit` of `known` that look like `name`, best first."""
     candidates = {str(k).lower().replace("-", "_"): str(k) for k in known}

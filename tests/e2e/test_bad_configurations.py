@@ -266,8 +266,8 @@ def test_an_index_out_of_range(run: Run) -> None:
 
 def test_a_path_of_the_outer_model(run: Run) -> None:
     """Paths are relative to the HF model."""
-    run.append("fsdp2.yaml", "ignored_modules:\n  - image_encoder\n")
-    assert_refused(run, "fsdp2.yaml: ignored_modules", "'image_encoder' matches nothing", "there is: model, lm_head")
+    run.append("fsdp2.yaml", "ignored_modules:\n  - model.model.visual\n")
+    assert_refused(run, "fsdp2.yaml: ignored_modules", "'model.model.visual' matches nothing", "'model' has no 'model'")
 
 
 def test_sharding_size_that_does_not_divide(run: Run) -> None:

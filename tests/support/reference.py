@@ -69,6 +69,7 @@ def train_reference(
     weight_decay: float = 0.1,
     clip: float = 1.0,
     loss_of: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor] | None = None,
+    outputs: Callable[[Any, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train on all rows at once for `steps` steps; returns losses, gradient norms before clipping, final weights.
 
@@ -76,14 +77,17 @@ def train_reference(
         rows_of: step, from 0 → numbers of its rows; None: all rows in every step.
         frozen: parameter name → not trained.
         loss_of: rows' (token losses, row number) → the step's loss; None: mean over all target tokens.
+        outputs: (model, inputs of a row) → logits [n, vocabulary] and labels [n]; None: those of a causal model.
     """
     import transformers
 
     architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
     model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=torch.float32)
     model.train()
+    with torch.device("meta"):  # from_pretrained forgets which tables the class never trains
+        stated = dict(type(model)(model.config).named_parameters())
     for name, param in model.named_parameters():
-        param.requires_grad_(not frozen(name))
+        param.requires_grad_(stated[name].requires_grad and not frozen(name))
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
@@ -95,9 +99,11 @@ def train_reference(
         rows = []
         for number in range(len(inputs)) if rows_of is None else rows_of(step):
             batch = inputs[number]
-            features = {k: v for k, v in batch.items() if k != "labels"}
-            logits = model(**features).logits[0, :-1].float()
-            targets = batch["labels"][0, 1:]
+            if outputs is None:
+                features = {k: v for k, v in batch.items() if k != "labels"}
+                logits, targets = model(**features).logits[0, :-1].float(), batch["labels"][0, 1:]
+            else:
+                logits, targets = outputs(model, batch)
             rows.append((torch.nn.functional.cross_entropy(logits, targets, reduction="none")[targets != -100], number))
         loss = torch.cat([r for r, _ in rows]).mean() if loss_of is None else loss_of([r for r, _ in rows])
         optimizer.zero_grad()

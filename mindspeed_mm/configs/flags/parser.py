@@ -31,7 +31,11 @@ TORCHRUN_FLAGS = frozenset(
 )
 
 
-_SWITCH_VALUES = "true|false"
+#: how help shows the values of a switch; the parser's switches are known by it
+SWITCH_VALUES = "true|false"
+
+#: flags in published launch scripts of speech models that the commands before the training take
+DATA_PREPARATION_FLAGS = frozenset({"src_dir", "des_dir", "num_processes", "onnx_path", "instruct"})
 
 #: what other trainers call our flags
 OTHER_TRAINERS_NAMES = {
@@ -95,11 +99,11 @@ def _add_flag(section: Any, item: Flag) -> None:
         # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
         if item.spellings:
             section.add_argument(
-                *item.spellings, type=reader(item), nargs="?", const=True, metavar=_SWITCH_VALUES, **common
+                *item.spellings, type=reader(item), nargs="?", const=True, metavar=SWITCH_VALUES, **common
             )
         if item.off_spellings:
             section.add_argument(
-                *item.off_spellings, type=_negated(item), nargs="?", const=False, metavar=_SWITCH_VALUES, **common
+                *item.off_spellings, type=_negated(item), nargs="?", const=False, metavar=SWITCH_VALUES, **common
             )
         return
     options: dict[str, Any] = {"type": reader(item), "metavar": item.type_words.replace(", ", "|").upper()}
@@ -171,7 +175,7 @@ def spell_as_declared(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
             continue
         if name not in known:
             name = by_dashes.get(name.replace("_", "-"), name)
-        bare_switch = not equals and getattr(known.get(name), "metavar", None) == _SWITCH_VALUES
+        bare_switch = not equals and getattr(known.get(name), "metavar", None) == SWITCH_VALUES
         if bare_switch and not following.startswith("--") and not _is_bool_word(following):
             equals, value = "=", "true"
         spelled.append(name + equals + value)
@@ -194,19 +198,30 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
         name = word.partition("=")[0]
         if not word.startswith("--") or word == "--" or name in known:
             continue
-        bare = name.removeprefix("--").replace("-", "_")
-        if bare in TORCHRUN_FLAGS:
-            problems.append(f"unknown flag '{name}': it is torchrun's, write it before the script's name")
-        else:
-            problems.append(f"unknown flag '{name}'{_suggest(name, known)}")
+        owner = owner_elsewhere(name)
+        problems.append(f"unknown flag '{name}'" + (f": {owner}" if owner else _suggest(name, known)))
     return problems
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    """Like `did_you_mean`, and it knows what other trainers call things."""
+def owner_elsewhere(name: str) -> str | None:
+    """Say whose flag a name is that published launch commands hold and that isn't the training's; None: nobody's."""
+    bare = name.removeprefix("--").replace("-", "_")
+    if bare in TORCHRUN_FLAGS:
+        return "it is torchrun's, write it before the script's name"
+    if bare in DATA_PREPARATION_FLAGS:
+        return "it belongs to a command that prepares data, which a launch script runs before the training"
+    return None
+
+
+def suggestions(name: str, known: Iterable[str]) -> list[str]:
+    """Return the flags that look like `name`, or that are what another trainer's name means."""
     foreign = {f"--{word}": flag for word, flag in OTHER_TRAINERS_NAMES.items()}
     near = nearest_names(name, [*known, *foreign])
-    meant = list(dict.fromkeys(foreign.get(word, word) for word in near))
+    return list(dict.fromkeys(foreign.get(word, word) for word in near))
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    meant = suggestions(name, known)
     return "; did you mean " + " or ".join(f"'{word}'" for word in meant) + "?" if meant else ""
 
 
@@ -219,7 +234,7 @@ def stray_words(parser: argparse.ArgumentParser, words: Sequence[str], extras: S
             near = _suggest("--" + extra.lstrip("-"), parser._option_string_actions)
             problems.append(f"unknown flag '{extra}': flags start with two dashes{near}")
         elif extra.endswith((".yaml", ".yml")):
-            problems.append(f"stray word '{extra}': a YAML file in place of flags is not there yet")
+            problems.append(f"stray word '{extra}': the YAML file of a run comes first, right after the script's name")
         else:
             after = f" (after '{before.partition('=')[0]}')" if before else ""
             problems.append(f"stray word '{extra}'{after}: expected flags that start with --")

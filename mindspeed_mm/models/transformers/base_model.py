@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,12 +15,15 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
+from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
+from mindspeed_mm.models.transformers.paths import find_modules
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
-from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import apply_recompute
 from mindspeed_mm.parallel.state import build_fsdp_mesh, resolve_sharding_size
+from mindspeed_mm.utils.log import notice
 
 
 class FSDP2Mixin:
@@ -71,7 +75,7 @@ class FSDP2Mixin:
         self.fsdp2_config = config
         size = resolve_sharding_size(config.sharding_size, dist.get_world_size(process_group))
         self.device_mesh = build_fsdp_mesh(size, process_group)
-        ignored = expand_patterns(self._module(), config.ignored_modules or (), where="fsdp2.yaml: ignored_modules")
+        ignored = find_modules(self._module(), config.ignored_modules or (), where="fsdp2.yaml: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
         return self._fsdp2_plan.kwargs(), config
@@ -118,7 +122,7 @@ class FSDP2Mixin:
         config = self.fsdp2_config or Fsdp2Config()
         root = module if module is not None else self._module()
         patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
-        found = expand_patterns(root, patterns or (), where="fsdp2.yaml: recompute_modules")
+        found = find_modules(root, patterns or (), where="fsdp2.yaml: recompute_modules")
         apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
 
     def set_fullyshard_modules_to_wrap(
@@ -126,7 +130,8 @@ class FSDP2Mixin:
     ) -> None:
         """Make each named module a unit of fully_shard, children first, then the model itself.
 
-        Arguments default to this model and its fsdp2.yaml; `fsdp2_kwargs` override single policies.
+        Arguments default to this model and its fsdp2.yaml; `fsdp2_kwargs` override single policies. A transformers
+        model for which neither names modules (not even an empty list) is wrapped by its blocks, with a notice.
         """
         if self._fsdp2_plan is None:
             self._pre_fully_shard(None, None)
@@ -139,8 +144,16 @@ class FSDP2Mixin:
         config = self.fsdp2_config or Fsdp2Config()
         root = module if module is not None else self._module()
         patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
-        fsdp2.wrap_modules(root, expand_patterns(root, patterns or (), where="fsdp2.yaml: sub_modules_to_wrap"), plan)
+        traits = traits_of(root)
+        if patterns is None and plan.has_an_effect and is_transformers_model(root):
+            patterns = default_wrap_list(root, traits)
+            notice(
+                f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "
+                "(to copy; [] leaves the model in one unit)"
+            )
+        fsdp2.wrap_modules(root, find_modules(root, patterns or (), where="fsdp2.yaml: sub_modules_to_wrap"), plan)
         fsdp2.use_summed_gradients(root, plan.mesh.size())
+        guard_idle_encoders(root, traits)
 
     def set_modules_to_prefetch(
         self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None

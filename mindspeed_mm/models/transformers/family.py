@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.packed import PACKING_KEY
+from mindspeed_mm.models.common.packed import PACKING_KEY, plain_positions
 from mindspeed_mm.utils.errors import ConfigError
 
 PackedPositions = Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor]
+PackedMasks = Callable[[Any, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,12 @@ class FamilyTraits:
         parts: published part name (vision_encoder, vision_projector, audio_encoder, text_decoder) → module paths, for
             freezing. A part's paths may hold another part (the projector inside the tower): the more exact key wins.
         sub_configs: published block (vision_encoder, audio_encoder, text_decoder) → key of the HF sub-config.
-        towers: encoders that a batch may leave idle.
+        towers: encoders that a batch may leave idle, in the order in which the model runs them.
         packed_positions: (transformers model, micro-batch, documents [batch, sequence]) → position ids of packed rows,
             restarting with every sample: [batch, sequence], or [4, batch, sequence] with those and the model's own in
             three dimensions. None: the family can't train on packed rows.
+        packed_masks: (transformers model, micro-batch of packed rows with its position_ids) → `attention_mask` as the
+            model takes it of them. None: the model makes it itself, of the positions.
         one_tower_pass: (transformers model, micro-batch) → the micro-batch such that each tower runs once, whatever
             kinds of media it holds. None: it does so anyway.
     """
@@ -38,15 +41,30 @@ class FamilyTraits:
     sub_configs: Mapping[str, str] = field(default_factory=dict)
     towers: tuple[Tower, ...] = ()
     packed_positions: PackedPositions | None = None
+    packed_masks: PackedMasks | None = None
     one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
 
 
+#: of a causal language model without encoders that makes its masks of restarting positions
+TEXT_TRAITS = FamilyTraits(
+    language_model="model",
+    parts={"text_decoder": ("",)},
+    sub_configs={"text_decoder": ""},
+    packed_positions=plain_positions,
+)
+
+
 def traits_of(model: Any) -> FamilyTraits:
-    """The traits that the model's class states (attribute `traits`), or those of a plain text model."""
+    """The traits that the model's class states (attribute `traits`), or what can be told by looking at the model."""
+    from mindspeed_mm.models.transformers.inferred import infer_traits  # it needs FamilyTraits
+
     traits = getattr(model, "traits", None)
-    if isinstance(traits, FamilyTraits):
-        return traits
-    return FamilyTraits(parts={"text_decoder": ("",)})
+    return traits if isinstance(traits, FamilyTraits) else infer_traits(model)
+
+
+def is_transformers_model(module: Any) -> bool:
+    """Whether a module can be asked for its parts as transformers' models can (which needn't be imported for that)."""
+    return hasattr(module, "config") and hasattr(module, "get_decoder") and hasattr(module, "get_output_embeddings")
 
 
 def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions:
@@ -69,6 +87,8 @@ def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions
 def freeze_parts(model: nn.Module, traits: FamilyTraits, frozen: Mapping[str, bool]) -> list[str]:
     """Set requires_grad of the parts named in `frozen` (True: not trained). Parts not named stay trainable.
 
+    What transformers itself never trains (tables of sinusoids) stays frozen.
+
     Returns:
         names of the parts that the model has and that were frozen.
     """
@@ -81,5 +101,5 @@ def freeze_parts(model: nn.Module, traits: FamilyTraits, frozen: Mapping[str, bo
                 exact[id(param)] = frozen[part]
     for param in model.parameters():
         if id(param) in exact:
-            param.requires_grad_(not exact[id(param)])
+            param.requires_grad_(param.requires_grad and not exact[id(param)])
     return [part for part, value in frozen.items() if value and part in traits.parts]

@@ -29,6 +29,15 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         return type_without_fsdp(model)._from_config(config, dtype=dtype or own)
 
 
+def config_for(model_class: Any, hf_config: Any) -> Any:
+    """The configuration that a class is built from: of a composite one (an Omni model's), the part that it is."""
+    wanted = getattr(model_class, "config_class", None)
+    if wanted is None or isinstance(hf_config, wanted):
+        return hf_config
+    parts = (getattr(hf_config, name, None) for name in hf_config.sub_configs)
+    return next((part for part in parts if isinstance(part, wanted)), hf_config)
+
+
 def meta_model(model_class: Any, hf_config: Any) -> Any:
     """A transformers model of a class and configuration on the meta device, in float32, its ties tied."""
     with torch.device("meta"):

@@ -22,23 +22,31 @@ class Family:
             zero and one), tokenizer and, if it has media, the processor; small, but real in every other respect.
         wrap: what its published fsdp2.yaml wraps, in today's module names.
         kinds: media of its rows ("image", "video", "audio").
+        clip_frames: numbers of frames of its videos; one where its processor can't take others in one row.
         packs: whether it trains on packed rows.
         model: keys of model.json beside `init_from_hf_path`.
         preprocess: keys of data.json's preprocess_parameters.
         published: name of a published size → (config of that size, parameters that it has as its authors count them).
         flags: flags of the run.
-        outputs: (model, inputs of one row) → logits [sequence, vocabulary] and labels [sequence], where they aren't
-            those of a causal model.
+        rows: (folder of the media that `write_rows` made) → eight rows of the data file, where the usual ones don't do.
+        whole: (processor, messages as a chat template takes them, kind → decoded media) → what the processor makes of a
+            row, where it isn't by a chat template or with the usual arguments.
+        outputs: (model, inputs of one row) → logits [n, vocabulary] and the labels [n] that they are to predict, where
+            they aren't those of a causal model.
     """
 
     make: Callable[[Path], Path]
     wrap: tuple[str, ...]
     kinds: tuple[str, ...] = ()
+    clip_frames: tuple[int, ...] = (2, 4)
     packs: bool = True
     model: Mapping[str, Any] = field(default_factory=dict)
     preprocess: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, tuple[Callable[[], Any], int]] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
+    rows: Callable[[Path], list[dict[str, Any]]] | None = None
+    whole: Callable[[Any, list[Any], Mapping[str, list[Any]]], Mapping[str, Any]] | None = None
+    outputs: Callable[[Any, Mapping[str, Any]], tuple[Any, Any]] | None = None
 
 
 def families() -> dict[str, Family]:

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.families import Family, randomize
 from tests.support.tiny import tiny_qwen3_dir
 
-_TEMPLATE = """{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
+CHAT_TEMPLATE = """{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
 {%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
 {%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
@@ -25,7 +25,7 @@ def processor_dir(path: Path) -> Any:
     size = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
     image = Qwen2VLImageProcessor(patch_size=16, size=size)
     video = Qwen3VLVideoProcessor(patch_size=16, size=size)
-    Qwen3VLProcessor(image, tokenizer, video, chat_template=_TEMPLATE).save_pretrained(path)
+    Qwen3VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE).save_pretrained(path)
     return tokenizer
 
 

@@ -21,7 +21,8 @@ from mindspeed_mm.checkpoint.hf_export import export
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights
-from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.configs.config import ConfigReader
+from mindspeed_mm.utils.errors import CheckpointError
 from tests.support.tiny_families import (
     FAMILIES,
     assert_same,
@@ -278,10 +279,34 @@ def test_what_an_earlier_failure_left_is_removed(tmp_path: Path, group: Any) -> 
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "out"}
 
 
-def test_a_model_that_is_none_of_transformers_is_refused(tmp_path: Path, group: Any) -> None:
-    with pytest.raises(ConfigError, match="--save-hf: Linear is no transformers model"):
-        export(torch.nn.Linear(2, 2), tmp_path / "out", None, group, None)
-    assert not list(tmp_path.iterdir())
+class Own(torch.nn.Module):
+    """None of transformers': a tied parameter, a buffer that is kept and one that isn't, a configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed, self.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(2))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+
+def test_a_model_that_is_none_of_transformers_keeps_its_names(tmp_path: Path, group: Any) -> None:
+    model = Own(ConfigReader({"width": 3, "inner": {"names": ["a"]}}))
+    export(model, tmp_path / "out", None, group, None)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"width": 3, "inner": {"names": ["a"]}}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"embed.weight", "scale"}
+    again = Own(None)
+    load_weights(again, open_weights(tmp_path / "out"))
+    assert torch.equal(again.head.weight, model.head.weight) and torch.equal(again.scale, model.scale)
+
+
+@pytest.mark.parametrize("config", [None, 7, {"act": torch.relu}])
+def test_a_configuration_that_json_can_not_hold_is_left_out(tmp_path: Path, group: Any, config: Any) -> None:
+    export(Own(config), tmp_path / "out", None, group, None)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors"}
 
 
 def test_weights_that_change_after_the_export_began_are_not_in_it(tmp_path: Path, group: Any) -> None:

@@ -114,15 +114,6 @@ def test_what_has_no_effect_alone_is_said(run_folder: Path, said: list[str], wor
     assert len(said) == 1 and said[0].startswith(start)
 
 
-def test_connections_of_one_are_said(run_folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    validated()
-    assert said == []
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    validated()
-    validated()
-    assert len(said) == 1 and "CUDA_DEVICE_MAX_CONNECTIONS=2" in said[0]
-
-
 @pytest.mark.parametrize(
     "words, lengths",
     [

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from mindspeed_mm.configs.data_config import DataConfig
+from mindspeed_mm.configs.environment import VARIABLES
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
@@ -39,6 +40,8 @@ def test_the_page_names_everything(maker: ModuleType) -> None:
     for cls in (Fsdp2Config, DataConfig, TransformersModelConfig, VLMModelConfig, ToolsConfig):
         for path in key_paths(cls):
             assert f"`{path}`" in page
+    for name in VARIABLES:
+        assert f"`{name}`" in page
 
 
 def test_every_key_and_flag_is_explained() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs import layout_rules
 from mindspeed_mm.configs.arguments import parse_args, validate_args
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -135,20 +134,3 @@ def test_what_has_no_effect_is_said(run_folder: Path, said: list[str], words: st
     args = validated(words)
     assert len(said) == 1 and said[0].startswith(start)
     assert args.sequence_parallel is False
-
-
-def test_connections_that_tensor_parallelism_wants(
-    run_folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One connection, and only where it matters: on CUDA, with tensor parallelism."""
-    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    validated(TP2)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
-    validated(PP2)
-    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: False)
-    validated(TP2)
-    assert said == []
-    monkeypatch.setattr(layout_rules, "_on_cuda", lambda: True)
-    validated(TP2)
-    assert len(said) == 1 and "export CUDA_DEVICE_MAX_CONNECTIONS=1" in said[0]

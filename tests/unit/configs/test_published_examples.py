@@ -29,6 +29,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: a checkout's scripts and configurations, with directories in the places of the weights."""
     (tmp_path / "examples").mkdir()
     shutil.copytree(EXAMPLES, tmp_path / "examples" / "qwen2.5vl")
+    shutil.copy(ROOT / "examples" / "env_config.sh", tmp_path / "examples")
     for name in ("scripts", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for size in ("3B", "7B", "32B", "72B"):

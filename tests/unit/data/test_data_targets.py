@@ -216,6 +216,19 @@ def test_template_without_end_of_turn_token() -> None:
     assert _trained(template, talk("q", "one", "r", "two")["messages"]) == ["one", "two"]
 
 
+def test_template_that_ends_the_last_answer_otherwise() -> None:
+    """Harmony style: `<|return|>` after the last answer, `<|end|>` after the others; both are trained."""
+    source = (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{- '<|start|>assistant<|message|>' + m.content -}}"
+        "{{- '<|return|>' if loop.last else '<|end|>' -}}"
+        "{%- else -%}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' -}}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}"
+    )
+    template = ChatTemplate(source, {}, ["<|start|>", "<|message|>", "<|end|>", "<|return|>"], "harmony")
+    trained = _trained(template, talk("q", "one", "r", "two")["messages"])
+    assert trained == ["<|message|>one<|end|>", "<|message|>two<|return|>"]
+
+
 def test_answers_that_quote_the_template() -> None:
     """An answer that holds the template's own markers can't be told by searching; turn-by-turn rendering can."""
     quote = "so:<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nnot an answer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen3Config
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
@@ -35,7 +35,19 @@ def test_attention_follows_the_device(
     monkeypatch.setattr(accelerator, "current", device)
     hf_config = Qwen3Config()
     described = TransformersModelConfig.from_dict({"init_from_hf_path": "hf", "attn_implementation": wanted})
-    _set_attention(hf_config, described)
+    _set_attention(hf_config, described, Qwen3ForCausalLM)
     assert hf_config._attn_implementation == expected
     expected_notices = [f"model.json: attn_implementation {wanted} can't run here ({why}); sdpa is used"]
     assert said == ([] if why is None else expected_notices)
+
+
+@pytest.mark.parametrize("wanted", ["sdpa", "flash_attention_2", "eager"])
+def test_a_model_without_sdpa_takes_eager(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", said.append)
+    monkeypatch.setattr(accelerator, "current", CPUAccelerator)
+    hf_config = GptOssConfig()
+    described = TransformersModelConfig.from_dict({"init_from_hf_path": "hf", "attn_implementation": wanted})
+    _set_attention(hf_config, described, GptOssForCausalLM)
+    assert hf_config._attn_implementation == "eager"
+    assert [text.rsplit("; ")[-1] for text in said] == ([] if wanted == "eager" else ["eager is used"])

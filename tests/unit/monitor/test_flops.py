@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.models.common.loss import select_targets
+from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.monitor.flops import flops_model
 
@@ -43,6 +44,20 @@ def test_close_to_what_torch_counts(qwen2_5_vl_dir: Path) -> None:
         model(**rows, targets=select_targets(rows["labels"], "per_token_loss"))["loss"].backward()
     # torch counts whole attention scores, the merger per merged patch, and not the embedding
     assert 0.7 < estimate.of(counts) / counter.get_total_flops() < 1.3
+
+
+def test_a_token_goes_through_its_experts_only() -> None:
+    """Two of eight experts: a quarter of their weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, head_dim=16, vocab_size=128))
+    estimate = flops_model(model, TEXT_TRAITS)
+    attention, router = 2 * 64 * 64 + 2 * 64 * 32, 8 * 64
+    assert estimate is not None
+    assert estimate.per_token == 6 * (attention + router + 2 * 3 * 24 * 64)
 
 
 def test_a_frozen_tower_costs_its_forward_only(qwen2_5_vl_dir: Path) -> None:

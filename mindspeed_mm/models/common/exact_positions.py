@@ -1,0 +1,36 @@
+"""Positions with fractions, handed to the language model as they were computed.
+
+FSDP casts what a unit is given to the dtype of its parameters. In bfloat16 a position above 256 would no longer be told
+from the next one, so positions that aren't whole numbers go around the units' doors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ExactPositions:
+    """Puts the positions of the batch that it was told of into the language model's call."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        """
+        Args:
+            language_model: takes `position_ids`. To be called before it is wrapped, so that the hook runs behind
+                FSDP's.
+        """
+        self._positions: torch.Tensor | None = None
+        language_model.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def for_batch(self, batch: dict[str, Any]) -> None:
+        """Keep `position_ids` of the next forward if they are of a floating-point dtype, and round those of `batch`."""
+        positions = batch.get("position_ids")
+        self._positions = positions if positions is not None and positions.is_floating_point() else None
+        if self._positions is not None:
+            batch["position_ids"] = self._positions.long()
+
+    def _hook(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions, self._positions = self._positions, None
+        return args, kwargs if positions is None else {**kwargs, "position_ids": positions}

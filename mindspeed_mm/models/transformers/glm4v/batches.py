@@ -1,0 +1,43 @@
+"""Images and videos of a GLM-4.1V micro-batch as one run of pictures, in the order of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_mm.models.transformers.qwen2_5_vl import batches as qwen2_5_vl
+from mindspeed_mm.utils.errors import DataError
+
+
+def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Hand the frames of videos over as images, whose token they share; their positions are computed before.
+
+    transformers counts every image token for either kind, so that it takes no micro-batch with both.
+
+    Args:
+        model: the transformers model; its weights aren't needed.
+        batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
+
+    Raises:
+        DataError: videos without mm_token_type_ids, or other numbers of media tokens than the grids ask for.
+    """
+    if batch.get("pixel_values_videos") is None:
+        return batch
+    batch = dict(batch)
+    types = batch.get("mm_token_type_ids")
+    if types is None:
+        raise DataError("a micro-batch has videos but no 'mm_token_type_ids', which tell their tokens from images'")
+    if batch.get("position_ids") is None:
+        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
+        batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
+    grids = batch["video_grid_thw"]
+    frames = grids.repeat_interleave(grids[:, 0], dim=0)
+    frames[:, 0] = 1
+    if batch.get("pixel_values") is None:
+        del batch["video_grid_thw"]
+        batch["pixel_values"], batch["image_grid_thw"] = batch.pop("pixel_values_videos"), frames
+        return batch
+    # videos' tokens get the id of their own that the configuration has for them, for the time of the ordering
+    batch["input_ids"] = torch.where(types == 2, model.config.video_token_id, batch["input_ids"])
+    return qwen2_5_vl.one_tower_pass(model, {**batch, "video_grid_thw": frames})

@@ -1,0 +1,34 @@
+"""GLM-4.1V's rows: a video is written as pictures, each of two frames and with its second behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media_reader import MediaLimits
+from mindspeed_mm.models.transformers.qwen3_vl.data import TimedVideoAdapter
+
+
+class GlmAdapter(TimedVideoAdapter):
+    """Seconds in the text are those of frames evenly spaced at the sampled rate, known before a clip is decoded."""
+
+    def limits(self, processor: Any) -> MediaLimits:
+        """Take no more frames than the processor takes of its longest video; longer ones get them further apart."""
+        part = processor.video_processor
+        return replace(super().limits(processor), video_max_frames=int(part.max_duration * part.fps))
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Write a video as the processor does, from the number of its frames and their rate."""
+        if geometry.kind != "video":
+            return super().foresee(processor, geometry)
+        part = processor.video_processor
+        patches = part.get_num_of_video_patches(geometry.frames, geometry.height, geometry.width, {})
+        groups = -(-geometry.frames // part.temporal_patch_size)
+        tokens = patches // groups // part.merge_size**2
+        seconds = [2 * group / geometry.fps for group in range(groups)]
+        text = "".join(processor.replace_frame_token_id(second, num_image_tokens=tokens) for second in seconds)
+        return Foreseen(text, patches, patches**2 // groups)
+
+
+ADAPTER = GlmAdapter()

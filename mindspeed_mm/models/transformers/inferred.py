@@ -1,0 +1,132 @@
+"""What can be told of a transformers model that no family folder describes: its blocks, its decoder, its encoders.
+
+Encoders found so have no known smallest input, so a batch that leaves one idle can't run it on a dummy. They stay in
+the root's unit instead, whose parameters every rank gathers anyway, and whose gradients are reduced with zeros where a
+rank has none. (Zeros are gradients: a step that leaves an encoder idle on all ranks still decays its weights.) A block
+of such an encoder that fsdp2.yaml makes a unit of its own needs input in every micro-batch; one without is refused
+before ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.models.transformers.family import FamilyTraits, is_transformers_model
+from mindspeed_mm.utils.errors import DataError
+
+#: part → (key of its configuration, kinds of media)
+_ENCODERS = {"vision_encoder": ("vision_config", ("image", "video")), "audio_encoder": ("audio_config", ("audio",))}
+
+
+def block_lists(model: nn.Module) -> list[str]:
+    """Paths of the lists whose elements are worth a unit each, without those inside an element of another.
+
+    transformers names the classes that are not to be split; where it names none, blocks are lists of one class.
+    """
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m.parameters())}
+    names = getattr(model, "_no_split_modules", None) or ()
+    found = [path for path, blocks in lists.items() if any(type(block).__name__ in names for block in blocks)]
+    if not found:
+        found = [path for path, blocks in lists.items() if len(blocks) > 1 and len({type(b) for b in blocks}) == 1]
+    return [path for path in found if not any(path.startswith(f"{outer}.") for outer in found)]
+
+
+def default_wrap_list(model: nn.Module, traits: FamilyTraits) -> list[str]:
+    """`sub_modules_to_wrap` for a model whose fsdp2.yaml names none: its blocks, but no encoder's that may be idle."""
+    idle = tuple(f"{tower.path}." for tower in traits.towers if tower.run_dummy is None)
+    return [f"{path}.{{*}}" for path in block_lists(model) if not path.startswith(idle)]
+
+
+def infer_traits(model: Any) -> FamilyTraits:
+    """The parts of a model that no family describes. It can't take packed rows: nothing has proved that it does."""
+    if not is_transformers_model(model):
+        return FamilyTraits(parts={"text_decoder": ("",)})
+    decoder, head = (_path(model, part) for part in (model.get_decoder(), model.get_output_embeddings()))
+    encoders = {part: path for part in _ENCODERS if (path := _encoder(model, part, decoder)) is not None}
+    if not encoders:
+        return FamilyTraits(language_model=decoder or None, parts={"text_decoder": ("",)})
+    known = [path for path in (decoder, head, *encoders.values()) if path]
+    beside = _others(model, known)
+    parts = {part: (path,) for part, path in encoders.items()} | {
+        "text_decoder": tuple(p for p in (decoder, head) if p)
+    }
+    if len(encoders) > 1:
+        beside = []  # whose they are can't be told
+    elif "vision_encoder" in encoders:
+        modules = dict(model.named_modules())
+        parts["vision_projector"] = tuple(path for path in beside if path in modules)
+    towers = tuple(Tower(path, _ENCODERS[part][1], (), None, tuple(beside)) for part, path in encoders.items())
+    return FamilyTraits(parts=parts, towers=towers)
+
+
+def guard_idle_encoders(model: nn.Module, traits: FamilyTraits) -> None:
+    """Let ranks differ in which encoders they run, after `model` has been wrapped, or refuse where they can't.
+
+    Args:
+        model: the wrapped transformers model.
+    """
+    idle = [tower for tower in traits.towers if tower.run_dummy is None]
+    if not idle or not isinstance(model, FSDPModule):
+        return
+    model.set_reduce_scatter_unused_params(True, recurse=False)
+    prefixes = tuple(path for tower in idle for path in (tower.path, *tower.beside))
+    units = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, FSDPModule) and any(path == p or path.startswith(f"{p}.") for p in prefixes)
+    }
+    if units:
+        _IdleUnits(units).install(model)
+
+
+class _IdleUnits:
+    """Refuses a forward pass that reaches the decoder without having run every unit of the encoders."""
+
+    def __init__(self, units: dict[str, nn.Module]) -> None:
+        self._units = units
+        self._ran: set[int] = set()
+
+    def install(self, model: Any) -> None:
+        for unit in self._units.values():
+            unit.register_forward_pre_hook(lambda module, args: self._ran.add(id(module)), prepend=True)
+        model.get_decoder().register_forward_pre_hook(self._check, prepend=True)
+
+    def _check(self, decoder: nn.Module, args: Any) -> None:
+        ran, self._ran = self._ran, set()
+        for path, unit in self._units.items():
+            if id(unit) not in ran:
+                raise DataError(
+                    f"a micro-batch has no input for '{path}', which fsdp2.yaml's sub_modules_to_wrap makes a unit: "
+                    "ranks with input would wait for this one; leave out sub_modules_to_wrap, or all that is in the "
+                    "encoder (it then is in the root's unit), or let every micro-batch have such media"
+                )
+
+
+def _path(model: nn.Module, part: nn.Module | None) -> str:
+    return next((path for path, module in model.named_modules() if module is part), "")
+
+
+def _encoder(model: Any, part: str, decoder: str) -> str | None:
+    """Path of the outermost module beside the decoder that is configured by what configures `part`."""
+    config = getattr(model.config, _ENCODERS[part][0], None)
+    for path, module in model.named_modules():
+        is_beside = path and path != decoder and not path.startswith(f"{decoder}.")
+        if config is not None and is_beside and type(getattr(module, "config", None)) is type(config):
+            return path
+    return None
+
+
+def _others(model: nn.Module, known: list[str]) -> list[str]:
+    """Paths of the largest modules (or parameters) that hold nothing of `known` and are in none of them."""
+    found: dict[str, None] = {}
+    for name, _ in model.named_parameters():
+        if any(name.startswith(f"{path}.") for path in known):
+            continue
+        parts = name.split(".")
+        prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        found[next(p for p in prefixes if not any(k.startswith(f"{p}.") for k in known))] = None
+    return list(found)

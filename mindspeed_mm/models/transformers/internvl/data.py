@@ -1,0 +1,38 @@
+"""InternVL's rows: a picture is cut into tiles, a video written as numbered frames; both are rows of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.media import Foreseen, Geometry
+
+_PATCHES_PER_TOKEN = 4
+
+
+class TilesAndFramesAdapter(DefaultAdapter):
+    """Tiles of pictures and frames of videos follow each other in `pixel_values` as their tokens do."""
+
+    media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",), "video": ("pixel_values",)}
+    one_at_a_time: bool = True
+
+    def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Count tiles and frames together, as images: the tensor doesn't tell them apart."""
+        return {**super().media_counts(batch), "video": 0}
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Write a picture with as many tokens as it gets tiles, and a video frame by frame."""
+        start, end, length = processor.start_image_token, processor.end_image_token, processor.image_seq_length
+        if geometry.kind == "image":
+            counting = processor.image_processor.get_number_of_image_patches
+            rows = counting(geometry.height, geometry.width, processor.images_kwargs)
+            text = f"{start}{processor.image_token * (length * rows)}{end}"
+        else:
+            rows, tokens = geometry.frames, processor.image_token * length
+            text = "\n".join(f"Frame{number}: {start}{tokens}{end}" for number in range(1, rows + 1))
+        patches = length * _PATCHES_PER_TOKEN
+        return Foreseen(text, rows * patches, rows * patches**2, rows)
+
+
+ADAPTER = TilesAndFramesAdapter()

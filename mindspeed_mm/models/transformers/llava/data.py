@@ -1,0 +1,44 @@
+"""LLaVA's rows: a picture is cut to a square of one size, so that each takes the same number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.utils.errors import ConfigError
+
+
+class SquarePictureAdapter(DefaultAdapter):
+    """Pictures of one size, a row of the media tensor each."""
+
+    media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
+
+    def load_processor(self, path: str, options: PreprocessParameters) -> Any:
+        """Load the processor.
+
+        Raises:
+            ConfigError: Nothing loadable in `path`, or a processor whose pictures have no size in common.
+        """
+        processor = super().load_processor(path, options)
+        if hasattr(processor, "image_processor") and not hasattr(processor, "num_additional_image_tokens"):
+            raise ConfigError(
+                f"{path}: a LLaVA model with {type(processor).__name__} isn't adapted, only one with LlavaProcessor; "
+                "of those with Pixtral's tower take one of model_type mistral3"
+            )
+        return processor
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Count the patches of the square; None where the processor doesn't cut to one."""
+        part = processor.image_processor
+        if not part.do_center_crop:
+            return None
+        patches = (part.crop_size["height"] // processor.patch_size) * (part.crop_size["width"] // processor.patch_size)
+        tokens = patches + processor.num_additional_image_tokens
+        tokens -= processor.vision_feature_select_strategy == "default"
+        return Foreseen(processor.image_token * tokens, patches, patches**2, rows=1)
+
+
+ADAPTER = SquarePictureAdapter()

@@ -1,0 +1,29 @@
+"""Mistral Small 3.1 and Magistral: a Pixtral tower for pictures of any shape, a merging projector, a Mistral model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import Mistral3ForConditionalGeneration as HFMistral3
+
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.base_model import adapt_class
+from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
+
+
+def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+    """Run tower and projector on a picture of two merged patches of zeros → [2, hidden]; of one it takes none."""
+    config = model.config
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    pixels = torch.zeros(1, config.vision_config.num_channels, side, 2 * side, device=device, dtype=model.dtype)
+    sizes = torch.tensor([[side, 2 * side]])
+    return torch.cat(list(model.model.get_image_features(pixels, sizes, return_dict=True).pooler_output))
+
+
+Mistral3ForConditionalGeneration = adapt_class(HFMistral3)
+Mistral3ForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
+    TRAITS, towers=(dataclasses.replace(TOWER, run_dummy=run_smallest_image, patches_per_row=lambda config: 1),)
+)
+ModelHub.register("mistral3", Mistral3ForConditionalGeneration)

@@ -1,0 +1,35 @@
+"""Mistral's rows: a picture is written row by row, each but the last closed by a break token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.data.adapter import DefaultAdapter
+from mindspeed_mm.data.media import Foreseen, Geometry
+
+
+class RowsOfPatchesAdapter(DefaultAdapter):
+    """A row of the media tensor is a picture, filled up to the largest; `image_sizes` says how far it goes."""
+
+    media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
+    padded_keys: Sequence[str] = ("pixel_values",)
+
+    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+        """Fit the picture into the processor's largest one, and write it as the processor does."""
+        from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+        longest = processor.image_processor.size["longest_edge"]
+        if longest is None:
+            return None
+        unit = processor.patch_size * processor.spatial_merge_size
+        picture = np.broadcast_to(np.uint8(0), (geometry.height, geometry.width, 3))
+        height, width = get_resize_output_image_size(picture, size=longest, patch_size=unit)
+        text = processor.replace_image_token({"image_sizes": [(height, width)]}, 0)
+        patches = (height // processor.patch_size) * (width // processor.patch_size)
+        return Foreseen(text, patches, patches**2, rows=1)
+
+
+ADAPTER = RowsOfPatchesAdapter()

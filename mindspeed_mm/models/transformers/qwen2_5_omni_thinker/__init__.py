@@ -1,0 +1,8 @@
+"""The thinker of Qwen2.5-Omni in a directory of its own, as transformers saves it."""
+
+from __future__ import annotations
+
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.qwen2_5_omni import Qwen2_5OmniThinker
+
+ModelHub.register("qwen2_5_omni_thinker", Qwen2_5OmniThinker)

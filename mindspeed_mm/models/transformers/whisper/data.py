@@ -1,0 +1,136 @@
+"""Whisper's rows: one sound, and its transcript behind the tokenizer's prompt of language and task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_mm.configs.data_config import DatasetParam
+from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
+from mindspeed_mm.data.encode import IGNORE_INDEX, TOO_LONG, MediaSource, PlannedMedium, Prepared, Sample
+from mindspeed_mm.data.media import MediaRef
+from mindspeed_mm.data.records import Conversation, Message
+from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.log import notice
+
+_POSITIONS = 448  # of every published size
+
+
+class TranscriptEncoder:
+    """Turns rows of a sound and its transcript into samples; in place of `Encoder`, which needs a chat template.
+
+    A row is a turn of the user with one sound and nothing else, and a turn of the assistant. Its ids are the
+    tokenizer's own: the prompt (language, task and timestamps as tokenizer_config.json names them), the transcript,
+    the end token; transcript and end token are targets.
+
+    Args:
+        processor: WhisperProcessor.
+        adapter: The model family.
+        param: `dataset_param`.
+        max_length: Longest sample in tokens; None means no limit but the decoder's positions.
+    """
+
+    def __init__(self, processor: Any, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
+        options = param.preprocess_parameters
+        self.adapter = adapter
+        self.max_length = min(max_length or _POSITIONS, _positions(options.model_name_or_path))
+        self.pad_token_id: int = processor.tokenizer.pad_token_id
+        self._processor = processor
+        self._splits = options.split_special_tokens
+        self._trains_prompt = param.basic_parameters.train_on_prompt
+        if param.basic_parameters.template is not None:
+            notice("dataset_param.basic_parameters.template has no effect: Whisper's prompt is its tokenizer's")
+
+    def filler(self) -> Sample:
+        """Two padding tokens without targets, and a window of zeros: it stands where a batch has no row."""
+        sound = self._processor.feature_extractor
+        ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
+        features = torch.zeros(1, sound.feature_size, sound.nb_max_frames)
+        return {"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX), "input_features": features}
+
+    def prepare(self, conversation: Conversation, source: MediaSource, limit: int | None = None) -> list[Prepared]:
+        """Make ids and labels of a row.
+
+        Args:
+            conversation: The row.
+            source: Its sound.
+            limit: Longest sample in tokens, below `max_length`.
+
+        Raises:
+            BadSample: Another kind of row, a sound that isn't there, or, with the reason TOO_LONG, a long transcript.
+        """
+        where, (ref, answer) = conversation.where, _sound_and_transcript(conversation)
+        tokenizer, transcript = (
+            self._processor.tokenizer,
+            "".join(part for part in answer.parts if isinstance(part, str)),
+        )
+        text = tokenizer(transcript, add_special_tokens=False, split_special_tokens=self._splits).input_ids
+        prompt = tokenizer.prefix_tokens
+        ids = np.asarray([*prompt, *text, tokenizer.eos_token_id], dtype=np.int64)
+        longest = min(limit or self.max_length, self.max_length)
+        if len(ids) > longest:
+            raise BadSample(
+                f"{where}: the transcript takes {len(ids)} tokens, its prompt and end among them; {longest} fit, and "
+                "nothing is trained",
+                TOO_LONG,
+            )
+        source.look(ref)
+        labels = ids.copy()
+        labels[: 0 if self._trains_prompt else len(prompt)] = IGNORE_INDEX
+        if not answer.train:
+            labels[len(prompt) :] = IGNORE_INDEX
+        frames = self._processor.feature_extractor.nb_max_frames
+        medium = PlannedMedium(ref, "", frames, frames**2)
+        return [Prepared(ids, labels, np.zeros_like(ids), (medium,), len(ids))]
+
+    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> Sample:
+        """Decode the sound of a prepared row and put the sample together: `input_features` [1, mel bins, frames].
+
+        Raises:
+            BadSample: The sound can't be decoded.
+        """
+        extractor, sound = self._processor.feature_extractor, source.open(prepared.media[0].ref)
+        made = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        ids, labels = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.labels)
+        return {"input_ids": ids, "labels": labels, "input_features": made["input_features"]}
+
+
+def _sound_and_transcript(conversation: Conversation) -> tuple[MediaRef, Message]:
+    messages = conversation.messages
+    if [message.role for message in messages] == ["user", "assistant"]:
+        question, answer = messages
+        text = any(isinstance(part, str) and part.strip() for part in question.parts)
+        if not text and not answer.media and [ref.kind for ref in question.media] == ["audio"]:
+            return question.media[0], answer
+    found = []
+    for message in messages:
+        parts = [part.kind if isinstance(part, MediaRef) else "text" for part in message.parts]
+        found.append(f"{message.role} with {' and '.join(parts)}")
+    raise BadSample(
+        f"{conversation.where}: Whisper takes a turn of the user with one sound and no text, and a turn of the "
+        f"assistant with its transcript; the row has: {', '.join(found)}",
+        "not a sound with its transcript",
+    )
+
+
+def _positions(path: str) -> int:
+    """Longest sequence of the decoder; the data of a model may lie without its config.json."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["max_target_positions"])
+    return _POSITIONS
+
+
+class WhisperAdapter(DefaultAdapter):
+    """One window of sound a row; longer sounds are cut to it."""
+
+    media_keys = {"audio": ("input_features",)}
+    token_keys = ()
+    encoder_class = TranscriptEncoder
+
+
+ADAPTER = WhisperAdapter()

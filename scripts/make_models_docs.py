@@ -1,0 +1,111 @@
+"""Write docs/models.md from the registry: every adapted family, what it reads, and the sizes that tests hold.
+
+`python scripts/make_models_docs.py` writes the file; `--check` only says whether it is up to date.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
+from mindspeed_mm.models.transformers.family import FamilyTraits, traits_of  # noqa: E402
+from tests.support.families import families  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+PACKAGE = "mindspeed_mm.models.transformers"
+HEAD = ("family", "model_type", "class", "media", "packed rows", "published sizes", "Megatron-core form")
+
+INTRODUCTION = """# Models
+
+<!-- Made by scripts/make_models_docs.py from the registry: change a family, then run the script. -->
+
+A model is named by the Hugging Face directory in model.json (`init_from_hf_path`); its config.json says which family
+it is of, `model_id` may name another. The families below are adapted: their rows are their processor's, ranks may
+differ in what media their rows have, and `tests/parity/test_families.py` holds each to plain transformers. "Packed
+rows": whether several samples may share a row (`packing`). "Published sizes": those whose parameters a test counts.
+"Megatron-core form": trains without `--use-torch-fsdp2` too.
+"""
+
+REST = """
+## Models without a family
+
+Any other architecture of transformers with a language-model head trains on FSDP2 as it is:
+
+* Without `sub_modules_to_wrap` in fsdp2.yaml the blocks that transformers names are the units of FSDP (or else every
+  list of modules of one class). A notice says the list, to copy. `[]` leaves the model in one unit. Adapted families
+  that name no list are wrapped in the same way.
+* Encoders (what `vision_config` and `audio_config` configure) stay in the root's unit, so that ranks may differ in
+  what media their rows have. A step without such media on any rank still decays the encoder's weights. If fsdp2.yaml
+  makes an encoder's blocks units of their own, every micro-batch needs input for them; one without is refused.
+* Packed rows are refused: nothing has proved that samples of a row stay apart.
+* `freeze` works for the encoders, for what lies between one encoder and the decoder, and for the decoder.
+
+## Paths of older layouts
+
+`sub_modules_to_wrap`, `ignored_modules` and `recompute_modules` are paths of the model as transformers has it today.
+Paths of older layouts and of other implementations (`visual.blocks.{*}`, `thinker.model.layers.{*}`,
+`text_decoder.decoder.layers.{*}`, `model.layers.{*}` of a model with an encoder) are read by the part that they begin
+with where they match nothing as written; a notice says the path to write.
+
+## Balance of experts
+
+`loss_cfg.router_aux_loss_coef` in model.json (or `output_router_logits: true` in config.json, with the coefficient
+there) trains the load-balancing loss of experts beside the token loss. It is defined per sample: `E · Σ f_e · P_e`
+over the sample's tokens in all layers with experts, f_e the times that expert e is among a token's best k, per token
+and layer, P_e its mean probability (transformers' `load_balancing_loss_func` of the sample alone). A step's value is
+the mean over samples, each weighing what its targets weigh in the token loss: by their number for `per_token_loss`,
+equally for `per_sample_loss`. So it is the same however the global batch is split into ranks, micro-batches and
+packs; padding counts nowhere. The log has it as `router_aux_loss`, without the coefficient; `loss` stays the token
+loss, `grad_norm` is that of both. Layers are recomputed in the non-reentrant way then. A model for which transformers
+has no such loss (DeepSeek-V3 balances its experts by a bias) is refused.
+"""
+
+
+def row(name: str) -> list[str]:
+    """The table row of one family."""
+    model_class: Any = ModelHub.find(name)
+    title = (importlib.import_module(f"{PACKAGE}.{name}").__doc__ or name).splitlines()[0]
+    traits: FamilyTraits = traits_of(model_class)
+    media = dict.fromkeys(kind for tower in traits.towers for kind in tower.modalities)
+    published = families()[name].published if name in families() else {}
+    has_megatron = importlib.util.find_spec(f"{PACKAGE}.{name}.megatron") is not None
+    return [
+        title.partition(":")[0].rstrip("."),
+        f"`{name}`",
+        f"`{model_class.__name__}`",
+        ", ".join(media) or "text",
+        "yes" if traits.packed_positions is not None else "",
+        ", ".join(published),
+        "yes" if has_megatron else "",
+    ]
+
+
+def make_page() -> str:
+    """The whole page."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines += ["| " + " | ".join(row(name)) + " |" for name in ModelHub.families()]
+    return INTRODUCTION + "\n" + "\n".join(lines) + "\n" + REST
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or check it; return the exit status."""
+    page = make_page()
+    if "--check" in argv:
+        fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+        print(f"{PAGE} is {'up to date' if fresh else 'out of date: run scripts/make_models_docs.py'}")
+        return 0 if fresh else 1
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Module paths of published files, for today's layouts and for older ones, on models without storage."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import AutoConfig
+
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.inferred import block_lists
+from mindspeed_mm.models.transformers.paths import find_modules
+from mindspeed_mm.models.transformers.twin import config_for, meta_model
+from mindspeed_mm.utils import log
+from mindspeed_mm.utils.errors import ConfigError
+from tests.support.families import families
+from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
+
+FAMILIES = families()
+WHERE = "fsdp2.yaml: sub_modules_to_wrap"
+VISUAL, DECODER = "model.visual.blocks.0", "model.language_model.layers.0"
+AUDIO = "model.audio_tower.layers.0"
+THINKER = {"thinker.model.layers.{*}": DECODER, "thinker.lm_head": "lm_head", "thinker.audio_tower.layers.{*}": AUDIO}
+
+#: family → entry of a published file → the first module that it names today
+OLD = {
+    "qwen2_5_vl": {
+        "visual": "model.visual",
+        "visual.blocks.{*}": VISUAL,
+        "visual.merger": "model.visual.merger",
+        "model.layers.{*}": DECODER,
+        "model.layers.{0-1}.mlp": f"{DECODER}.mlp",
+        "model.embed_tokens": "model.language_model.embed_tokens",
+        "text_decoder.decoder.layers.{*}": DECODER,
+        "text_decoder.output_layer": "lm_head",
+        "text_decoder.embedding": "model.language_model.embed_tokens",
+        "text_decoder.rotary_pos_emb": "model.language_model.rotary_emb",
+        "image_encoder": "model.visual",
+        "image_encoder.encoder.blocks.layers.{*}": VISUAL,
+    },
+    "qwen3": {"language_model.model.layers.{*}": "model.layers.0", "text_decoder.output_layer": "lm_head"},
+    "qwen3_moe": {
+        "language_model.layers.{0,2}.mlp.experts": "model.layers.0.mlp.experts",
+        "llm.model.embed_tokens": "model.embed_tokens",
+    },
+    "qwen3_vl": {"visual.blocks.{*}": VISUAL, "language_model.layers.{*}": DECODER},
+    "qwen3_vl_moe": {"model.layers.{*}.mlp.experts": f"{DECODER}.mlp.experts"},
+    "qwen2_5_omni": {**THINKER, "thinker.visual.blocks.{*}": VISUAL},
+    "qwen3_omni_moe": {**THINKER, "thinker.visual.blocks.{*}": VISUAL},
+    "qwen3_asr": THINKER,
+    "internvl": {
+        "vision_tower.encoder.layers.{*}": "model.vision_tower.encoder.layer.0",
+        "vision_model.encoder.layers.{*}": "model.vision_tower.encoder.layer.0",
+        "language_model.model.layers.{*}": DECODER,
+        "language_model.lm_head": "lm_head",
+        "mlp1": "model.multi_modal_projector",
+    },
+    "mistral3": {
+        "vision_tower.transformer.layers.{*}": "model.vision_tower.transformer.layers.0",
+        "language_model.embed_tokens": "model.language_model.embed_tokens",
+        "language_model.layers.{*}": DECODER,
+    },
+    "glm4v_moe": {"visual.blocks.{*}": VISUAL, "visual.merger": "model.visual.merger"},
+}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    make = {"qwen2_5_vl": tiny_qwen2_5_vl_dir, "qwen3": tiny_qwen3_dir}.get(name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = make(folder) if make is not None else FAMILIES[name].make(Path(folder))
+        config = AutoConfig.from_pretrained(path)
+    model_class = ModelHub.get(FAMILIES[name].model.get("model_id") if make is None else None, config)
+    return meta_model(model_class, config_for(model_class, config))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_todays_wrap_list_is_taken_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family's list names modules without a notice, and each list of blocks that it names is found by itself."""
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", said.append)
+    wrap = FAMILIES[name].wrap
+    assert find_modules(model_of(name), wrap, where=WHERE) and not said
+    assert {p.removesuffix(".{*}") for p in wrap if p.endswith(".layers.{*}")} <= set(block_lists(model_of(name)))
+
+
+@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name, entries in OLD.items() for entry in entries])
+def test_entry_of_an_older_layout(name: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", said.append)
+    assert next(iter(find_modules(model_of(name), [entry], where=WHERE))) == OLD[name][entry]
+    (text,) = said
+    assert text.startswith(f"{WHERE}: '{entry}' of an older layout is '") and text.endswith("; write that")
+
+
+def test_what_matches_nothing_is_refused_as_written() -> None:
+    with pytest.raises(ConfigError, match=r"entry 'visuals.blocks.{\*}' matches nothing: the model has no 'visuals'"):
+        find_modules(model_of("qwen2_5_vl"), ["visuals.blocks.{*}"], where=WHERE)
+
+
+def test_modules_of_ones_own_are_named_as_they_are() -> None:
+    own = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})})
+    assert list(find_modules(own, ["model.layers.{*}"], where=WHERE)) == ["model.layers.0"]
+    with pytest.raises(ConfigError, match="matches nothing"):
+        find_modules(own, ["layers.{*}"], where=WHERE)

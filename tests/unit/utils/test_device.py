@@ -1,0 +1,48 @@
+"""Moving a batch, in this project's form and in the published one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mindspeed_mm.utils.device import move_to_device
+
+
+@dataclass
+class Held:
+    pixels: torch.Tensor
+
+
+def batch() -> dict[str, object]:
+    return {
+        "ids": torch.arange(3),
+        "pixels": [torch.ones(2), (torch.ones(2, dtype=torch.float64), "name")],
+        "inner": {"held": Held(torch.ones(1)), "none": None},
+    }
+
+
+def dtypes(value: object) -> list[torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return [value.dtype]
+    if isinstance(value, Held):
+        return dtypes(value.pixels)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [dtype for item in inner for dtype in dtypes(item)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16])
+def test_the_published_form_changes_the_batch_in_place(dtype: str | torch.dtype) -> None:
+    """`move_to_device(batch, get_args().params_dtype)`, whose result is not used."""
+    moved = batch()
+    move_to_device(moved, dtype)
+    assert dtypes(moved) == [torch.int64, *[torch.bfloat16] * 3]
+    assert moved["pixels"][1][1] == "name" and moved["inner"]["none"] is None  # type: ignore[index]
+
+
+def test_a_device_moves_and_leaves_dtypes() -> None:
+    moved = move_to_device(batch(), torch.device("meta"))
+    assert dtypes(moved) == [torch.int64, torch.float32, torch.float64, torch.float32]
+    assert moved["ids"].is_meta and moved["pixels"][0].is_meta and moved["inner"]["held"].pixels.is_meta
+    assert dtypes(move_to_device(batch(), "cpu", "fp16")) == [torch.int64, *[torch.float16] * 3]
