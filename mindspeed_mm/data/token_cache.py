@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_mm.data.encode import PlannedMedium, Prepared
+from mindspeed_mm.data.workers import forked
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from mindspeed_mm.utils.log import logger
 
@@ -241,7 +242,8 @@ def _prepared_rows(dataset: RecordDataset) -> Iterator[list[dict[str, Any]]]:
 
     rows: Any = _Rows(dataset.source, dataset.lazy_encoder)
     workers = dataset.param.basic_parameters.preprocessing_num_workers or 0
-    for chunk in DataLoader(rows, batch_size=None, shuffle=False, num_workers=min(workers, os.cpu_count() or 1)):
+    workers = min(workers, os.cpu_count() or 1)
+    for chunk in DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers)):
         if isinstance(chunk, Exception):
             raise chunk
         yield chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -38,7 +39,7 @@ def torch_loader(rows: Any, batch_sampler: Any, num_workers: int, seed: int, **o
         options: Further options of DataLoader; those of workers are left out where there are none.
     """
     if num_workers:
-        options["worker_init_fn"] = start_worker
+        options |= {"worker_init_fn": start_worker, **forked(num_workers)}
     else:
         options = {key: value for key, value in options.items() if key not in ("prefetch_factor", "persistent_workers")}
     return DataLoader(
@@ -51,6 +52,16 @@ def torch_loader(rows: Any, batch_sampler: Any, num_workers: int, seed: int, **o
         generator=torch.Generator().manual_seed(seed),
         **options,
     )
+
+
+def forked(num_workers: int) -> dict[str, Any]:
+    """Return DataLoader's option to fork its workers, where the system can.
+
+    A forked worker shares what its parent has loaded, and notices when that parent is gone; started by a server
+    process (another default of some processes and Python versions) it does neither.
+    """
+    can = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
+    return {"multiprocessing_context": "fork"} if can else {}
 
 
 def warm_up(dataset: Any) -> None:

@@ -27,6 +27,7 @@ from mindspeed_mm.models.common.packed import take_documents
 from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions, traits_of
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.twin import config_for
+from mindspeed_mm.models.transformers.tying import settle_tying
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -230,9 +231,11 @@ def load_hf_config(path: str) -> Any:
         )
     refuse_foreign_layout(directory)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise ConfigError(f"{directory / 'config.json'} can't be read by transformers: {error}") from error
+    settle_tying(hf_config, directory)
+    return hf_config
 
 
 def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:

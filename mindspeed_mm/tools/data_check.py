@@ -152,8 +152,11 @@ def _look(dataset: RecordDataset, wanted: Sequence[int], decode: bool, workers: 
     from rich.progress import track
     from torch.utils.data import DataLoader
 
+    from mindspeed_mm.data.workers import forked
+
     rows: Any = _Facts(dataset, wanted, decode)
-    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers if len(rows) > 4 else 0)
+    workers = workers if len(rows) > 4 else 0
+    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
     console = Console(stderr=True)
     for chunk in track(chunks, "reading rows", len(rows), console=console, disable=not console.is_terminal):
         yield from chunk

@@ -194,22 +194,6 @@ def test_an_export_that_fails_on_a_rank_is_told_and_leaves_nothing(
         ranks2.run(run_with_small_files, [*words, "--on-save-failure", "exit", "--load", str(run), "--finetune"], 1)
 
 
-def test_text_only_rows_leave_the_tower_alone(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:
-    """F02: a trainable tower that no row of a global batch feeds keeps its weights (no decay), and a resume works."""
-    data = write_mixed_dataset(tmp_path / "data", rows=4, seed=1, images=False)
-    files = write_run_files(tmp_path, qwen2_5_vl_dir, data, fsdp2={"sub_modules_to_wrap": WRAP})
-    settings = {"micro_batch_size": 1, "global_batch_size": 4, "save": tmp_path / "run", "save_hf": True}
-    settings |= {"weight_decay": 1.0, "lr": 0.01}
-    ranks2.run(run_entry, launch_flags(files, train_iters=2, **settings), timeout=120)
-    ranks2.run(run_entry, launch_flags(files, train_iters=3, load=tmp_path / "run", **settings), timeout=120)
-    assert len(metrics_of(tmp_path / "run")[0]) == 3
-    before, after = load_file(qwen2_5_vl_dir / "model.safetensors"), load_file(tmp_path / "run/hf/model.safetensors")
-    towers = [k for k in before if "visual" in k]
-    assert towers
-    assert all(torch.equal(before[k], after[k]) for k in towers)
-    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
-
-
 def test_import_is_free_of_megatron() -> None:
     """The FSDP2 road never imports megatron-core (7 s)."""
     assert run_ranks(imported_megatron, 1) == [[]]

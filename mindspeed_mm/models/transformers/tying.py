@@ -1,0 +1,46 @@
+"""Whether the embedding and the head are one weight, where config.json says it twice or in one place only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.utils.log import notice
+
+_KEY = "tie_word_embeddings"
+
+
+def settle_tying(hf_config: Any, directory: Path) -> None:
+    """Let a multimodal configuration say what its text configuration says.
+
+    transformers reads the outer key, whose default may be true where the text configuration says false. What
+    config.json says of the text counts, if the outer key is absent; if both are there and differ, transformers' own
+    reading stays, and the contradiction is told (the weights are compared with it when they are loaded).
+
+    Args:
+        hf_config: what transformers made of config.json; changed in place.
+        directory: with config.json.
+    """
+    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    text = written.get("text_config")
+    inner = text.get(_KEY) if isinstance(text, dict) else None
+    if not isinstance(inner, bool):
+        return
+    outer = written.get(_KEY)
+    if not isinstance(outer, bool):
+        if bool(getattr(hf_config, _KEY, False)) != inner:
+            hf_config.tie_word_embeddings = inner
+            notice(
+                f"{directory / 'config.json'}: {_KEY} is {_json(inner)}, as text_config says; the outer key is absent"
+            )
+    elif outer != inner:
+        taken = bool(getattr(hf_config, _KEY, False))
+        notice(
+            f"{directory / 'config.json'}: {_KEY} is {_json(outer)} and text_config's is {_json(inner)}; "
+            f"{_json(taken)} is taken, as transformers reads it; make them equal"
+        )
+
+
+def _json(value: bool) -> str:
+    return "true" if value else "false"
