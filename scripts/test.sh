@@ -12,4 +12,13 @@ mm_activate_venv
 
 # One thread a process: the distributed tests start several. The suite works without a network and says so to the hub client.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec python -m pytest --durations=15 --durations-min=2 "$@"
+options=(--durations=30 --durations-min=2)
+if [ $# -gt 0 ]; then
+    exec python -m pytest "${options[@]}" "$@"
+fi
+
+# What starts no processes of its own runs on two cores at once; the rest uses them all by itself.
+status=0
+python -m pytest "${options[@]}" -n 2 --dist loadfile tests/unit || status=$?
+python -m pytest "${options[@]}" --ignore=tests/unit || status=$?
+exit $status

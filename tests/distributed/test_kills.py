@@ -161,6 +161,7 @@ def test_three_kills(ranks2: RankPool, ranks4: RankPool, qwen3_dir: Path, tmp_pa
     assert_equal(run, unbroken, exact, loss=1e-5, norm=1e-5)
 
 
+@pytest.mark.full
 def test_kills_of_the_megatron_backend(
     ranks2: RankPool, megatron_pools: dict[int, RankPool], qwen3_dir: Path, tmp_path: Path
 ) -> None:
