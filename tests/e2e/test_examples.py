@@ -78,7 +78,6 @@ TRAINED = {
 #: of these a run is part of every test run; the others are run by `pytest -m full`
 RUN_ALWAYS = {
     "llama3/finetune_llama3_8b.sh",
-    "qwen3asr/finetune_qwen3_asr_1_7b.sh",
     "qwen3omni/finetune_qwen3_omni_30b.sh",
 }
 _OWN = ("NNODES", "NODE_RANK", "NPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "MM_DATA", "MM_MODEL", "MM_TOOL")

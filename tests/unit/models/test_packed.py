@@ -172,7 +172,7 @@ def run_args(dynamic: bool = False, **basic: Any) -> SimpleNamespace:
     return SimpleNamespace(use_txt_dynamic_batching=dynamic, mm=SimpleNamespace(data=data))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.full)])
 def test_implementations_that_separate_samples_pass(attention: str, qwen3_dir: Path) -> None:
     model = text_model(qwen3_dir, attention)
     model.check_packing()
