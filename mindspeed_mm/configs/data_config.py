@@ -220,7 +220,7 @@ class PreprocessParameters(Section):
     """The processor, and limits on media. An absent limit is the processor's own."""
 
     model_name_or_path: str = Field(description="directory with the processor, or the tokenizer of a text model")
-    use_fast_tokenizer: Bool = Field(True, description="the tokenizer's fast version")
+    use_fast_tokenizer: Bool = Field(True, description="the fast version is always used: exact targets need it")
     split_special_tokens: Bool = Field(False, description="special tokens typed into a text are split like any text")
     trust_remote_code: Bool = Field(False, description="run code that comes with the processor")
     fix_mistral_regex: Bool = Field(False, description="repair of Mistral tokenizers' splitting pattern")
@@ -232,7 +232,7 @@ class PreprocessParameters(Section):
     video_min_pixels: Size | None = Field(None, description="smaller frames are scaled up to this area")
     video_fps: Annotated[Float, Field(gt=0)] | None = Field(None, description="frames a second taken from a video")
     video_maxlen: Count | None = Field(None, description="most frames taken from one video")
-    use_audio_in_video: Bool = Field(False, description="read a video's sound too")
+    use_audio_in_video: Bool = Field(False, description="must be false: a video's sound is not read")
     audio_sampling_rate: Count | None = Field(None, description="samples a second that audio is converted to, in Hz")
     max_aspect_ratio: Annotated[Float, Field(ge=1)] | None = Field(
         None, description="an image or video whose longer side is more times the shorter can't be used"

@@ -41,6 +41,8 @@ def build_dataset(
     check_model_path(param.preprocess_parameters.model_name_or_path)
     if basic.template is not None:
         named_template(basic.template)  # an unknown name ends the run here, not in a worker
+    if not param.preprocess_parameters.use_fast_tokenizer:
+        notice("preprocess_parameters.use_fast_tokenizer: false has no effect here: exact targets need the fast one")
     max_length = basic.cutoff_len if max_length is None else max_length
     encoder = LazyEncoder(param, max_length, DefaultAdapter() if adapter is None else adapter)
 

@@ -157,24 +157,6 @@ class MediaReader:
         size = _fitted(file, facts.width, facts.height, self._video, "video")
         return read_clip(file, facts, plan_frames(facts, rule), size, self._timeout)
 
-    def look_sound_of_video(self, ref: MediaRef, folders: Sequence[str], where: object) -> Geometry:
-        """Return what the sound track of a video will be when `open_sound_of_video` reads it.
-
-        Raises:
-            BadSample: As `look`; also where the video has no sound.
-        """
-        facts = self._sound_facts(find_media(ref, folders, where))
-        return Geometry("audio", samples=self._sound.samples(facts))
-
-    def open_sound_of_video(self, ref: MediaRef, folders: Sequence[str], where: object) -> np.ndarray:
-        """Decode the sound track of a video (`use_audio_in_video`): [samples] float32 at the model's rate.
-
-        Raises:
-            BadSample: As `open`; also where the video has no sound.
-        """
-        file = find_media(ref, folders, where)
-        return read_sound(file, self._sound_facts(file), self._sound, self._timeout)
-
     def _image_size(self, file: MediaFile) -> tuple[int, int]:
         width, height = self._facts("image", file, lambda: image_size(file))
         return _fitted(file, width, height, self._image, "image")
