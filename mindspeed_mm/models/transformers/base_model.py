@@ -15,6 +15,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
 from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
 from mindspeed_mm.models.transformers.paths import find_modules
@@ -217,5 +218,9 @@ class WeightInitMixin:
 
 @functools.cache
 def adapt_class(hf_class: type) -> type:
-    """Return `hf_class` with the mixins, under its own name (exports and configs keep the architecture's name)."""
-    return type(hf_class.__name__, (hf_class, FSDP2Mixin, WeightInitMixin), {"__module__": hf_class.__module__})
+    """Return `hf_class` with the mixins, under its own name (exports and configs keep the architecture's name).
+
+    A class of diffusers is initialised as its constructor does it; build it with `build_on_meta`.
+    """
+    initialiser = DiffusersInitMixin if is_diffusers_class(hf_class) else WeightInitMixin
+    return type(hf_class.__name__, (hf_class, FSDP2Mixin, initialiser), {"__module__": hf_class.__module__})

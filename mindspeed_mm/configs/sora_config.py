@@ -1,0 +1,255 @@
+"""`model.json` of a model that makes images or videos: autoencoder, text encoders, diffusion and the trained predictor.
+
+Each part may come from a diffusers directory (`from_pretrained`), and all of them together from the directory of a whole
+pipeline (`init_from_diffusers`). A part's structure may be given in diffusers' own words (`config`) or in the published
+ones, which the part's family translates.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.scalars import read_float, show
+from mindspeed_mm.configs.sections import (
+    Bool,
+    Count,
+    DtypeName,
+    Float,
+    Section,
+    key_paths,
+    plain,
+    raise_all,
+    sort_keys,
+    unknown_key_message,
+    validate_section,
+)
+from mindspeed_mm.configs.sora_rules import NO_EFFECT, REFUSED, STRUCTURE
+from mindspeed_mm.utils.errors import ConfigError
+
+Task = Literal["t2v", "i2v", "ti2v", "t2i"]
+
+
+def _read_list(value: Any) -> Any:
+    """One object or a list of them."""
+    return [value] if isinstance(value, dict) else value
+
+
+def _read_object(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("expected an object with the keys of diffusers' config.json")
+    return value
+
+
+def _read_share(value: Any) -> float:
+    share = read_float(value)
+    if not 0 <= share <= 1:
+        raise ValueError("expected a share of the noise range, from 0 (all noise) to 1 (none)")
+    return share
+
+
+Structure = Annotated[dict[str, Any] | None, BeforeValidator(_read_object)]
+Share = Annotated[float, BeforeValidator(_read_share)]
+
+
+class TilingParam(Section):
+    """`ae.tiling_param`: pixels."""
+
+    tile_sample_min_height: Count | None = Field(None, description="height of a tile")
+    tile_sample_min_width: Count | None = Field(None, description="width of a tile")
+    tile_sample_stride_height: Count | None = Field(None, description="from one tile to the next, downwards")
+    tile_sample_stride_width: Count | None = Field(None, description="from one tile to the next, to the right")
+
+
+class AeConfig(Section):
+    """`ae`: the frozen autoencoder."""
+
+    model_id: str | None = Field(
+        None, description="pixel (no autoencoder), a published name, or a diffusers class; absent = what the files say"
+    )
+    from_pretrained: str | None = Field(None, description="diffusers directory of the autoencoder")
+    config: Structure = Field(None, description='pixel\'s own configuration, e.g. {"channels": 1}')
+    dtype: DtypeName = Field("fp32", description="dtype that it computes in")
+    enable_tiling: Bool = Field(False, description="encode tile by tile, to save memory")
+    use_tiling: Bool = Field(False, description="the same as enable_tiling")
+    tiling_param: TilingParam = Field(TilingParam(), description="sizes of the tiles")
+    norm_latents: Bool = Field(True, description="shift and scale latents to about mean 0, standard deviation 1")
+    norm_mode: Literal["channel_specified_shift_scale", "shift_scale"] | None = Field(
+        None,
+        description="by each channel's mean and deviation, or by one shift and scale; absent = what its config has",
+    )
+    do_sample: Bool = Field(False, description="draw latents from the posterior; false = its mean")
+    scaling_factor: Float | None = Field(None, description="takes the place of its config's")
+    shift_factor: Float | None = Field(None, description="takes the place of its config's")
+
+
+class TextEncoderConfig(Section):
+    """`text_encoder`, or one of its list: a frozen text encoder."""
+
+    model_id: str | None = Field(None, description="published name or transformers class; absent = what the files say")
+    from_pretrained: str | None = Field(None, description="directory of the encoder")
+    tokenizer: str | None = Field(None, description="directory of its tokenizer; absent = data.json's, or beside it")
+    dtype: DtypeName = Field("bf16", description="dtype that it computes in")
+    ucg_rate: Annotated[Float, Field(ge=0, le=1)] | None = Field(
+        None, description="share of captions that are left out, so that guidance can be used; absent = data.json's cfg"
+    )
+    max_length: Count | None = Field(None, description="longest caption in tokens; absent = the family's")
+
+
+class ImageEncoderConfig(Section):
+    """`image_encoder`: a frozen encoder of the first frame, for image-to-video models that take its features."""
+
+    from_pretrained: str | None = Field(None, description="directory of the encoder")
+    dtype: DtypeName = Field("fp32", description="dtype that it computes in")
+
+
+class PredictorConfig(Section):
+    """`predictor`: the diffusion transformer that is trained."""
+
+    model_id: str | None = Field(
+        None,
+        description="family: wan, hunyuanvideo, hunyuanvideo15, flux, qwenimage, cogvideox, ltx, sd3, or as published",
+    )
+    from_pretrained: str | None = Field(None, description="diffusers directory of the transformer")
+    config: Structure = Field(None, description="diffusers configuration, where there is no directory")
+    train_from_scratch: Bool = Field(False, description="random weights instead of the directory's")
+    dtype: DtypeName | None = Field(None, description="dtype that exports are written in; absent = the directory's")
+
+    _structure: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """Published keys of the structure (hidden_size, num_layers …), for the family to translate."""
+        return self._structure
+
+
+class DiffusionConfig(Section):
+    """`diffusion`: noise schedule, draw of timesteps, weighting."""
+
+    model_id: str | None = Field(
+        None, description="flow_matching, ddpm, or a published or diffusers name; absent = what the family uses"
+    )
+    num_train_timesteps: Count = Field(1000, description="timesteps of the schedule")
+    shift: Float | None = Field(
+        None, description="moves flow matching's timesteps towards noise; absent = the family's"
+    )
+    use_dynamic_shifting: Bool = Field(False, description="shift by the number of tokens of a sample")
+    base_shift: Float = Field(0.5, description="dynamic shift: exponent at base_seq_len")
+    max_shift: Float = Field(1.15, description="dynamic shift: exponent at max_seq_len")
+    base_seq_len: Count = Field(256, description="dynamic shift: tokens")
+    max_seq_len: Count = Field(4096, description="dynamic shift: tokens")
+    sampling: Literal["uniform", "logit_normal", "mode"] | None = Field(
+        None, description="density that timesteps are drawn from; absent = the family's"
+    )
+    logit_mean: Float = Field(0.0, description="logit_normal: mean")
+    logit_std: Float = Field(1.0, description="logit_normal: standard deviation")
+    mode_scale: Float = Field(1.29, description="mode: scale")
+    weighting: Literal["none", "sigma_sqrt", "cosmap", "gaussian"] | None = Field(
+        None,
+        description="weight of a timestep's loss; gaussian: most in the middle of the range; absent = the family's",
+    )
+    sigma_min: Float = Field(0.0, description="noise at the last step of the table")
+    extra_one_step: Bool = Field(True, description="the table leaves out its last step")
+    min_timestep_boundary: Share = Field(0.0, description="timesteps are drawn from here (0: all noise) …")
+    max_timestep_boundary: Share = Field(1.0, description="… to here: the range of one of two experts")
+    prediction_type: Literal["epsilon", "v_prediction", "sample", "flow_prediction"] | None = Field(
+        None, description="what the predictor predicts; absent = the family's"
+    )
+    beta_start: Float | None = Field(None, description="ddpm: first beta; absent = the family's")
+    beta_end: Float | None = Field(None, description="ddpm: last beta; absent = the family's")
+    beta_schedule: str | None = Field(None, description="ddpm: diffusers' name of the curve; absent = the family's")
+    guidance: Float = Field(1.0, description="value of the guidance embedding of distilled models (flux, hunyuanvideo)")
+
+
+class SoRAModelConfig(Section):
+    """model.json, typed."""
+
+    task: Task | None = Field(None, description="what is made of what; absent = t2v, or t2i for models of images")
+    init_from_diffusers: str | None = Field(
+        None, description="directory of a whole diffusers pipeline; parts named below take the place of its own"
+    )
+    ae: AeConfig | None = Field(None, description="autoencoder")
+    text_encoder: Annotated[list[TextEncoderConfig], BeforeValidator(_read_list)] = Field(
+        [], description="text encoder, or a list of them"
+    )
+    image_encoder: ImageEncoderConfig | None = Field(None, description="encoder of the first frame")
+    predictor: PredictorConfig = Field(PredictorConfig(), description="what is trained")
+    diffusion: DiffusionConfig = Field(DiffusionConfig(), description="how it is trained")
+    load_video_features: Bool = Field(False, description="data are latents made by feature_extraction; no autoencoder")
+    load_text_features: Bool = Field(False, description="data are text states made by feature_extraction; no encoder")
+    encoder_offload_interval: Count = Field(
+        1,
+        description="micro-batches whose captions and clips are encoded at once, after which the encoders leave the device",
+    )
+    enable_encoder_dp: Bool = Field(
+        False, description="share encoding among ranks that take the same sample; there are none with FSDP2"
+    )
+    use_ema: Bool = Field(False, description="keep averaged weights (--ema-decay, 0.9999 where that is absent)")
+
+    _file: str = PrivateAttr("model.json")
+
+    @property
+    def file(self) -> str:
+        """Name of the file, for messages."""
+        return self._file
+
+    @classmethod
+    def from_dict(cls, mapping: Any, file: str | None = None) -> SoRAModelConfig:
+        """Type the content of model.json; say which published keys have no effect here.
+
+        Args:
+            mapping: ConfigReader or dict.
+            file: name to use in messages.
+
+        Raises:
+            ConfigError: unknown or missing keys, wrong values, things that are not there yet.
+        """
+        if isinstance(mapping, cls):
+            return mapping
+        file = file or getattr(mapping, "config_file", None) or "model.json"
+        data = plain(mapping)
+        if not isinstance(data, dict):
+            raise ConfigError(f"{file}: found {show(data)}, expected an object with keys such as predictor")
+        published = published_paths("model")
+        keys = sort_keys(cls, data, published)
+        typed = dict(keys.typed)
+        encoders, inner, unknown = _encoders(data.get("text_encoder"), published)
+        if encoders is not None:
+            typed["text_encoder"] = encoders
+        no_effect = {**keys.published, **inner}
+        structure = {p.removeprefix("predictor."): v for p, v in no_effect.items() if STRUCTURE.fullmatch(p)}
+        no_effect = {p: v for p, v in no_effect.items() if not STRUCTURE.fullmatch(p)}
+        fields = [*key_paths(cls), *(f"text_encoder.{name}" for name in TextEncoderConfig.model_fields)]
+        problems = [
+            unknown_key_message(file, path, value, fields, published)
+            for path, value in {**keys.unknown, **unknown}.items()
+        ]
+        problems += refusals({**no_effect, **structure}, REFUSED, file)
+        config = None
+        if not problems:
+            config, problems = validate_section(cls, typed, file)
+        raise_all(problems)
+        assert config is not None
+        say_no_effect(no_effect, NO_EFFECT, file)
+        config._file = file
+        config.predictor._structure.update(structure)
+        return config
+
+
+def _encoders(value: Any, published: frozenset[str]) -> tuple[list[Any] | None, dict[str, Any], dict[str, Any]]:
+    """The typed keys of each text encoder, published keys without effect, and unknown ones, by their paths."""
+    if value is None:
+        return None, {}, {}
+    inside = {p.removeprefix("text_encoder.") for p in published if p.startswith("text_encoder.")}
+    typed, no_effect, unknown = [], {}, {}
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict):
+            typed.append(item)
+            continue
+        keys = sort_keys(TextEncoderConfig, item, inside)
+        typed.append(keys.typed)
+        no_effect.update({f"text_encoder.{path}": v for path, v in keys.published.items()})
+        unknown.update({f"text_encoder.{path}": v for path, v in keys.unknown.items()})
+    return typed, no_effect, unknown

@@ -1,0 +1,36 @@
+"""Why keys of published model.json files have no effect for a generation model, or are refused."""
+
+from __future__ import annotations
+
+import re
+
+from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on
+
+#: published keys that describe the predictor's structure
+STRUCTURE = re.compile(
+    r"predictor\.(model_type|task_type|patch_size|text_len|in_dim|in_channels|hidden_size|ffn_dim|freq_dim|text_dim"
+    r"|img_dim|out_dim|out_channels|num_heads|num_layers|head_dim|qk_norm|qk_norm_type|qkv_bias|cross_attn_norm|eps"
+    r"|max_seq_len|clip_token_len|mm_double_blocks_depth|mm_single_blocks_depth|mlp_width_ratio|rope_dim_list|rope_theta"
+    r"|guidance_embed|text_states_dim|text_states_dim_2|vision_states_dim|glyph_byT5_v2|text_projection"
+    r"|text_pool_type|vision_projection|concat_condition|use_meanflow|use_cond_type_embedding|use_attention_mask"
+    r"|seperated_timestep|is_reshape_temporal_channels|mlp_act_type|pipeline_num_layers|attn_mode|attn_param(\..*)?)"
+)
+
+REFUSED = (
+    Refused("dpo", is_given, "preference training is not there yet; remove it"),
+    Refused("predictor.FPDT", is_on, "chunked sequences in host memory are not there yet; write false"),
+    Refused("use_dynamic_dpcp", is_on, "context parallelism is not there yet; write false"),
+    Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
+)
+
+NO_EFFECT = (
+    NoEffect(r"predictor\.(FPDT.*|attention_async_offload)", "memory is saved by fsdp2.yaml's recompute_modules"),
+    NoEffect(r"predictor\.(use_fused_rmsnorm|fp32_calculate)", "the kernels are diffusers' own"),
+    NoEffect(r"patch\..*|allow_internal_format", "nothing is patched"),
+    NoEffect(r"text_encoder\.(hub_backend|low_cpu_mem_usage|load_in_8bit)", "files are read from the directory"),
+    NoEffect(r"text_encoder\..*", "captions are encoded as the model's diffusers pipeline does it"),
+    NoEffect(r"ae\.i2v_processor.*", "the first frame is made a condition as the model's diffusers pipeline does it"),
+    NoEffect(r"ae\..*", "structure comes from the directory's config.json, which is authoritative"),
+    NoEffect(r"diffusion\..*", "it belongs to sampling (inference_sora.py)"),
+    NoEffect(r".*", "it belongs to another entry script"),
+)

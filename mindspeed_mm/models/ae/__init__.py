@@ -1,0 +1,1 @@
+"""Frozen autoencoders: diffusers' classes, and none at all."""

@@ -1,0 +1,231 @@
+"""A frozen autoencoder as training sees it: normalised latents of clips, and clips of latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
+
+#: published name → diffusers class
+PUBLISHED = {
+    "wan_video_vae": "AutoencoderKLWan",
+    "hunyuanvideo_15_vae": "AutoencoderKLHunyuanVideo15",
+    "autoencoder_kl_hunyuanvideo": "AutoencoderKLHunyuanVideo",
+    "flux_vae": "AutoencoderKL",
+}
+CLASSES = (
+    "AutoencoderKL",
+    "AutoencoderKLCogVideoX",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLHunyuanVideo15",
+    "AutoencoderKLLTXVideo",
+    "AutoencoderKLQwenImage",
+    "AutoencoderKLWan",
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The posterior of a clip, normalised.
+
+    Attributes:
+        mean: [batch, channels, latent frames, latent height, latent width] float32.
+        std: its standard deviation, shaped alike; None where latents are not to be drawn.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor | None = None
+
+
+class Autoencoder:
+    """Wraps a diffusers autoencoder.
+
+    Latents are normalised as the pipelines of its family undo it: (latent - mean) · scale / deviation by channel, or
+    (latent - shift) · scale.
+
+    Attributes:
+        model: the diffusers model.
+        temporal_stride, spatial_stride: frames and pixels that a latent stands for.
+    """
+
+    def __init__(self, model: Any, config: AeConfig) -> None:
+        self.model = model
+        self._config = config
+        self.temporal_stride, self.spatial_stride = _strides(model)
+        self._of_images = type(model).__name__ == "AutoencoderKL"
+        self._shift, self._scale = _normalisation(model, config)
+        _set_tiling(model, config)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent."""
+        said = self.model.config
+        return int(said.get("latent_channels") or said.get("z_dim"))
+
+    def to(self, device: torch.device) -> Autoencoder:
+        """Move it."""
+        self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, video: torch.Tensor) -> Encoded:
+        """Encode clips.
+
+        Args:
+            video: [batch, 3, frames, height, width] in [-1, 1]; frames are k · temporal_stride + 1.
+        """
+        device, dtype = self.model.device, self.model.dtype
+        video = video.to(device, dtype)
+        posterior = self.model.encode(video[:, :, 0] if self._of_images else video).latent_dist
+        mean = self._normalised(posterior.mean.float(), shift=True)
+        if not self._config.do_sample:
+            return Encoded(mean)
+        return Encoded(mean, self._normalised(posterior.std.float(), shift=False))
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode normalised latents: [batch, channels, …] → [batch, 3, frames, height, width] float32."""
+        shift, scale = self._shift.to(latents.device), self._scale.to(latents.device)
+        raw = (latents.float() / scale + shift).to(self.model.device, self.model.dtype)
+        video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False)[0]
+        return (video[:, :, None] if self._of_images else video).float()
+
+    def _normalised(self, value: torch.Tensor, *, shift: bool) -> torch.Tensor:
+        value = value[:, :, None] if value.dim() == 4 else value
+        if shift:
+            value = value - self._shift.to(value.device)
+        return value * self._scale.to(value.device)
+
+
+def open_autoencoder(
+    config: AeConfig, file: str, *, default_class: str = "", directory: Path | None = None
+) -> Autoencoder:
+    """Load the autoencoder that model.json describes.
+
+    Args:
+        config: its `ae`.
+        file: for messages.
+        default_class: diffusers class where neither model.json nor the directory says one.
+        directory: of a pipeline's autoencoder, where `ae` names none.
+
+    Raises:
+        ConfigError: an unknown model_id, no directory.
+        CheckpointError: the directory can't be loaded.
+    """
+    import diffusers
+
+    name = PUBLISHED.get(config.model_id or "", config.model_id)
+    dtype = to_torch_dtype(config.dtype) or torch.float32
+    if name == "pixel":
+        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+
+        return Autoencoder(PixelAutoencoder(**(config.config or {})).to(dtype), config)
+    if name is not None and name not in CLASSES:
+        known = ("pixel", *PUBLISHED, *CLASSES)
+        raise ConfigError(
+            f"{file}: 'ae.model_id' is '{config.model_id}'; expected one of {', '.join(known)}{did_you_mean(name, known)}"
+        )
+    path = Path(config.from_pretrained) if config.from_pretrained else directory
+    if path is None:
+        raise ConfigError(f"{file}: 'ae.from_pretrained' is missing: the diffusers directory of the autoencoder")
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{file}: 'ae.from_pretrained' '{path}' has no config.json; expected a diffusers directory (the folder vae "
+            "of a pipeline)"
+        )
+    said = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
+    if name is not None and said != name:
+        raise ConfigError(
+            f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, or "
+            "leave model_id out"
+        )
+    try:
+        model = getattr(diffusers, said).from_pretrained(str(path), torch_dtype=dtype)
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {said}: {error}") from error
+    model.requires_grad_(False)
+    return Autoencoder(model.eval(), config)
+
+
+def autoencoder_strides(config: AeConfig | None, directory: Path | None, fallback: tuple[int, int]) -> tuple[int, int]:
+    """Frames and pixels that a latent stands for, from the autoencoder's config.json alone.
+
+    Args:
+        config: model.json's `ae`.
+        directory: of a pipeline's autoencoder, where `ae` names none.
+        fallback: where neither names a directory that is there.
+    """
+    import diffusers
+
+    if config is not None and config.model_id == "pixel":
+        return 1, 1
+    path = Path(config.from_pretrained) if config is not None and config.from_pretrained else directory
+    if path is None or not (path / "config.json").is_file():
+        return fallback
+    said = diffusers.AutoModel.load_config(str(path))
+    with torch.device("meta"):
+        model = getattr(diffusers, str(said.get("_class_name"))).from_config(said)
+    return _strides(model)
+
+
+def _strides(model: Any) -> tuple[int, int]:
+    said = model.config
+    for temporal, spatial in (
+        ("scale_factor_temporal", "scale_factor_spatial"),
+        ("temporal_compression_ratio", "spatial_compression_ratio"),
+    ):
+        if said.get(temporal) is not None and said.get(spatial) is not None:
+            return int(said[temporal]), int(said[spatial])
+    temporal = getattr(model, "temporal_compression_ratio", None) or said.get("temporal_compression_ratio")
+    spatial = getattr(model, "spatial_compression_ratio", None) or said.get("spatial_compression_ratio")
+    if temporal and spatial:
+        return int(temporal), int(spatial)
+    halvings = said.get("temperal_downsample")
+    if halvings is not None:  # AutoencoderKLWan, AutoencoderKLQwenImage
+        return 2 ** sum(halvings), 2 ** len(halvings)
+    blocks = 2 ** (len(said["block_out_channels"]) - 1)
+    return int(said.get("temporal_compression_ratio") or 1), blocks
+
+
+def _normalisation(model: Any, config: AeConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shift and scale, broadcastable to [batch, channels, frames, height, width]."""
+    said = model.config
+    zero, one = torch.zeros(1, 1, 1, 1, 1), torch.ones(1, 1, 1, 1, 1)
+    if not config.norm_latents:
+        return zero, one
+    factor = config.scaling_factor if config.scaling_factor is not None else said.get("scaling_factor")
+    shift = config.shift_factor if config.shift_factor is not None else said.get("shift_factor")
+    means, deviations = said.get("latents_mean"), said.get("latents_std")
+    if means is None:  # LTX keeps them as buffers
+        means, deviations = getattr(model, "latents_mean", None), getattr(model, "latents_std", None)
+    if means is not None and config.norm_mode != "shift_scale":
+        mean = torch.as_tensor(means, dtype=torch.float32).view(1, -1, 1, 1, 1)
+        deviation = torch.as_tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1, 1)
+        by_factor = float(factor or 1.0) if type(model).__name__ == "AutoencoderKLLTXVideo" else 1.0
+        return mean, by_factor / deviation
+    if config.norm_mode == "channel_specified_shift_scale":
+        raise ConfigError(
+            f"model.json: 'ae.norm_mode' is channel_specified_shift_scale, but the {type(model).__name__} has no "
+            "latents_mean and latents_std; write shift_scale"
+        )
+    return one * float(shift or 0.0), one * float(factor or 1.0)
+
+
+def _set_tiling(model: Any, config: AeConfig) -> None:
+    if not (config.enable_tiling or config.use_tiling):
+        return
+    if not hasattr(model, "enable_tiling"):
+        raise ConfigError(f"model.json: 'ae.enable_tiling': {type(model).__name__} can't be tiled; write false")
+    given = {k: v for k, v in config.tiling_param.model_dump().items() if v is not None}
+    try:
+        model.enable_tiling(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.json: 'ae.tiling_param': {type(model).__name__} takes no {', '.join(given)} ({error}); remove them"
+        ) from error

@@ -1,0 +1,1 @@
+"""What is trained of a generation model: diffusers' transformers, as they are, one file for each family."""

@@ -1,0 +1,138 @@
+"""Wan 2.1 and 2.2: text to video, image to video, and the 5B model with a timestep for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.utils.errors import ConfigError
+
+
+@register_family
+class Wan(PredictorFamily):
+    """diffusers' WanTransformer3DModel."""
+
+    names = ("wan",)
+    published_names = ("wandit",)
+    model_class_name = "WanTransformer3DModel"
+    pipelines = {"t2v": "WanPipeline", "i2v": "WanImageToVideoPipeline", "ti2v": "WanImageToVideoPipeline"}
+    defaults = FamilyDefaults(
+        shift=5.0,
+        sampling="uniform",
+        weighting="gaussian",
+        ae="AutoencoderKLWan",
+        strides=(4, 8),
+        text_length=512,
+    )
+    paths = {r"head$": "proj_out", r"time_embedding": "condition_embedder", r"text_embedding": "condition_embedder"}
+
+    @classmethod
+    def translate(cls, structure: Mapping[str, Any], task: str, file: str) -> dict[str, Any]:
+        """See the base class."""
+        has_image = structure.get("model_type") in ("i2v", "flf2v")
+        heads, hidden = int(structure.get("num_heads", 12)), int(structure.get("hidden_size", 1536))
+        if hidden % heads:
+            raise ConfigError(
+                f"{file}: 'predictor.hidden_size' {hidden} is no multiple of 'predictor.num_heads' {heads}"
+            )
+        # published files write the latent's channels as in_dim where the condition's are counted as well
+        channels = int(structure.get("in_dim", 16))
+        return {
+            "patch_size": tuple(structure.get("patch_size", (1, 2, 2))),
+            "num_attention_heads": heads,
+            "attention_head_dim": hidden // heads,
+            "in_channels": channels,
+            "out_channels": int(structure.get("out_dim", 16)),
+            "text_dim": int(structure.get("text_dim", 4096)),
+            "freq_dim": int(structure.get("freq_dim", 256)),
+            "ffn_dim": int(structure.get("ffn_dim", 8960)),
+            "num_layers": _layers(structure),
+            "cross_attn_norm": bool(structure.get("cross_attn_norm", True)),
+            "qk_norm": "rms_norm_across_heads" if structure.get("qk_norm", True) else None,
+            "eps": float(structure.get("eps", 1e-6)),
+            "image_dim": int(structure.get("img_dim", 1280)) if has_image else None,
+            "added_kv_proj_dim": hidden if has_image else None,
+            "rope_max_seq_len": int(structure.get("max_seq_len", 1024)),
+        }
+
+    @property
+    def latent_channels(self) -> int:
+        """See the base class."""
+        return int(self.config.get("out_channels") or self.config["in_channels"])
+
+    def text_states(
+        self, pipeline: Any, captions: Sequence[str], device: torch.device, max_length: int | None
+    ) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        states, _ = pipeline.encode_prompt(
+            list(captions),
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_length or self.defaults.text_length,
+            device=device,
+        )
+        return {"encoder_hidden_states": states}
+
+    def conditions(self, parts: Any, video: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See the base class."""
+        if self.task == "t2v":
+            return {}
+        first = video[:, :, :1]
+        if self.task == "ti2v":
+            known = torch.zeros_like(latents[:, :1])
+            known[:, :, :1] = 1
+            alone = parts.ae.encode(first).mean
+            return {"known_latents": alone.expand_as(latents).contiguous(), "known": known}
+        shown = torch.cat([first, torch.zeros_like(video[:, :, 1:])], 2)
+        made = {"condition": torch.cat([self._shown_frames(latents), parts.ae.encode(shown).mean], 1)}
+        if self.config.get("image_dim") is not None:
+            made["encoder_hidden_states_image"] = parts.image_encoder.hidden_states(first[:, :, 0])
+        return made
+
+    def _shown_frames(self, latents: torch.Tensor) -> torch.Tensor:
+        """For each latent frame and each of the frames that it stands for, whether it is shown: [batch, stride, …].
+
+        The first latent frame stands for the first frame alone, which counts for all its channels.
+        """
+        stride = int(self.config["in_channels"]) - 2 * self.latent_channels
+        mask = latents.new_zeros(len(latents), stride, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        return mask
+
+    def predict(
+        self,
+        model: nn.Module,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        text: Mapping[str, torch.Tensor],
+        conditions: Mapping[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        """See the base class."""
+        known = conditions.get("known")
+        if known is not None:
+            # a timestep for each token: those of the known frame are without noise
+            patch = self.spatial_patch
+            of_token = (1 - known[:, 0, :, ::patch, ::patch]).flatten(1) * timesteps[:, None]
+            timesteps = of_token.to(timesteps.dtype)
+        if "condition" in conditions:
+            noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], 1)
+        return model(
+            hidden_states=noisy,
+            timestep=timesteps,
+            encoder_hidden_states=text["encoder_hidden_states"].to(noisy.dtype),
+            encoder_hidden_states_image=conditions.get("encoder_hidden_states_image"),
+            return_dict=False,
+        )[0]
+
+
+def _layers(structure: Mapping[str, Any]) -> int:
+    if "num_layers" in structure:
+        return int(structure["num_layers"])
+    stages = structure.get("pipeline_num_layers")
+    if stages is None:
+        return 30
+    return sum(sum(stage) if isinstance(stage, list) else stage for stage in stages)

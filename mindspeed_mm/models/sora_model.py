@@ -1,0 +1,359 @@
+"""SoRAModel: frozen encoders, a diffusion objective, and the transformer that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.configs.files import read_json
+from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.sora_config import SoRAModelConfig
+from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
+from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.meta_build import build_on_meta
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.diffusion.build import build_objective
+from mindspeed_mm.models.predictor.family import PredictorFamily, find_family, todays_path
+from mindspeed_mm.models.sora_parts import FrozenParts, open_parts
+from mindspeed_mm.models.transformers.base_model import adapt_class
+from mindspeed_mm.utils.device import move_to_device
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.sample_random import normals, uniforms
+
+_FROZEN = ("ae", "text_encoder", "image_encoder")
+
+
+class SoRAModel(MultiModalModule):
+    """A generation model.
+
+    Only the predictor is a module of it: the frozen parts are neither sharded nor saved, and stay in evaluation mode.
+
+    Attributes:
+        predictor: the diffusers transformer; paths of fsdp2.yaml begin with `predictor.`.
+        family: what is special about it.
+        parts: frozen encoders, loaded when the first sample needs them.
+        objective: noise schedule and target.
+        source: diffusers directory of the predictor, for exports; None if it starts from scratch.
+        source_dtype: that exports are written in.
+        ema_decay: what model.json asks for; None: nothing.
+    """
+
+    def __init__(self, config: Any, tokenizers: Sequence[str | None] = ()) -> None:
+        """
+        Args:
+            config: model.json's content.
+            tokenizers: directories that data.json names, in the order of the text encoders.
+        """
+        super().__init__(config)
+        self.described = SoRAModelConfig.from_dict(config)
+        self.family, structure, self.source = resolve_predictor(self.described)
+        self._tokenizers = list(tokenizers)
+        self._parts: FrozenParts | None = None
+        self.objective = build_objective(self.described.diffusion, self.family.defaults, self.described.file)
+        self.source_dtype = _source_dtype(self.described, structure)
+        self.ema_decay = 0.9999 if self.described.use_ema else None
+        self.predictor = _build(self.family, structure)
+        context = current_build_context()
+        self._seed = context.seed
+        if not context.defer_weights:
+            self._fill(context.load_weights)
+
+    @property
+    def sharded_module(self) -> Any:
+        """What is sharded, saved and exported."""
+        return self.predictor
+
+    @property
+    def pending_weights(self) -> str | None:
+        """The directory whose weights the predictor waits for; None: it draws random ones."""
+        return self.source
+
+    @property
+    def parts(self) -> FrozenParts:
+        """The frozen parts, on the device."""
+        if self._parts is None:
+            described = self.described
+            with torch.device("cpu"):
+                self._parts = open_parts(
+                    described,
+                    self.family,
+                    self._tokenizers,
+                    needs_video=not described.load_video_features,
+                    needs_text=not described.load_text_features,
+                )
+            self._parts.to(accelerator.current().device())
+        return self._parts
+
+    @torch.no_grad()
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a collated micro-batch ready: latents, text states and conditions by the frozen parts, noise and draws.
+
+        Args:
+            batch: `video` [batch, 3, frames, height, width] or `latents` (with `latents_std`, where they are drawn);
+                `captions` or `text.*`; `cond.*`; `sample_keys` [batch] int64, `sample_weights` [batch] float32.
+
+        Returns:
+            what `forward` takes, on the device.
+        """
+        device = accelerator.current().device()
+        keys = batch["sample_keys"]
+        made = self.encode(batch)
+        latents = made["latents"].to(device, torch.float32)
+        if made.get("latents_std") is not None:
+            drawn = normals(keys, "posterior", latents.shape[1:]).to(device)
+            latents = latents + made["latents_std"].to(device, torch.float32) * drawn
+        return {
+            "latents": latents,
+            "noise": normals(keys, "noise", latents.shape[1:]).to(device),
+            "draws": uniforms(keys, "timestep"),
+            "weights": batch["sample_weights"].to(device),
+            "text": move_to_device(made["text"], device),
+            "conditions": move_to_device(made["conditions"], device),
+        }
+
+    @torch.no_grad()
+    def encode(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the frozen parts make of a micro-batch, and what came with it made before.
+
+        Returns:
+            `latents` and `latents_std` (None: they are not drawn) [batch, channels, …] float32, `text` and
+            `conditions`, name → [batch, …].
+        """
+        device = accelerator.current().device()
+        if "latents" in batch:
+            mean, std = batch["latents"], batch.get("latents_std")
+            conditions = {k.removeprefix("cond."): v for k, v in batch.items() if k.startswith("cond.")}
+        else:
+            ae = self.parts.ae
+            if ae is None:
+                raise ConfigError(
+                    f"{self.described.file}: 'load_video_features' is true, but the data are clips; write false, or "
+                    "dataset_type: feature in data.json"
+                )
+            video = batch["video"].to(device)
+            encoded = ae.encode(video)
+            mean, std = encoded.mean, encoded.std
+            conditions = self.family.conditions(self.parts, video, mean)
+        text = {k.removeprefix("text."): v for k, v in batch.items() if k.startswith("text.")}
+        if not text:
+            captions = self.parts.captions
+            if captions is None:
+                raise ConfigError(
+                    f"{self.described.file}: 'load_text_features' is true, but the data are captions; write false, or "
+                    "dataset_type: feature in data.json"
+                )
+            text = captions.encode(batch["captions"], device)
+        return {"latents": mean, "latents_std": std, "text": text, "conditions": conditions}
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        draws: torch.Tensor,
+        weights: torch.Tensor,
+        text: Mapping[str, torch.Tensor],
+        conditions: Mapping[str, torch.Tensor],
+    ) -> dict[str, Any]:
+        """The loss of a micro-batch.
+
+        Args:
+            latents, noise: [batch, channels, frames, height, width] float32.
+            draws: [batch] float64 in [0, 1), on the host.
+            weights: [batch] float32: 1 of a sample, 0 of a filler.
+            text, conditions: of `encode`.
+
+        Returns:
+            `loss` (float32 scalar with graph: the sum of the samples' losses, each a mean over its latent),
+            `denominator` (float32 scalar: samples), `metrics`.
+        """
+        noised = self.objective.noised(latents, noise, draws, self.tokens(latents))
+        noisy, known = noised.noisy, conditions.get("known")
+        if known is not None:
+            noisy = torch.where(known > 0, conditions["known_latents"].to(noisy.dtype), noisy)
+        guidance = self.described.diffusion.guidance
+        predicted = self.family.predict(self.predictor, noisy, noised.timesteps, text, conditions, guidance)
+        errors = (predicted.float() - noised.target.float()) ** 2
+        if known is None:
+            of_samples = errors.flatten(1).mean(1)
+        else:
+            asked = (1 - known).expand_as(errors).flatten(1)
+            of_samples = (errors.flatten(1) * asked).sum(1) / asked.sum(1).clamp(min=1)
+        loss = (of_samples * noised.weights * weights).sum()
+        return {"loss": loss, "denominator": weights.sum(), "metrics": {}}
+
+    def tokens(self, latents: torch.Tensor) -> int:
+        """Tokens that the predictor sees of a sample."""
+        frames, height, width = latents.shape[2:]
+        patch = self.family.spatial_patch
+        return -(-frames // self.family.temporal_patch) * (height // patch) * (width // patch)
+
+    def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
+        """Shard the predictor; see FSDP2Mixin.fully_shard."""
+        config = load_fsdp2_config(fsdp2_config_path)
+        paths = {
+            "sub_modules_to_wrap": self._paths(config.sub_modules_to_wrap, "sub_modules_to_wrap"),
+            "recompute_modules": self._paths(config.recompute_modules, "recompute_modules"),
+            "ignored_modules": self._paths(config.ignored_modules, "ignored_modules"),
+        }
+        if paths["sub_modules_to_wrap"] is None:
+            paths["sub_modules_to_wrap"] = block_paths(self.predictor)
+        self.predictor.weights_come_later = self.weights_come_later
+        self.predictor.fsdp2_overrides = {**self.fsdp2_overrides, **paths}
+        return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
+
+    weights_come_later: bool = False
+    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
+
+    def _paths(self, patterns: Sequence[str] | None, key: str) -> list[str] | None:
+        """Paths of fsdp2.yaml relative to the predictor; those of frozen parts, which stay whole, are left out."""
+        if patterns is None:
+            return None
+        found: list[str] = []
+        for pattern in patterns:
+            head, _, rest = pattern.strip().partition(".")
+            if head in _FROZEN:
+                if key != "ignored_modules":
+                    notice(f"fsdp2.yaml: {key}: '{pattern}' has no effect here: the {head} is frozen and stays whole")
+            elif head != "predictor":
+                raise ConfigError(
+                    f"fsdp2.yaml: {key}: '{pattern}' is no path of a generation model; expected one that begins with "
+                    f"predictor. (or {', '.join(_FROZEN)}){did_you_mean(head, ('predictor', *_FROZEN))}"
+                )
+            elif rest:
+                path = todays_path(type(self.family), rest)
+                if path != rest:
+                    name = self.family.model_class_name
+                    notice(f"fsdp2.yaml: {key}: '{pattern}' of an older layout is 'predictor.{path}' in {name}")
+                found.append(path)
+        return list(dict.fromkeys(found))
+
+    def _fill(self, load: bool) -> None:
+        """Give a predictor outside of a run its values."""
+        from mindspeed_mm.parallel.materialize import materialize
+
+        device = torch.device("cpu")
+        materialize(self.predictor, device, device)
+        self.predictor.draw_weights(storage_is_empty=True)
+        if load and self.source is not None:
+            from diffusers import AutoModel
+
+            loaded = AutoModel.from_pretrained(self.source, torch_dtype=torch.float32)
+            self.predictor.load_state_dict(loaded.state_dict())
+
+    def rule(self) -> GenerationRule:
+        """What this model asks of its samples."""
+        return generation_rule(self.described, self._seed)
+
+
+def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[str, Any], str | None]:
+    """The family, the diffusers configuration, and the directory with weights (None: from scratch).
+
+    Raises:
+        ConfigError: nothing says what the predictor is, or what is said doesn't fit together.
+    """
+    described, file = config.predictor, config.file
+    directory = described.from_pretrained
+    if directory is None and config.init_from_diffusers is not None and described.config is None:
+        directory = str(Path(config.init_from_diffusers) / "transformer")
+    said: dict[str, Any] | None = None
+    if directory is not None:
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{file}: 'predictor.from_pretrained' '{directory}' has no config.json; expected a diffusers directory "
+                "(the folder transformer of a pipeline)"
+            )
+        said = read_json(path)
+    class_name = said.get("_class_name") if said is not None else None
+    family_class = find_family(described.model_id, class_name, file)
+    task = _task(config, family_class)
+    if described.config is not None:
+        structure = dict(described.config)
+    elif said is not None:
+        structure = {k: v for k, v in said.items() if not k.startswith("_")}
+    else:
+        structure = family_class.translate(described.structure, task, file)
+    structure = _complete(family_class, structure, file)
+    return family_class(task, structure), structure, None if described.train_from_scratch else directory
+
+
+def _task(config: SoRAModelConfig, family: type[PredictorFamily]) -> str:
+    said = config.task or config.predictor.structure.get("task_type") or next(iter(family.pipelines))
+    model_type = str(config.predictor.structure.get("model_type", ""))
+    if model_type == "ti2v" and said == "i2v":
+        said = "ti2v"
+    if said not in family.pipelines:
+        raise ConfigError(
+            f"{config.file}: 'task' is '{said}'; {family.names[0]} is trained for {', '.join(family.pipelines)}"
+        )
+    return str(said)
+
+
+def _complete(family: type[PredictorFamily], structure: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The structure with the class's defaults, every key of it known."""
+    import inspect
+
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, family.model_class_name).__init__).parameters
+    known = {n: p.default for n, p in parameters.items() if n != "self"}
+    unknown = [key for key in structure if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"{file}: 'predictor.config.{unknown[0]}' is no key of {family.model_class_name}"
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    return {**known, **structure}
+
+
+def _source_dtype(config: SoRAModelConfig, structure: Mapping[str, Any]) -> torch.dtype | None:
+    return to_torch_dtype(config.predictor.dtype) if config.predictor.dtype else None
+
+
+def _build(family: PredictorFamily, structure: Mapping[str, Any]) -> Any:
+    import diffusers
+
+    model_class = adapt_class(getattr(diffusers, family.model_class_name))
+    model = build_on_meta(model_class, structure, current_build_context().seed)
+    model.train()
+    return model
+
+
+def block_paths(predictor: Any) -> list[str]:
+    """Patterns of a diffusers model's repeated blocks."""
+    names = set(predictor._no_split_modules or ()) | set(getattr(predictor, "_repeated_blocks", None) or ())
+    found = []
+    for path, module in predictor.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) and type(module[0]).__name__ in names:
+            found.append(f"{path}.{{*}}")
+    return [path for path in found if not any(path != p and path.startswith(p.removesuffix("{*}")) for p in found)]
+
+
+def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:
+    """What a model asks of its samples, without building it.
+
+    Args:
+        config: model.json.
+        seed: of the run.
+    """
+    family, _, _ = resolve_predictor(config)
+    whole = Path(config.init_from_diffusers) / "vae" if config.init_from_diffusers else None
+    temporal, spatial = autoencoder_strides(config.ae, whole, family.defaults.strides)
+    rates = [encoder.ucg_rate for encoder in config.text_encoder if encoder.ucg_rate is not None]
+    return GenerationRule(
+        temporal_stride=temporal,
+        spatial_multiple=spatial * family.spatial_patch,
+        temporal_patch=family.temporal_patch,
+        text_dropout=rates[0] if rates else None,
+        seed=seed,
+        made_by="pixel" if config.ae is not None and config.ae.model_id == "pixel" else family.defaults.ae,
+    )

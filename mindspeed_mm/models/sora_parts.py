@@ -1,0 +1,133 @@
+"""The frozen parts of a generation model: they make latents, text states and conditions, and are never trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.configs.sora_config import ImageEncoderConfig, SoRAModelConfig
+from mindspeed_mm.models.ae.autoencoder import Autoencoder, open_autoencoder
+from mindspeed_mm.models.predictor.family import PredictorFamily
+from mindspeed_mm.models.text_encoder.captions import CaptionEncoder, open_captions
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import ConfigError
+
+
+class ImageEncoder:
+    """A vision encoder of transformers with its image processor."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model, processor
+
+    @torch.no_grad()
+    def hidden_states(self, frames: torch.Tensor, layer: int = -2) -> torch.Tensor:
+        """States of a layer, [batch, patches, width].
+
+        Args:
+            frames: [batch, 3, height, width] in [-1, 1].
+        """
+        outputs = self.model(self._pixels(frames), output_hidden_states=True)
+        return outputs.hidden_states[layer]
+
+    @torch.no_grad()
+    def last_hidden_state(self, frames: torch.Tensor) -> torch.Tensor:
+        """States of the last layer, after its norm."""
+        return self.model(self._pixels(frames)).last_hidden_state
+
+    def _pixels(self, frames: torch.Tensor) -> torch.Tensor:
+        # through 8-bit pictures, as a pipeline is given them
+        pictures = ((frames.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+        pixels = self.processor(images=list(pictures), return_tensors="pt").pixel_values
+        return pixels.to(self.model.device, self.model.dtype)
+
+
+@dataclass
+class FrozenParts:
+    """The frozen parts; None where features made before take their place.
+
+    Attributes:
+        ae: autoencoder.
+        captions: text encoders.
+        image_encoder: of the first frame.
+    """
+
+    ae: Autoencoder | None = None
+    captions: CaptionEncoder | None = None
+    image_encoder: ImageEncoder | None = None
+
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+        for part in (self.ae, self.captions, self.image_encoder.model if self.image_encoder else None):
+            if part is not None:
+                part.to(device)
+
+
+def open_parts(
+    config: SoRAModelConfig,
+    family: PredictorFamily,
+    tokenizers: Sequence[str | None] = (),
+    *,
+    needs_video: bool = True,
+    needs_text: bool = True,
+) -> FrozenParts:
+    """Load the frozen parts that model.json describes.
+
+    Args:
+        config: model.json.
+        family: of the predictor.
+        tokenizers: directories that data.json names.
+        needs_video, needs_text: False where features take the place of clips, or captions.
+
+    Raises:
+        ConfigError: a directory that isn't named or isn't there.
+        CheckpointError: one can't be loaded.
+    """
+    whole = Path(config.init_from_diffusers) if config.init_from_diffusers else None
+    parts = FrozenParts()
+    if needs_video:
+        directory = whole / "vae" if whole is not None else None
+        if config.ae is None and directory is None:
+            raise ConfigError(f"{config.file}: 'ae' is missing: what makes latents of clips (pixel: nothing does)")
+        from mindspeed_mm.configs.sora_config import AeConfig
+
+        parts.ae = open_autoencoder(
+            config.ae or AeConfig(), config.file, default_class=family.defaults.ae, directory=directory
+        )
+        described = config.image_encoder
+        if described is None and whole is not None and (whole / "image_encoder" / "config.json").is_file():
+            described = ImageEncoderConfig(from_pretrained=str(whole / "image_encoder"))
+        if described is not None:
+            parts.image_encoder = open_image_encoder(described, config.file)
+    if needs_text:
+        parts.captions = open_captions(config, family, tokenizers)
+    return parts
+
+
+def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder:
+    """Load an encoder of pictures, with the image processor in its directory or beside it."""
+    import json
+
+    import transformers
+
+    if not described.from_pretrained or not (Path(described.from_pretrained) / "config.json").is_file():
+        raise ConfigError(
+            f"{file}: 'image_encoder.from_pretrained' is {described.from_pretrained!r}; expected the directory of a "
+            "vision encoder, with config.json"
+        )
+    directory = Path(described.from_pretrained)
+    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    names = said.get("architectures") or []
+    found: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), transformers.AutoModel)
+    model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype))
+    candidates = (directory, directory.parent / "image_processor", directory.parent / "feature_extractor")
+    place = next((p for p in candidates if (p / "preprocessor_config.json").is_file()), None)
+    if place is None:
+        raise ConfigError(
+            f"{file}: no preprocessor_config.json for 'image_encoder' in {', '.join(map(str, candidates))}"
+        )
+    model.requires_grad_(False)
+    return ImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place)))

@@ -1,0 +1,1 @@
+"""Frozen text encoders: captions become states as the model's diffusers pipeline makes them."""
