@@ -1,4 +1,4 @@
-"""Train a model that makes images or videos (Wan, HunyuanVideo, Flux, …) as its launch script, model.json and data.json say."""
+"""Train a model that makes images or videos (Wan, HunyuanVideo, Flux, …) as its launch script and files say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.data.counting import drop_host_fields
 from mindspeed_mm.data.generation.providers import generation_data_provider, tokenizer_directories
 from mindspeed_mm.models.sora_model import SoRAModel, generation_rule
 from mindspeed_mm.training import pretrain
@@ -21,10 +20,8 @@ def model_provider(*args: Any, **kwargs: Any) -> SoRAModel:
 
 
 def get_batch(data_iterator: Any, model: SoRAModel) -> dict[str, Any]:
-    """Take the next micro-batch; the frozen parts make latents and text states of it."""
-    batch = dict(next(data_iterator))
-    drop_host_fields(batch)
-    return model.prepare(batch)
+    """Take the next micro-batch; the frozen parts have made latents and text states of it."""
+    return model.ahead.next_batch(data_iterator, get_args().num_microbatches)
 
 
 def loss_func(output: dict[str, Any]) -> Any:

@@ -46,9 +46,9 @@ def train_valid_test_datasets_provider() -> tuple[Any, Any, None]:
     return data_json_provider(args, find_adapter(args.mm.model))
 
 
-model_provider.reads_model_json = True  # type: ignore[attr-defined]
+model_provider.reads_model_json = "language"  # type: ignore[attr-defined]
 model_provider.backends = ("fsdp2",)  # type: ignore[attr-defined]
-train_valid_test_datasets_provider.reads_data_json = True  # type: ignore[attr-defined]
+train_valid_test_datasets_provider.reads_data_json = "language"  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     pretrain(train_valid_test_datasets_provider, model_provider, forward_step_func=forward_step)

@@ -22,6 +22,7 @@ from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.global_args import set_args
+from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.state import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
@@ -35,6 +36,8 @@ def describe_run(
     args_defaults: dict[str, Any] | None = None,
     own_model: bool = False,
     own_data: bool = False,
+    model_kind: FileKind = "language",
+    data_kind: FileKind = "language",
     roads: Sequence[str] = ("fsdp2",),
 ) -> Any:
     """Read flags and files into one description, checked against the schemas, and make it `get_args()`'s.
@@ -43,6 +46,7 @@ def describe_run(
         argv: None: this process's.
         own_model, own_data: the script brings a model, or data, of its own: --mm-model, --mm-data may be absent, and
             the files may hold keys of their own.
+        model_kind, data_kind: which schema the files of this project's own script follow.
         roads: backends that the script can train with: "ptd", "fsdp2".
 
     Returns:
@@ -59,7 +63,10 @@ def describe_run(
         required=[name for name in REQUIRED if not optional.get(name)],
         roads=roads,
     )
-    merge_mm_args(args, own_model=own_model, own_data=own_data)
+    if model_kind == "generation" and not args.use_torch_fsdp2:
+        args.use_torch_fsdp2 = True
+        notice("--use-torch-fsdp2 is implied: this script trains with FSDP2 only")
+    merge_mm_args(args, own_model=own_model, own_data=own_data, model_kind=model_kind, data_kind=data_kind)
     args.tools = ToolsConfig.from_dict(getattr(args.mm, "tool", None) or {})
     validate_args(args, world_size_from_env())
     set_args(args)

@@ -65,20 +65,24 @@ def pretrain(
         extra_args_provider: adds a user's own flags to the parser.
         args_defaults: values that take the place of flags' defaults.
 
-    A provider of this project's own entry scripts says by an attribute (`reads_model_json`, `reads_data_json`) that its
-    file holds published keys only; without it the file may hold keys of the script's own. Which backends a model
-    provider builds for it may say as `backends` ("ptd", "fsdp2"); without it, for either.
+    A provider of this project's own entry scripts says by an attribute (`reads_model_json`, `reads_data_json`) which
+    kind of published keys its file holds, "language" or "generation"; without it the file may hold keys of the script's
+    own. Which backends a model provider builds for it may say as `backends` ("ptd", "fsdp2"); without it, for either.
 
     A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1.
     """
     if forward_step_func is None:
         forward_step_func = model_type
+    model_kind = getattr(model_provider, "reads_model_json", None)
+    data_kind = getattr(train_valid_test_datasets_provider, "reads_data_json", None)
     with errors_as_sentences():
         args = describe_run(
             extra_args_provider=extra_args_provider,
             args_defaults=args_defaults,
-            own_model=not getattr(model_provider, "reads_model_json", False),
-            own_data=not getattr(train_valid_test_datasets_provider, "reads_data_json", False),
+            own_model=not model_kind,
+            own_data=not data_kind,
+            model_kind=model_kind or "language",
+            data_kind=data_kind or "language",
             roads=getattr(model_provider, "backends", ("fsdp2", "ptd")),
         )
         prepare_process(args)
@@ -198,7 +202,7 @@ def _finish(
     if data.valid is not None and not _is_due(progress.iteration, args.eval_interval):
         evaluate(forward_step, data.valid, backend, args, watch, progress.iteration)
     if args.save_hf is not None:
-        _export(backend, args, "hf", is_last=True)
+        _export(backend, args, "hf", is_last=True, is_final=True)
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
@@ -220,10 +224,10 @@ def _save(
         _export(backend, args, f"hf_iter_{progress.iteration:07d}", is_last=is_last)
 
 
-def _export(backend: Backend, args: Any, name: str, *, is_last: bool) -> None:
+def _export(backend: Backend, args: Any, name: str, *, is_last: bool, is_final: bool = False) -> None:
     """Export beside the checkpoints; a failure counts as a checkpoint's does."""
     try:
-        backend.export_hf(Path(args.save) / name)
+        backend.export_hf(Path(args.save) / name, is_final=is_final)
     except CheckpointError as error:  # the same on all ranks
         if is_last or args.on_save_failure == "exit":
             raise

@@ -16,15 +16,17 @@ from typing import Any, Literal, Union
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindspeed_mm.configs import data_rules, model_rules, vlm_rules  # noqa: E402
+from mindspeed_mm.configs import data_rules, generation_rules, model_rules, sora_rules, vlm_rules  # noqa: E402
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
 from mindspeed_mm.configs.environment import VARIABLES  # noqa: E402
 from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
 from mindspeed_mm.configs.flags.spec import Flag, Road, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
+from mindspeed_mm.configs.generation_data import GenerationDataConfig  # noqa: E402
 from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
 from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
+from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
 
@@ -46,7 +48,7 @@ A run is described by the flags of its launch command and by up to four files th
 A run goes one of two roads. With `--use-torch-fsdp2` the transformers model itself is trained, sharded as fsdp2.yaml
 says (`pretrain_transformers.py`, `pretrain_vlm.py`). Without it the model is built of megatron-core's modules and
 spread by tensor, pipeline and data parallelism: the Megatron road (`pretrain_vlm.py`). Where no road is named, both are
-meant.
+meant. `pretrain_sora.py` trains models that make images and videos with FSDP2; the flag may be left out there.
 
 All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file).
 
@@ -107,6 +109,12 @@ data:
     basic_parameters: {dataset: ./data/train.json, dataset_dir: ./data}
     preprocess_parameters: {model_name_or_path: *HF_MODEL_LOAD_PATH}
 ```
+"""
+
+
+STRUCTURE_WORDS = """Without a directory and without `config`, `predictor` may say the structure in published words
+(`model_type`, `hidden_size`, `num_layers`, `num_heads`, `in_dim` …): families `wandit` and `hunyuanvideo15dit`
+translate them. A structure alone has no weights: they come from `--load`, or are random with `train_from_scratch`.
 """
 
 
@@ -182,6 +190,10 @@ def type_words(annotation: Any) -> str:
         return ", ".join(str(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is list:
         return "list of " + type_words(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is dict:
+        return "object"
+    if typing.get_origin(annotation) is tuple:
+        return "list of " + type_words(typing.get_args(annotation)[0])
     words = {bool: "boolean", int: "whole number", float: "number", str: "text"}
     return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
@@ -191,6 +203,10 @@ def section_rows(cls: type[Section], prefix: str = "") -> list[list[str]]:
     rows = []
     for name, info in cls.model_fields.items():
         path, inner = join(prefix, name), section_class(info.annotation)
+        if (listed := _listed_section(info.annotation)) is not None:
+            rows.append([f"`{path}`", "object, or list of objects", "", info.description or ""])
+            rows += section_rows(listed, path)
+            continue
         if inner is not None:
             rows.append([f"`{path}`", "object", "", info.description or ""])
             rows += section_rows(inner, path)
@@ -198,6 +214,23 @@ def section_rows(cls: type[Section], prefix: str = "") -> list[list[str]]:
         default = "required" if info.is_required() else _default_words(info.default)
         rows.append([f"`{path}`", type_words(info.annotation), default, info.description or ""])
     return rows
+
+
+def _listed_section(annotation: Any) -> type[Section] | None:
+    """The section that a list holds; None for everything else."""
+    if typing.get_origin(annotation) is not list:
+        return None
+    [item] = typing.get_args(annotation)
+    return item if isinstance(item, type) and issubclass(item, Section) else None
+
+
+def _documented_paths(cls: type[Section]) -> set[str]:
+    """Dotted paths of the keys that are honoured, those of objects in lists too."""
+    paths = set(key_paths(cls))
+    for name, info in cls.model_fields.items():
+        listed = _listed_section(info.annotation)
+        paths |= {f"{name}.{key}" for key in key_paths(listed)} if listed is not None else set()
+    return paths
 
 
 def _default_words(value: Any) -> str:
@@ -221,8 +254,7 @@ def file_chapter(
         parts.append("Values that are refused:\n")
         parts.append(table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in refused]))
     if kind and rules:
-        fields = set(key_paths(cls))
-        paths = sorted(published_paths(kind) - fields)
+        paths = sorted(published_paths(kind) - _documented_paths(cls))
         pairs = []
         for path in paths:
             rule = next(rule for rule in rules if re.fullmatch(rule.pattern, path))
@@ -262,6 +294,21 @@ def make_page() -> str:
             "model.json on the Megatron road", VLMModelConfig, "model", vlm_rules.NO_EFFECT, vlm_rules.REFUSED
         ),
         file_chapter("data.json", DataConfig, "data", data_rules.NO_EFFECT, data_rules.REFUSED),
+        file_chapter(
+            "model.json of models that make images and videos",
+            SoRAModelConfig,
+            "model",
+            sora_rules.NO_EFFECT,
+            sora_rules.REFUSED,
+        ),
+        STRUCTURE_WORDS,
+        file_chapter(
+            "data.json of models that make images and videos",
+            GenerationDataConfig,
+            "data",
+            generation_rules.NO_EFFECT,
+            generation_rules.REFUSED,
+        ),
         file_chapter("tools.json", ToolsConfig),
         YAML_CHAPTER,
         environment_chapter(),

@@ -16,12 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
+from mindspeed_mm.models.predictor.family import PredictorFamily  # noqa: E402
+from mindspeed_mm.models.predictor.family import families as predictors  # noqa: E402
 from mindspeed_mm.models.transformers.family import FamilyTraits, traits_of  # noqa: E402
 from tests.support.families import families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 PACKAGE = "mindspeed_mm.models.transformers"
 HEAD = ("family", "model_type", "class", "media", "packed rows", "published sizes", "Megatron-core form")
+
+GENERATION_HEAD = ("model_id", "class of diffusers", "tasks", "trained by", "timesteps")
 
 INTRODUCTION = """# Models
 
@@ -68,6 +72,30 @@ loss, `grad_norm` is that of both. Layers are recomputed in the non-reentrant wa
 has no such loss (DeepSeek-V3 balances its experts by a bias) is refused.
 """
 
+GENERATION = """
+## Models that make images and videos
+
+`pretrain_sora.py` trains the transformer of a diffusers pipeline as it is: `init_from_diffusers` in model.json names
+the pipeline's directory, `predictor.model_id` one of the families below (or the transformer's own config.json says
+it). The autoencoder and the text encoders are the pipeline's too, and captions are encoded by its own `encode_prompt`.
+`tests/parity/test_predictors.py` holds each family to a loss written with diffusers alone. "Timesteps": how they are
+drawn where `diffusion` says nothing, and shifted towards noise.
+
+"""
+
+GENERATION_REST = """
+`t2v`: video of a caption; `i2v` and `ti2v`: of a caption and a first frame, told to the transformer beside the noise
+(`i2v`) or in its place (`ti2v`: each token has a timestep of its own); `t2i`: image of a caption. A data set of videos
+may hold pictures too: clips of one frame.
+
+Published words (`wandit`, `hunyuanvideo15dit`, and the structure as `hidden_size`, `num_layers` …) are translated into
+diffusers' configuration; paths of fsdp2.yaml in the words of older layouts (`predictor.head`) are too, and a notice
+says the path to write. Wan 2.2's A14B has two transformers: each is a training of its own, with its part of the
+timesteps.
+
+A family is one file in `mindspeed_mm/models/predictor/`: which class, which pipelines, how it is asked.
+"""
+
 
 def row(name: str) -> list[str]:
     """The table row of one family."""
@@ -88,11 +116,33 @@ def row(name: str) -> list[str]:
     ]
 
 
+def generation_row(family: type[PredictorFamily]) -> list[str]:
+    """The table row of one family that makes images or videos."""
+    defaults = family.defaults
+    shift = "by the number of tokens" if defaults.dynamic_shift else f"{defaults.shift:g}"
+    drawn = {"logit_normal": "log-normal"}.get(defaults.sampling, defaults.sampling)
+    is_flow = defaults.objective == "flow_matching"
+    return [
+        ", ".join(f"`{name}`" for name in (*family.names, *family.published_names)),
+        f"`{family.model_class_name}`",
+        ", ".join(family.pipelines),
+        "flow matching" if is_flow else f"denoising diffusion ({defaults.prediction_type})",
+        f"{drawn}, shift {shift}" if is_flow else f"{defaults.beta_schedule} betas",
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)]) + "\n"
+
+
 def make_page() -> str:
     """The whole page."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(row(name)) + " |" for name in ModelHub.families()]
-    return INTRODUCTION + "\n" + "\n".join(lines) + "\n" + REST
+    adapted = table(HEAD, [row(name) for name in ModelHub.families()])
+    of_pictures = sorted(set(predictors().values()), key=lambda family: family.names)
+    generation = table(GENERATION_HEAD, [generation_row(family) for family in of_pictures])
+    return INTRODUCTION + "\n" + adapted + REST + GENERATION + generation + GENERATION_REST
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,13 +16,16 @@ from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
 from mindspeed_mm.backends.sums import StepSums, means_of, reduce_step_sums
 from mindspeed_mm.checkpoint import dcp, hf_export
+from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.build import build_optimizer
 from mindspeed_mm.optimizer.clip import (
@@ -32,6 +35,7 @@ from mindspeed_mm.optimizer.clip import (
     scale_gradients,
     sum_plain_gradients,
 )
+from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
@@ -48,6 +52,7 @@ class FSDP2Backend:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    ema: Ema | None
 
     def setup(self, args: Any) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
@@ -121,16 +126,24 @@ class FSDP2Backend:
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build optimizer and schedule from the flags."""
+        """Build optimizer and schedule from the flags, and the average of the weights where it is asked for.
+
+        Args:
+            model: may ask for an average as `ema_decay`; --ema-decay comes before it.
+        """
         self.optimizer = build_optimizer(self._root, self.args)
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._fused = bool(self.optimizer.defaults.get("fused"))
+        asked, flag = getattr(model, "ema_decay", None), self.args.ema_decay
+        decay = asked if flag is None else flag
+        self.ema = Ema(self._root, decay) if decay else None
         self._snapshots = Snapshots(
             self._root,
             None if self.args.no_save_optim else self.optimizer,
             save_rng=not self.args.no_save_rng,
             state=self.state,
+            ema=self.ema,
         )
         return self.optimizer
 
@@ -223,6 +236,7 @@ class FSDP2Backend:
             "schedule": self.schedule.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "source": str(Path(source).absolute()) if source else None,  # what an export from here on starts from
+            "ema": self.ema.state_dict() if self.ema is not None else None,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
 
@@ -235,6 +249,7 @@ class FSDP2Backend:
             load_rng=rng,
             state=self.state,
             strict=not self.args.no_strict_load,
+            ema=self.ema,
         )
         if schedule:
             self.schedule.load_state_dict(extra["schedule"])
@@ -244,15 +259,27 @@ class FSDP2Backend:
     def load_weights(self, directory: Path) -> None:
         """See the protocol."""
         self._load_weights_of(self._root, directory)
+        if self.ema is not None:
+            self.ema.restart()
 
-    def export_hf(self, directory: Path) -> None:
+    def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
         """See the protocol."""
+        self._export(directory, is_final)
+        if self.ema is not None:
+            with self.ema.applied():
+                self._export(directory.with_name(directory.name.replace("hf", "hf_ema", 1)), is_final)
+
+    def _export(self, directory: Path, is_final: bool) -> None:
         source = getattr(self.model, "source", None)
         dtype = getattr(self.model, "source_dtype", None)
-        hf_export.export(self._root, directory, source, self.state.host_group, dtype, self._conversions)
+        describe = getattr(self.model, "export_layout", None)
+        layout: PipelineLayout | None = describe() if describe is not None and is_final else None
+        group = self.state.host_group
+        hf_export.export(self._root, directory, source, group, dtype, self._conversions, layout)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         args = self.args
+        directory = component_directory(directory, type_without_fsdp(module).__name__)
         source = open_weights(directory, allow_pickle=args.allow_unsafe_pickle)
         plan = load_weights(module, source, strict=not args.no_strict_load, downcast=args.downcast_to_bf16)
         report_loaded(source, plan)
@@ -284,6 +311,8 @@ class FSDP2Backend:
         elif bool(finite):
             scale_gradients(self._parameters, scale.float())
             self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(finite)
 
 
 class PendingFSDP2Step:

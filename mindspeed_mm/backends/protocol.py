@@ -116,8 +116,12 @@ class Backend(Protocol):
     def load_weights(self, directory: Any) -> None:
         """Fill the model's weights, and nothing else, from a HF directory or any checkpoint folder."""
 
-    def export_hf(self, directory: Any) -> None:
-        """Write the weights in the hub's layout."""
+    def export_hf(self, directory: Any, *, is_final: bool = True) -> None:
+        """Write the weights in the hub's layout.
+
+        Args:
+            is_final: what the run ends with: of a model that is a pipeline's part, the whole pipeline.
+        """
 
 
 def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:

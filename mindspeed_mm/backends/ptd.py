@@ -261,7 +261,7 @@ class PTDBackend:
             allow_pickle=args.allow_unsafe_pickle,
         )
 
-    def export_hf(self, directory: Path) -> None:
+    def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
         """See the protocol."""
         self._gather_parameters()
         chunk = self.chunks[0]

@@ -1,13 +1,13 @@
 """A training state in torch's distributed checkpoint format, with everything that is no tensor beside it as JSON.
 
-Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by parameter name), `state.json`
-(iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one file a rank).
+Layout of a folder: `.metadata` and `*.distcp` (tensors of model, optimizer and averages, by parameter name),
+`state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one file a rank).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
+from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import notice
@@ -31,10 +32,12 @@ def load(
     load_rng: bool,
     state: ParallelState,
     strict: bool = True,
+    ema: Ema | None = None,
 ) -> dict[str, Any]:
-    """Read into the tensors of `model` and `optimizer`, whatever layout wrote them; returns `extra`.
+    """Read into the tensors of `model`, `optimizer` and `ema`, whatever layout wrote them; returns `extra`.
 
     Args:
+        ema: averages that begin with the weights that are read where the checkpoint has none.
         strict: every tensor must be there, and none be left over.
 
     Raises:
@@ -45,27 +48,46 @@ def load(
     wanted = model_tensors(model)
     if optimizer is not None:
         wanted |= optimizer_tensors(model, optimizer)
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    refuse_misfits(reader, shapes, with_optimizer=optimizer is not None, strict=strict)
+    averages = ema.tensors() if ema is not None and extra.get("ema") else {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in (wanted | averages).items()}
+    refuse_misfits(reader, shapes, with_optimizer=optimizer is not None, with_averages=ema is not None, strict=strict)
+    _read(reader, wanted)
+    if ema is not None:
+        ema.restart()  # what a checkpoint lacks begins with its weights
+        _read(reader, averages)
+    if ema is not None and averages:
+        ema.load_state_dict(extra["ema"])
+    elif ema is not None:
+        notice(f"checkpoint '{directory}' holds no averaged weights; the average starts with its weights")
+    if load_rng:
+        restore_random_state(directory, state, extra)
+    return extra
+
+
+def _read(reader: DcpReader, wanted: Mapping[str, torch.Tensor]) -> None:
     requests = []
     for name, tensor in wanted.items():
         if name in reader.tensors:
             local, region = local_part(tensor)
             requests.append(ReadRequest(name, region, local))
     reader.read_into(requests)
-    if load_rng:
-        restore_random_state(directory, state, extra)
-    return extra
 
 
 def refuse_misfits(
-    reader: DcpReader, wanted: Mapping[str, tuple[int, ...]], *, with_optimizer: bool, strict: bool
+    reader: DcpReader,
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    with_optimizer: bool,
+    strict: bool,
+    with_averages: bool = False,
 ) -> None:
     """Raise or tell what does not fit between a checkpoint and a run.
 
     Args:
         wanted: key and shape of each tensor of the run, whole.
         with_optimizer: whether the optimizer's tensors are read.
+        with_averages: whether the run keeps an average of the weights; one that it doesn't keep is left out, with a
+            notice.
 
     Raises:
         CheckpointError: another shape; or `strict`, and a tensor is missing or left over.
@@ -77,7 +99,9 @@ def refuse_misfits(
                 f"{where} does not fit this model: {name} has shape {reader.shape(name)}, the model's is "
                 f"{shape}; is it another model, or another config.json?"
             )
-    kinds = ("model.", "optimizer.") if with_optimizer else ("model.",)
+    if not with_averages and any(name.startswith("ema.") for name in reader.tensors):
+        notice(f"{where} holds averaged weights (--ema-decay), which this run doesn't go on with")
+    kinds = ("model.", *(("optimizer.",) if with_optimizer else ()), *(("ema.",) if with_averages else ()))
     missing = [n for n in wanted if n not in reader.tensors]
     unexpected = [n for n in reader.tensors if n.startswith(kinds) and n not in wanted]
     said = []
@@ -89,14 +113,17 @@ def refuse_misfits(
         return
     text = f"{where} " + " and ".join(said)
     if strict:
-        only_optimizer = all(n.startswith("optimizer.") for n in (*missing, *unexpected))
-        advice = (
-            "other parts are frozen, or the optimizer is another one; add --no-load-optim to go on without its state"
-            if only_optimizer
-            else "is it another model? Add --no-strict-load to go on all the same"
-        )
-        raise CheckpointError(f"{text}; {advice}")
+        raise CheckpointError(f"{text}; {_advice([*missing, *unexpected])}")
     notice(text, key=f"misfits {reader.directory}")
+
+
+def _advice(misfits: Sequence[str]) -> str:
+    """What to do about tensors that are missing or left over."""
+    if all(name.startswith("ema.") for name in misfits):
+        return "other parts are frozen than before; add --no-strict-load to let their averages start with the weights"
+    if all(name.startswith(("optimizer.", "ema.")) for name in misfits):
+        return "other parts are frozen, or the optimizer is another one; add --no-load-optim to go on without its state"
+    return "is it another model? Add --no-strict-load to go on all the same"
 
 
 def read_state(directory: Path, *, with_optimizer: bool = False) -> dict[str, Any]:

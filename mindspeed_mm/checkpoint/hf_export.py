@@ -1,6 +1,6 @@
 """Write a model as a HF directory in the hub's layout: hub names, shards with an index, and the small files beside.
 
-A model that is none of transformers' is written the same way under its own names.
+A model of diffusers is written the same way in diffusers' layout, any other under its own names.
 
 Weights stream: tensors of the model are gathered one after the other, each to the rank that writes the file it belongs
 to. No rank holds more than its shard and a few tensors.
@@ -31,10 +31,13 @@ from transformers import PreTrainedModel
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
+from mindspeed_mm.checkpoint.pipeline_folder import copy_parts, is_pipeline, size_in_words
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
 from mindspeed_mm.checkpoint.sources import WeightSource, has_weight_files, open_weights
 from mindspeed_mm.checkpoint.tensors import persistent_tensors
 from mindspeed_mm.checkpoint.weights import names_left_out, plan_weights, refuse_misfits
+from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
+from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path
@@ -128,20 +131,23 @@ def export(
     group: dist.ProcessGroup,
     dtype: torch.dtype | None,
     conversions: list[Any] | None = None,
+    layout: PipelineLayout | None = None,
 ) -> None:
     """Write `model` to `directory`, with the source's tokenizer, processor and templates; all ranks call.
 
     Args:
-        model: a transformers model, sharded or not; or any other, whose tensors keep their names.
+        model: a model of transformers or diffusers, sharded or not; or any other, whose tensors keep their names.
         source: the HF directory that the model was built from; its small files are copied, its dtypes kept.
         group: for messages between hosts.
         dtype: of written weights that the source has not; None: as trained.
         conversions: transformers' weight conversions that applied when the model was loaded; None: found from `source`.
+        layout: the pipeline that the model is a part of, to be written whole; None: the model alone.
 
     Raises:
         CheckpointError: a rank could not write; nothing is visible then.
     """
-    export_gathered(model, _FromModel(model, dist.get_rank(group)), directory, source, group, dtype, conversions)
+    fetcher = _FromModel(model, dist.get_rank(group))
+    export_gathered(model, fetcher, directory, source, group, dtype, conversions, layout)
 
 
 def export_gathered(
@@ -152,6 +158,7 @@ def export_gathered(
     group: dist.ProcessGroup,
     dtype: torch.dtype | None,
     conversions: list[Any] | None = None,
+    layout: PipelineLayout | None = None,
 ) -> None:
     """Write what `fetcher` gathers as `model` would be written; the other arguments and errors are `export`'s.
 
@@ -163,9 +170,11 @@ def export_gathered(
     hub = _hub_layout(model, fetcher.tensors(), known, conversions)
     beside = _other_parts(model, source, known)
     dtypes = _dtypes({**hub, **beside}, known, dtype)
-    _write_directory(model, directory, source, hub, beside, dtypes, dtype, fetcher, agreement)
-    how = "loads with from_pretrained" if isinstance(model, PreTrainedModel) else "under the model's own names"
-    info_rank0(f"exported to {directory} ({how})")
+    _write_directory(model, directory, source, hub, beside, dtypes, dtype, fetcher, agreement, layout=layout)
+    loads = isinstance(model, PreTrainedModel) or is_diffusers_class(type(model))
+    how = "loads with from_pretrained" if loads else "under the model's own names"
+    size = f"; {size_in_words(directory)}" if agreement.rank == 0 and is_pipeline(directory) else ""
+    info_rank0(f"exported to {directory} ({how}{size})")
 
 
 def export_from(
@@ -262,6 +271,7 @@ def _write_directory(
     fetcher: Fetcher,
     agreement: Agreement | None,
     progress: Progress | None = None,
+    layout: PipelineLayout | None = None,
 ) -> None:
     rank, size = (agreement.rank, agreement.size) if agreement else (0, 1)
 
@@ -272,13 +282,17 @@ def _write_directory(
             part()
 
     working = directory.with_name(f".{directory.name}.saving")
-    files = _plan_files({**hub, **beside}, dtypes, size)
+    inside = working if layout is None else working / layout.component
+    files = _plan_files({**hub, **beside}, dtypes, size, _weights_name(model))
     for file in files:
         file.beside = beside.keys() & file.tensors.keys()
     try:
-        step("preparing the folder", lambda: _make_empty(working) if rank == 0 else None)
-        step("writing weights", lambda: _write_files(files, fetcher, working, rank, size, progress))
-        step("writing config and tokenizer", lambda: _finish(model, source, files, dtype, working, directory, rank))
+        step("preparing the folder", lambda: _make_empty(working, inside) if rank == 0 else None)
+        step("writing weights", lambda: _write_files(files, fetcher, inside, rank, size, progress))
+        if layout is not None:
+            step("copying the pipeline's other parts", lambda: copy_parts(layout, working, rank, size))
+        step("writing config and tokenizer", lambda: _finish(model, source, files, dtype, inside) if not rank else None)
+        step("publishing the folder", lambda: _replace_folder(working, directory) if rank == 0 else None)
     except BaseException as error:
         if rank == 0:
             shutil.rmtree(working, ignore_errors=True)
@@ -301,21 +315,26 @@ def _dtypes(
     return made
 
 
-def _plan_files(hub: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype], size: int) -> list[_File]:
+def _weights_name(model: nn.Module) -> str:
+    """What the library of the model calls its weight files."""
+    return "diffusion_pytorch_model" if is_diffusers_class(type(model)) else "model"
+
+
+def _plan_files(hub: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype], size: int, name: str) -> list[_File]:
     bytes_of = {n: tensor_bytes(tuple(t.shape), dtypes[n]) for n, t in hub.items()}
     largest = min(_LARGEST_FILE, max(-(-sum(bytes_of.values()) // size), _SMALLEST_FILE))
     split = split_state_dict_into_shards_factory(
         bytes_of,
         get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=f"{name}{{suffix}}.safetensors",
         max_shard_size=largest,
     )
     return [_File(name, {n: (hub[n], dtypes[n]) for n in names}) for name, names in split.filename_to_tensors.items()]
 
 
-def _make_empty(working: Path) -> None:
+def _make_empty(working: Path, inside: Path) -> None:
     shutil.rmtree(working, ignore_errors=True)
-    working.mkdir(parents=True)
+    inside.mkdir(parents=True)
 
 
 def _write_files(
@@ -389,11 +408,7 @@ def _finish(
     files: list[_File],
     dtype: torch.dtype | None,
     working: Path,
-    directory: Path,
-    rank: int,
 ) -> None:
-    if rank != 0:
-        return
     described: Any = model
     of_whole = _whole_config(model, source)
     if not isinstance(model, PreTrainedModel):
@@ -418,18 +433,21 @@ def _finish(
             "weight_map": {name: file.name for file in files for name in file.tensors},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (working / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (working / f"{_weights_name(model)}.safetensors.index.json").write_text(text, encoding="utf-8")
     if source is not None:
         _copy_small_files(Path(source), working)
     for path in working.iterdir():
         if path.suffix != ".safetensors" and path.is_file():
             fsync_path(path)
-    _replace_folder(working, directory)
 
 
 def _write_own_config(model: nn.Module, working: Path) -> None:
     """Write what a model that is none of transformers' was built from (its `config`), if JSON can hold it."""
     config = getattr(model, "config", None)
+    if is_diffusers_class(type(model)):
+        described: Any = model
+        # made by diffusers for the class as it is now, which may be one that fully_shard derived
+        config = {**json.loads(described.to_json_string()), "_class_name": type_without_fsdp(model).__name__}
     content = config.to_dict() if hasattr(config, "to_dict") else config
     if isinstance(content, Mapping):
         with contextlib.suppress(TypeError, ValueError):
@@ -485,5 +503,6 @@ def _replace_folder(working: Path, final: Path) -> None:
 
 def _copy_small_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_NOT_COPIED) and path.name != "config.json":
+        is_of_weights = path.name.endswith(_NOT_COPIED) or ".index." in path.name
+        if path.is_file() and not is_of_weights and path.name != "config.json":
             shutil.copy2(path, target / path.name)

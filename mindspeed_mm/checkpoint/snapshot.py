@@ -1,8 +1,8 @@
 """A training state at one moment, and how it is written.
 
-Layout of a folder: `.metadata` and `*.distcp` (model and optimizer tensors, by parameter name, in torch's distributed
-checkpoint format), `state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one
-file a rank). What is no tensor stays out of torch's format, which would pickle it.
+Layout of a folder: `.metadata` and `*.distcp` (tensors of model, optimizer and averages, by parameter name, in torch's
+distributed checkpoint format), `state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random
+states, one file a rank). What is no tensor stays out of torch's format, which would pickle it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.stored_pieces import Piece, StoredPieces
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.state import ParallelState
 from mindspeed_mm.utils.files import fsync_path, write_json
 from mindspeed_mm.utils.log import notice
@@ -126,20 +127,29 @@ class TensorSnapshots:
 
 
 class Snapshots(TensorSnapshots):
-    """Takes snapshots of a model and its optimizer."""
+    """Takes snapshots of a model, its optimizer and its averages."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, save_rng: bool, state: ParallelState
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        save_rng: bool,
+        state: ParallelState,
+        ema: Ema | None = None,
     ) -> None:
         """
         Args:
             model: names of its parameters are the keys.
             optimizer: None: not saved.
+            ema: None: there is none.
         """
 
         def tensors() -> dict[str, Stored]:
             made: dict[str, Stored] = dict(model_tensors(model))
-            return made if optimizer is None else made | optimizer_tensors(model, optimizer)
+            if optimizer is not None:
+                made |= optimizer_tensors(model, optimizer)
+            return made if ema is None else made | ema.tensors()
 
         super().__init__(
             tensors,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,6 +36,9 @@ _DTYPES = {
 # in the order in which transformers and diffusers look for them
 _SAFETENSORS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _BIN = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
+# rounded or averaged once more beside the weights proper: diffusion_pytorch_model.fp16[-00001-of-00002].safetensors
+_VARIANT = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.(safetensors|bin)")
+_AVERAGE = "ema."
 
 
 class WeightSource(Protocol):
@@ -103,21 +107,34 @@ class SafetensorsWeights:
 
 
 class DcpWeights:
-    """The tensors of a torch_dcp folder, without its optimizer's."""
+    """The tensors of a torch_dcp folder, without its optimizer's and its averages."""
 
     in_hub_layout = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        """
+        Args:
+            averaged: take the averages (--ema-decay) in the place of the weights that they are of.
+
+        Raises:
+            CheckpointError: `averaged`, and there are none.
+        """
         self.path = path
         self.reader = DcpReader(path)
+        of = {f"model.{n.removeprefix(_AVERAGE)}": n for n in self.reader.tensors if n.startswith(_AVERAGE)}
+        if averaged and not of:
+            raise CheckpointError(f"'{path}' holds no averaged weights; its run was not given --ema-decay")
+        self._averages = of if averaged else {}
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
-        return {
-            name: leaf(name, self.reader.shape(name), self.reader.dtype(name), self._read, keeps_dtype=True)
-            for name in self.reader.tensors
-            if not name.startswith(("optimizer.", "opt_param_scheduler."))
-        }
+        made = {}
+        for name in self.reader.tensors:
+            if not name.startswith(("optimizer.", "opt_param_scheduler.", _AVERAGE)):
+                stored = self._averages.get(name, name)
+                shape, dtype = self.reader.shape(stored), self.reader.dtype(stored)
+                made[name] = leaf(stored, shape, dtype, self._read, keeps_dtype=True)
+        return made
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
         out = torch.empty([length for _, length in region], dtype=self.reader.dtype(name))
@@ -155,13 +172,18 @@ def is_dcp(path: Path) -> bool:
 
 def has_weight_files(path: Path) -> bool:
     """Whether `path` looks like a HF directory with weights."""
-    return any(path.glob("*.safetensors")) or any(
-        (path / n).is_file() for n in (*_BIN, *(f"{b}.index.json" for b in _BIN))
+    return (
+        any(path.glob("*.safetensors"))
+        or any((path / n).is_file() for n in (*_BIN, *(f"{b}.index.json" for b in _BIN)))
+        or bool(_variants(path))
     )
 
 
 def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSource:
     """Open a HF directory (safetensors, or `.bin` without) or a torch_dcp folder.
+
+    Files of a variant (`diffusion_pytorch_model.fp16.safetensors`) are taken only if there are no others, and that is
+    said.
 
     Args:
         allow_pickle: also unpickle `.bin` files that hold more than tensors (--allow-unsafe-pickle).
@@ -178,7 +200,7 @@ def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSourc
         if (path / f"{name}.index.json").is_file():
             index = _read_index(path, f"{name}.index.json")
             return SafetensorsWeights(path, _indexed_files(path, f"{name}.index.json", index), index)
-    loose = sorted(path.glob("*.safetensors"))
+    loose = sorted(f for f in path.glob("*.safetensors") if not _VARIANT.fullmatch(f.name))
     if loose:
         return SafetensorsWeights(path, loose)
     for name in _BIN:
@@ -187,9 +209,38 @@ def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSourc
         if (path / f"{name}.index.json").is_file():
             index = _read_index(path, f"{name}.index.json")
             return BinWeights(path, _indexed_files(path, f"{name}.index.json", index), allow_pickle=allow_pickle)
+    files = _only_variant(path)
+    if files and files[0].suffix == ".safetensors":
+        return SafetensorsWeights(path, files)
+    if files:
+        return BinWeights(path, files, allow_pickle=allow_pickle)
     raise CheckpointError(
         f"'{path}' holds no weights; expected *.safetensors or a torch_dcp checkpoint; it holds {listing(path)}"
     )
+
+
+def _variants(path: Path) -> dict[str, list[Path]]:
+    """Files by variant; of one that is there as safetensors and as `.bin`, the former."""
+    found: dict[str, dict[str, list[Path]]] = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        match = _VARIANT.fullmatch(file.name)
+        if match:
+            found.setdefault(match[1], {}).setdefault(match[2], []).append(file)
+    return {name: kinds.get("safetensors") or kinds["bin"] for name, kinds in found.items()}
+
+
+def _only_variant(path: Path) -> list[Path]:
+    variants = _variants(path)
+    if not variants:
+        return []
+    if len(variants) > 1:
+        raise CheckpointError(
+            f"'{path}' holds weights in the variants {', '.join(variants)} and none without a variant's name; leave "
+            "the files of one of them"
+        )
+    ((name, files),) = variants.items()
+    notice(f"'{path}' holds weights in the variant '{name}' only ({files[0].name}); they are taken as they are")
+    return files
 
 
 def listing(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.manifest import has_manifest, verify
+from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
 from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
@@ -35,7 +36,8 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
     """Find out what `load` is.
 
     A run folder (its tracker names the checkpoint, or `step` does), a torch_dcp folder (`release/`, `iter_*`), or a
-    HF directory. "" and None are nothing; so is --save's own folder as long as it holds no checkpoint.
+    HF directory, be it a model's or a diffusers pipeline's. "" and None are nothing; so is --save's own folder as
+    long as it holds no checkpoint.
 
     Raises:
         CheckpointError: there is no such directory, or nothing in it that weights can be taken from.
@@ -49,7 +51,7 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         raise CheckpointError(f"--ckpt-step {step}: --load '{load}' holds no checkpoint; it holds {listing(path)}")
     if is_dcp(path):
         return _start(path, finetune)
-    if has_weight_files(path):
+    if has_weight_files(path) or is_pipeline(path):
         return Start(path)
     if save and path.absolute() == Path(save).absolute():
         notice(

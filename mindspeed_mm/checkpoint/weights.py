@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
+from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -61,6 +62,10 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
     found = source.tensors()
     if source.in_hub_layout and not _has_conversions(model):
         plan = _plan_exact(model, found)
+        if is_diffusers_class(type(model)):
+            plan.left_out = names_left_out(model, plan.unexpected)
+            plan.unexpected = [name for name in plan.unexpected if name not in plan.left_out]
+            return replace(plan, conversions=[])
         if not plan.problems:
             return replace(plan, conversions=[])
     twin = meta_twin(model)
@@ -127,13 +132,27 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
     if not said:
         return
     text = f"'{source.path}' " + " and ".join(said)
+    if strict and is_diffusers_class(type(model)) and len(plan.missing) > len(plan.values):
+        raise CheckpointError(text + _other_layout(model, source))
     if strict:
         raise CheckpointError(f"{text}; if that is meant, add --no-strict-load (what is missing keeps random values)")
     notice(text, key=f"misfits {source.path}")
 
 
+def _other_layout(model: nn.Module, source: WeightSource) -> str:
+    """What to do with weights of which a diffusers model knows few: they are another model's, or in another layout."""
+    cls = type_without_fsdp(model)
+    if not hasattr(cls, "from_single_file"):
+        return f"; these are the weights of another model than {cls.__name__}, or not in diffusers' layout"
+    return (
+        "; if these are the model's weights as its authors publish them, convert them with diffusers: "
+        f"{cls.__name__}.from_single_file('FILE in {source.path}').save_pretrained('DIRECTORY'), and name that "
+        "directory"
+    )
+
+
 def names_left_out(model: Any, names: Iterable[str]) -> list[str]:
-    """Those names that transformers leaves out without a word when it loads a model's class (an Omni's talker)."""
+    """Those names that the model's library leaves out without a word when it loads the class (an Omni's talker)."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 

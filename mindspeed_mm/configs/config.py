@@ -11,10 +11,13 @@ from typing import Any
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
 from mindspeed_mm.configs.flags.spec import road_of
+from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
-from mindspeed_mm.configs.other_scripts import owner_problem
+from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.configs.sora_checks import check_generation_files, check_generation_model
+from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig, check_pipeline_layers
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
@@ -216,7 +219,13 @@ def mm_extra_args_provider(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: bool = False) -> None:
+def merge_mm_args(
+    args: argparse.Namespace,
+    own_model: bool = False,
+    own_data: bool = False,
+    model_kind: FileKind = "language",
+    data_kind: FileKind = "language",
+) -> None:
     """Read the files of `--mm-model`, `--mm-data` and `--mm-tool` into `args.mm`, and check them.
 
     A second call changes nothing.
@@ -226,6 +235,7 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
         own_model: the model comes from the user's own script: its model.json may hold keys of its own, and only one
             that is close to a known key is warned of.
         own_data: the data set comes from the user's own script: the same for its data.json.
+        model_kind, data_kind: which schema the files of this project's own script follow.
 
     Raises:
         ConfigError: everything that is wrong in the files, together.
@@ -233,8 +243,8 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
     if hasattr(args, "mm"):
         return
     checks = {
-        "model": warn_of_near_model_keys if own_model else functools.partial(_check_model, args),
-        "data": warn_of_near_data_keys if own_data else _check_data,
+        "model": warn_of_near_model_keys if own_model else functools.partial(_MODEL_CHECKS[model_kind], args),
+        "data": warn_of_near_data_keys if own_data else _DATA_CHECKS[data_kind],
         "tool": ToolsConfig.from_dict,
     }
     mm, problems = MMConfig({}), []
@@ -248,6 +258,10 @@ def merge_mm_args(args: argparse.Namespace, own_model: bool = False, own_data: b
             setattr(mm, name, content)
         except ConfigError as error:
             problems.append(str(error))
+    if not problems and model_kind == data_kind == "generation" and not (own_model or own_data):
+        model, data = getattr(mm, "model", None), getattr(mm, "data", None)
+        if model is not None and data is not None:
+            problems += check_generation_files(SoRAModelConfig.from_dict(model), GenerationDataConfig.from_dict(data))
     if problems:
         raise ConfigError("\n".join(problems))
     args.mm = mm
@@ -291,3 +305,18 @@ def _check_data(content: ConfigReader, file: str) -> None:
     config = DataConfig.from_dict(content, file=file)
     key = "dataset_param.preprocess_parameters.model_name_or_path"
     raise_all(check_local_path(file, key, config.dataset_param.preprocess_parameters.model_name_or_path))
+
+
+def _check_generation_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+    elsewhere = owner_problem(content.to_dict(), file, "generation")
+    raise_all([elsewhere] if elsewhere else [])
+    config = SoRAModelConfig.from_dict(content, file=file)
+    raise_all(check_generation_model(config, has_checkpoint=_is_there(args.load)))
+
+
+def _check_generation_data(content: ConfigReader, file: str) -> None:
+    GenerationDataConfig.from_dict(content, file=file)
+
+
+_MODEL_CHECKS = {"language": _check_model, "generation": _check_generation_model}
+_DATA_CHECKS = {"language": _check_data, "generation": _check_generation_data}

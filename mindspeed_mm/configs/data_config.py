@@ -384,7 +384,7 @@ def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> Non
     unknown = sort_keys(cls, data, published).unknown
     fields = key_paths(cls)
     raise_all([unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()])
-    raise ConfigError(dataset_type_problem(dataset_type, file))
+    raise ConfigError(str(dataset_type_problem(str(dataset_type), file)))
 
 
 def warn_of_near_data_keys(mapping: Any, file: str | None = None) -> None:

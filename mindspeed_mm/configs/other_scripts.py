@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mindspeed_mm.configs.published import is_given
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.log import notice
+
+#: what an entry script's model.json and data.json describe
+FileKind = Literal["language", "generation"]
 
 #: published dataset type → its entry script; None: of models that have none any more
 DATASET_TYPES: Mapping[str, str | None] = {
@@ -19,6 +22,11 @@ DATASET_TYPES: Mapping[str, str | None] = {
 }
 
 
+#: those that pretrain_sora.py reads
+GENERATION_TYPES = ("t2v", "i2v", "t2i", "feature")
+_OF_LANGUAGE_MODELS = ("huggingface", "multimodal")
+
+
 class _Owner(NamedTuple):
     """Who takes a model.json that gives all of `all_of` and any of `any_of` (dotted keys, or key=value)."""
 
@@ -26,35 +34,61 @@ class _Owner(NamedTuple):
     what: str
     any_of: tuple[str, ...]
     all_of: tuple[str, ...] = ()
-    can_train: bool = False  # what else the file holds describes a model of ours
+    trained_as: FileKind | None = None  # what else the file holds describes a model that scripts of this kind train
 
 
 # the first that fits
 _OWNERS = (
-    _Owner("evaluate_vlm.py", "a benchmark", ("evaluation_dataset", "evaluation_model"), can_train=True),
+    _Owner("evaluate_vlm.py", "a benchmark", ("evaluation_dataset", "evaluation_model"), trained_as="language"),
     _Owner("pretrain_omni.py", "a model that understands and makes images", ("mllm", "model_id=bagel")),
     _Owner("posttrain_sora_dpo.py", "preference training of a video model", ("dpo",), ("predictor",)),
-    _Owner("inference_sora.py", "making videos or images", ("pipeline_config", "pipeline_class"), ("predictor",)),
+    _Owner(
+        "inference_sora.py",
+        "making videos or images",
+        ("pipeline_config", "pipeline_class"),
+        ("predictor",),
+        trained_as="generation",
+    ),
     _Owner("pretrain_sora.py", "a model that makes videos or images", ("predictor", "diffusion", "ae")),
-    _Owner("inference_vlm.py", "answering prompts", ("generation_config", "pipeline_class"), can_train=True),
+    _Owner("inference_vlm.py", "answering prompts", ("generation_config", "pipeline_class"), trained_as="language"),
+    _Owner("pretrain_transformers.py", "a model of transformers", ("init_from_hf_path", "model_id")),
+    _Owner("pretrain_vlm.py", "a vision-language model", ("text_decoder", "image_encoder", "audio_encoder")),
 )
+#: scripts that train what each kind of file describes
+_TRAINERS: Mapping[FileKind, tuple[str, ...]] = {
+    "language": ("pretrain_vlm.py", "pretrain_transformers.py"),
+    "generation": ("pretrain_sora.py",),
+}
+_THERE = (*_TRAINERS["language"], *_TRAINERS["generation"], "inference_sora.py")
+_TRAINED_HERE: Mapping[FileKind, str] = {
+    "language": "this script trains language, vision-language and audio models",
+    "generation": "this script trains models that make videos or images",
+}
 
 
-def owner_problem(content: Mapping[str, Any], file: str) -> str | None:
+def owner_problem(content: Mapping[str, Any], file: str, kind: FileKind = "language") -> str | None:
     """Return a sentence about a model.json whose model another entry script trains; None for all others.
 
-    A file of VLM inference or evaluation describes a model that can be trained: then it is only said whose file it is.
+    A file of inference or evaluation describes a model that can be trained: then it is only said whose file it is.
+
+    Args:
+        content: of the file.
+        file: its name, for messages.
+        kind: what the entry script trains.
     """
     for owner in _OWNERS:
         marks = [key for key in owner.any_of if _has(content, key)]
         if not marks or not all(_has(content, key) for key in owner.all_of):
             continue
+        if owner.script in _TRAINERS[kind]:
+            return None
         keys = ", ".join(f"'{key.partition('=')[0]}'" for key in (*owner.all_of, *marks))
         start = f"{file}: {keys}: this file describes {owner.what} and belongs to {owner.script}"
-        if owner.can_train:
+        if owner.trained_as == kind:
             notice(f"{start}; its model is trained here, and what is for that script has no effect")
             return None
-        return f"{start}, which is not there yet; this script trains language, vision-language and audio models"
+        not_there = "" if owner.script in _THERE else ", which is not there yet"
+        return f"{start}{not_there}; {_TRAINED_HERE[kind]}"
     return None
 
 
@@ -64,11 +98,18 @@ def _has(content: Mapping[str, Any], key: str) -> bool:
     return found == value if equals else is_given(found)
 
 
-def dataset_type_problem(dataset_type: str, file: str) -> str:
-    """Return the sentence about a published dataset type that is not there yet."""
-    script = DATASET_TYPES[dataset_type]
-    belongs = f": it belongs to {script}" if script else ""
+def dataset_type_problem(
+    dataset_type: str, file: str, here: tuple[str, ...] = ("huggingface", "multimodal")
+) -> str | None:
+    """Return the sentence about a published dataset type that isn't one of those `here`; None for all others."""
+    if dataset_type in here or dataset_type not in (*DATASET_TYPES, *_OF_LANGUAGE_MODELS):
+        return None
+    script = DATASET_TYPES.get(dataset_type, "pretrain_vlm.py or pretrain_transformers.py")
+    there = dataset_type in (*GENERATION_TYPES, *_OF_LANGUAGE_MODELS)
+    belongs = (
+        f" belongs to {script}" if there else " is not there yet" + (f": it belongs to {script}" if script else "")
+    )
     return (
-        f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type is not there yet{belongs}; "
-        "expected huggingface or multimodal"
+        f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type{belongs}; "
+        f"expected {', '.join(here[:-1])} or {here[-1]}"
     )

@@ -1,8 +1,8 @@
 """`model.json` of a model that makes images or videos: autoencoder, text encoders, diffusion and the trained predictor.
 
-Each part may come from a diffusers directory (`from_pretrained`), and all of them together from the directory of a whole
-pipeline (`init_from_diffusers`). A part's structure may be given in diffusers' own words (`config`) or in the published
-ones, which the part's family translates.
+Each part may come from a diffusers directory (`from_pretrained`), and all of them together from the directory of a
+whole pipeline (`init_from_diffusers`). A part's structure may be given in diffusers' own words (`config`) or in the
+published ones, which the part's family translates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mindspeed_mm.configs.sections import (
     Float,
     Section,
     key_paths,
+    one_of,
     plain,
     raise_all,
     sort_keys,
@@ -28,8 +29,9 @@ from mindspeed_mm.configs.sections import (
 )
 from mindspeed_mm.configs.sora_rules import NO_EFFECT, REFUSED, STRUCTURE
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
 
-Task = Literal["t2v", "i2v", "ti2v", "t2i"]
+TASKS = ("t2v", "i2v", "ti2v", "t2i")
 
 
 def _read_list(value: Any) -> Any:
@@ -135,20 +137,26 @@ class DiffusionConfig(Section):
     shift: Float | None = Field(
         None, description="moves flow matching's timesteps towards noise; absent = the family's"
     )
+    train_timestep_shift: Float | None = Field(
+        None, description="the same, where shift is that of sampling; absent = shift"
+    )
     use_dynamic_shifting: Bool = Field(False, description="shift by the number of tokens of a sample")
-    base_shift: Float = Field(0.5, description="dynamic shift: exponent at base_seq_len")
-    max_shift: Float = Field(1.15, description="dynamic shift: exponent at max_seq_len")
-    base_seq_len: Count = Field(256, description="dynamic shift: tokens")
-    max_seq_len: Count = Field(4096, description="dynamic shift: tokens")
+    base_shift: Float | None = Field(None, description="dynamic shift: exponent at base_seq_len; absent = the family's")
+    max_shift: Float | None = Field(None, description="dynamic shift: exponent at max_seq_len; absent = the family's")
+    base_seq_len: Count | None = Field(None, description="dynamic shift: tokens; absent = the family's")
+    max_seq_len: Count | None = Field(None, description="dynamic shift: tokens; absent = the family's")
     sampling: Literal["uniform", "logit_normal", "mode"] | None = Field(
         None, description="density that timesteps are drawn from; absent = the family's"
     )
-    logit_mean: Float = Field(0.0, description="logit_normal: mean")
+    snr: Literal["uniform", "lognorm"] | None = Field(
+        None, description="published name of sampling: lognorm is logit_normal"
+    )
+    logit_mean: Float = Field(0.0, description="logit_normal: mean; above 0: more noise")
     logit_std: Float = Field(1.0, description="logit_normal: standard deviation")
     mode_scale: Float = Field(1.29, description="mode: scale")
-    weighting: Literal["none", "sigma_sqrt", "cosmap", "gaussian"] | None = Field(
+    weighting: Literal["uniform", "sigma_sqrt", "cosmap", "gaussian"] | None = Field(
         None,
-        description="weight of a timestep's loss; gaussian: most in the middle of the range; absent = the family's",
+        description="weight of a timestep's loss; uniform: none; gaussian: most in the middle; absent = the family's",
     )
     sigma_min: Float = Field(0.0, description="noise at the last step of the table")
     extra_one_step: Bool = Field(True, description="the table leaves out its last step")
@@ -162,11 +170,27 @@ class DiffusionConfig(Section):
     beta_schedule: str | None = Field(None, description="ddpm: diffusers' name of the curve; absent = the family's")
     guidance: Float = Field(1.0, description="value of the guidance embedding of distilled models (flux, hunyuanvideo)")
 
+    @property
+    def training_shift(self) -> float | None:
+        """Shift of the timesteps that training draws; None: the family's."""
+        return self.shift if self.train_timestep_shift is None else self.train_timestep_shift
+
+    @property
+    def density(self) -> str | None:
+        """Density that timesteps are drawn from, by either key; None: the family's."""
+        return "logit_normal" if self.sampling is None and self.snr == "lognorm" else self.sampling or self.snr
+
 
 class SoRAModelConfig(Section):
-    """model.json, typed."""
+    """What `pretrain_sora.py` trains.
 
-    task: Task | None = Field(None, description="what is made of what; absent = t2v, or t2i for models of images")
+    Each part comes from a diffusers directory: its own (`from_pretrained`), or that of a whole pipeline
+    (`init_from_diffusers`). Only `predictor` is trained, sharded and saved.
+    """
+
+    task: Annotated[str, one_of(TASKS, ("vace", "flf2v"))] | None = Field(
+        None, description="t2v, i2v, ti2v or t2i; absent = as model_type says, else t2v, or t2i for models of images"
+    )
     init_from_diffusers: str | None = Field(
         None, description="directory of a whole diffusers pipeline; parts named below take the place of its own"
     )
@@ -177,11 +201,15 @@ class SoRAModelConfig(Section):
     image_encoder: ImageEncoderConfig | None = Field(None, description="encoder of the first frame")
     predictor: PredictorConfig = Field(PredictorConfig(), description="what is trained")
     diffusion: DiffusionConfig = Field(DiffusionConfig(), description="how it is trained")
-    load_video_features: Bool = Field(False, description="data are latents made by feature_extraction; no autoencoder")
-    load_text_features: Bool = Field(False, description="data are text states made by feature_extraction; no encoder")
+    load_video_features: Bool = Field(
+        False, description="data are latents that extract-features has made; no autoencoder"
+    )
+    load_text_features: Bool = Field(
+        False, description="data are text states that extract-features has made; no encoder"
+    )
     encoder_offload_interval: Count = Field(
         1,
-        description="micro-batches whose captions and clips are encoded at once, after which the encoders leave the device",
+        description="micro-batches that are encoded at once, after which the encoders leave the device",
     )
     enable_encoder_dp: Bool = Field(
         False, description="share encoding among ranks that take the same sample; there are none with FSDP2"
@@ -226,13 +254,17 @@ class SoRAModelConfig(Section):
             unknown_key_message(file, path, value, fields, published)
             for path, value in {**keys.unknown, **unknown}.items()
         ]
-        problems += refusals({**no_effect, **structure}, REFUSED, file)
+        problems += refusals({**data, **keys.published, **inner}, REFUSED, file)  # data: "dpo" is an object
         config = None
         if not problems:
             config, problems = validate_section(cls, typed, file)
         raise_all(problems)
         assert config is not None
         say_no_effect(no_effect, NO_EFFECT, file)
+        if config.enable_encoder_dp:
+            notice(
+                f"{file}: no effect here: enable_encoder_dp: no ranks take the same sample, so none encodes it twice"
+            )
         config._file = file
         config.predictor._structure.update(structure)
         return config

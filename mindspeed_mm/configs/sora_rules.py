@@ -17,7 +17,22 @@ STRUCTURE = re.compile(
 )
 
 REFUSED = (
+    Refused(
+        "predictor.model_type",
+        lambda value: value == "flf2v",
+        "videos between a first and a last frame are not there yet; expected t2v, i2v, ti2v, wan2.2-t2v or wan2.2-i2v",
+    ),
+    Refused(
+        "diffusion.reverse",
+        lambda value: value is not None and not is_on(value),
+        "timesteps count towards noise here; write true, or remove it",
+    ),
     Refused("dpo", is_given, "preference training is not there yet; remove it"),
+    Refused(
+        "ae.freeze",
+        lambda value: value is not None and not is_on(value),
+        "the autoencoder is not trained; write true, or remove it",
+    ),
     Refused("predictor.FPDT", is_on, "chunked sequences in host memory are not there yet; write false"),
     Refused("use_dynamic_dpcp", is_on, "context parallelism is not there yet; write false"),
     Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
@@ -30,6 +45,7 @@ NO_EFFECT = (
     NoEffect(r"text_encoder\.(hub_backend|low_cpu_mem_usage|load_in_8bit)", "files are read from the directory"),
     NoEffect(r"text_encoder\..*", "captions are encoded as the model's diffusers pipeline does it"),
     NoEffect(r"ae\.i2v_processor.*", "the first frame is made a condition as the model's diffusers pipeline does it"),
+    NoEffect(r"ae\.freeze", "the autoencoder is never trained"),
     NoEffect(r"ae\..*", "structure comes from the directory's config.json, which is authoritative"),
     NoEffect(r"diffusion\..*", "it belongs to sampling (inference_sora.py)"),
     NoEffect(r".*", "it belongs to another entry script"),

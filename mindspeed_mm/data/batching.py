@@ -83,7 +83,8 @@ def build_planner(
     """Build the plan of a run.
 
     Args:
-        dataset: Map-style, with a length or `has_row(index)`; `measure(index)` where sizes are needed.
+        dataset: Map-style, with a length or `has_row(index)`; `measure(index)` where sizes are needed. If it has
+            `shapes`, every global batch is of one of them; if it has `names_epochs`, samples are asked for by epoch.
         layout: Sizes of a batch.
         param: `dataloader_param`.
         batching: What flags say.
@@ -97,9 +98,16 @@ def build_planner(
         DataError: No rows, or fewer than one global batch with drop_last.
     """
     order = _order(dataset, train and param.shuffles, seed)
-    if not train:
-        return FixedPlanner(order, layout, drop_last=False)
     measurer = Measurer(dataset, (num_workers + 1) // 2, lambda: order.num_rows)
+    names_epochs = getattr(dataset, "names_epochs", False)
+    if (shapes := getattr(dataset, "shapes", None)) is not None:
+        by_shape = Grouping("bucket", shapes=shapes) if len(shapes) > 1 else None
+        drop_last = train and param.drop_last
+        if by_shape and train and param.sampler_type == "SequentialSampler":
+            notice("dataloader_param.sampler_type SequentialSampler: within a window, rows are put together by bucket")
+        return FixedPlanner(order, layout, drop_last, measurer, by_shape, names_epochs=names_epochs)
+    if not train:
+        return FixedPlanner(order, layout, drop_last=False, names_epochs=names_epochs)
     grouping = _grouping(param)
     if capacity is not None:
         if grouping is not None:
@@ -109,7 +117,9 @@ def build_planner(
         _require_sizes(dataset, f"dataloader_param.sampler_type {param.sampler_type}")
     elif batching.balance:
         _require_sizes(dataset, "--use-data-balance" if batching.balance.ranks else "--use-image-mbs-data-balance")
-    return FixedPlanner(order, layout, param.drop_last, measurer, grouping, batching.balance, batching.costs)
+    return FixedPlanner(
+        order, layout, param.drop_last, measurer, grouping, batching.balance, batching.costs, names_epochs
+    )
 
 
 def _order(dataset: Any, shuffle: bool, seed: int) -> Order:

@@ -57,7 +57,7 @@ def build_dataset(
         val_source = open_rows_of(param, _entries(param, basic.val_dataset, None))
         val_rows = check_rows(val_source, basic.on_bad_sample == "skip")
     elif basic.val_rate and basic.val_max_samples != 0:
-        val_source, (rows, val_rows) = source, _split(rows, basic.val_rate, seed)
+        val_source, (rows, val_rows) = source, split_rows(rows, basic.val_rate, seed)
     else:
         return _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
     training = _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
@@ -125,7 +125,7 @@ def _mixed(source: RowSource, rows: np.ndarray, mixture: Mixture) -> np.ndarray 
     return mixture.indices(parts)
 
 
-def _split(rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Take a share of the rows for validation: at random by seed, at least one; both parts stay in file order."""
     if len(rows) < 2:
         raise DataError(f"val_rate {share}: {len(rows)} row can't be split into training and validation rows")

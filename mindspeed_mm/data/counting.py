@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
 
-HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out")
+HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens")
 """What a micro-batch says of itself to those who count, and no model takes."""
 
 
@@ -94,14 +94,14 @@ class CountingIterator:
 
     def _count(self, batch: Any) -> None:
         counts = self._counts
+        if isinstance(batch, Mapping) and "sample_keys" in batch:
+            self._count_shapes(batch)
+            return
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor):
             counts.rows += self._micro_batch_size
             return
-        counts.rows += int(batch.get("num_rows", ids.shape[0]))
-        counts.rows_left_out += int(batch.get("rows_left_out", 0))
-        if "row_ids" in batch:
-            counts.row_ids = (counts.row_ids or []) + [int(number) for number in batch["row_ids"] if number >= 0]
+        self._count_rows(batch, ids.shape[0])
         counts.positions += ids.numel()
         lengths = _sample_lengths(batch, ids)
         counts.tokens += int(lengths.sum())
@@ -114,6 +114,26 @@ class CountingIterator:
             for key in {keys[0] for keys in self._adapter.media_keys.values()}:
                 tensor = batch.get(key)
                 counts.patches += tensor.shape[0] if isinstance(tensor, torch.Tensor) else 0
+
+    def _count_rows(self, batch: Mapping[str, Any], rows: int) -> None:
+        counts = self._counts
+        counts.rows += int(batch.get("num_rows", rows))
+        counts.rows_left_out += int(batch.get("rows_left_out", 0))
+        if "row_ids" in batch:
+            counts.row_ids = (counts.row_ids or []) + [int(number) for number in batch["row_ids"] if number >= 0]
+
+    def _count_shapes(self, batch: Mapping[str, Any]) -> None:
+        """A micro-batch of clips or latents of one shape: tokens are those of the diffusion transformer."""
+        counts, tokens = self._counts, int(batch.get("num_tokens", 0))
+        rows = int(batch.get("num_rows", len(batch["sample_keys"])))
+        self._count_rows(batch, rows)
+        counts.tokens += tokens
+        counts.positions += tokens
+        counts.squared_lengths += tokens**2 // max(rows, 1)
+        clips = batch.get("video", batch.get("latents"))
+        if isinstance(clips, torch.Tensor):
+            kind = "image" if clips.shape[2] == 1 else "video"
+            counts.media[kind] = counts.media.get(kind, 0) + rows
 
 
 def _sample_lengths(batch: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:

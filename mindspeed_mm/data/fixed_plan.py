@@ -45,6 +45,7 @@ class _Batch:
     epoch: int
     number: int
     rows: list[int]
+    bucket: int = 0
 
 
 class FixedPlanner:
@@ -54,6 +55,7 @@ class FixedPlanner:
     size. The position in it is a number of rows, the last incomplete batch counted whole. A position inside a
     global batch comes from a run with another global batch size; the next whole one follows.
 
+    A sample is (row, bucket): all of a global batch name the same bucket, 0 where there are none.
     Without `grouping` and `balance` nothing is measured, and micro-batch m of rank r takes the rows
     `m * micro_batch_size * dp_size + r * micro_batch_size` onwards of a global batch.
 
@@ -67,6 +69,7 @@ class FixedPlanner:
         grouping: Puts rows of like size together, or spreads them.
         balance: What is balanced.
         costs: The measure of balance.
+        names_epochs: A sample names its epoch: (row, bucket, epoch) in place of (row, bucket).
 
     Raises:
         DataError: `drop_last` and fewer rows than one global batch.
@@ -81,6 +84,7 @@ class FixedPlanner:
         grouping: Grouping | None = None,
         balance: Balance | None = None,
         costs: CostModel | None = None,
+        names_epochs: bool = False,
     ) -> None:
         self.order = order
         self.layout = layout
@@ -89,6 +93,7 @@ class FixedPlanner:
         self._grouping = grouping
         self._balance = balance or Balance()
         self._costs = costs or CostModel()
+        self._names_epochs = names_epochs
         self._position = 0
         self._check(order.num_rows)
 
@@ -144,7 +149,8 @@ class FixedPlanner:
         with closing(self._planned()) as planned:
             for batch, sizes in planned:
                 spread = layout.in_order() if sizes is None else self._spread(sizes)
-                rows = [[[[(batch.rows[place], 0)] for place in places] for places in rank] for rank in spread]
+                end = (batch.bucket, batch.epoch) if self._names_epochs else (batch.bucket,)
+                rows = [[[[(batch.rows[place], *end)] for place in places] for places in rank] for rank in spread]
                 self._position = self._after(batch)
                 yield GlobalBatch(rows, self.state())
 
@@ -176,7 +182,9 @@ class FixedPlanner:
                 if (run.epoch, number) >= first:
                     missing = size - len(places)
                     rows = [run.rows[place] for place in places] + [FILLER] * missing
-                    yield _Batch(run.epoch, number, rows), [sizes[place] for place in places] + [_NOTHING] * missing
+                    found = [sizes[place] for place in places]
+                    bucket = grouping.bucket(found)
+                    yield _Batch(run.epoch, number, rows, bucket), found + [_NOTHING] * missing
 
     def _measured(self, batches: Iterator[_Batch]) -> Generator[tuple[_Batch, _Sizes], None, None]:
         assert self._measurer is not None, "grouping and balance need sizes"

@@ -1,10 +1,10 @@
-"""Samplers that bring rows of like cost together: the order is kept window by window, and changed within."""
+"""Samplers that bring rows of like cost or shape together: the order is kept window by window, and changed within."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -15,17 +15,31 @@ from mindspeed_mm.data.media import SampleSize
 _WINDOW_BATCHES, _WINDOW_ROWS = 50, 8192
 
 
+class Shapes(Protocol):
+    """The buckets of a data set, by number."""
+
+    def rank(self, bucket: int) -> tuple[float, ...]:
+        """Return what buckets are sorted by, so that neighbours are alike."""
+
+    def common(self, buckets: Sequence[int]) -> int:
+        """Return the bucket that samples of all these can be cut to."""
+
+
 @dataclass(frozen=True)
 class Grouping:
     """How the rows of a window are put into global batches.
 
     Attributes:
-        kind: "alike": a global batch holds rows of like size; "even": all hold as much.
+        kind: "alike": a global batch holds rows of like size; "even": all hold as much; "bucket": all rows of a global
+            batch are of one bucket. Those that don't fill one are put together, neighbours by `Shapes.rank`, and cut
+            to a bucket that they have in common.
         by: what a size is: "tokens" or "patches" (of images and videos).
+        shapes: with `kind` bucket: the buckets.
     """
 
-    kind: Literal["alike", "even"]
-    by: Literal["tokens", "patches"]
+    kind: Literal["alike", "even", "bucket"]
+    by: Literal["tokens", "patches"] = "tokens"
+    shapes: Shapes | None = None
 
     def window(self, global_batch_size: int) -> int:
         """Global batches of a window."""
@@ -39,8 +53,10 @@ class Grouping:
         Args:
             sizes: Of each row of the window, one entry a piece.
             global_batch_size: Rows of a global batch; a rest stays the last one.
-            key: Decides the order of the batches, with `kind` alike: the same key, the same order.
+            key: Decides the order of the batches, with `kind` alike or bucket: the same key, the same order.
         """
+        if self.shapes is not None:
+            return self._by_bucket(sizes, global_batch_size, key)
         costs = [sum(getattr(size, self.by) for size in pieces) for pieces in sizes]
         whole = len(costs) // global_batch_size
         if self.kind == "even":
@@ -54,7 +70,34 @@ class Grouping:
             rest = ranked[middle[1] : middle[1] + middle[0]]
             ranked = ranked[: middle[1]] + ranked[middle[1] + middle[0] :]
             groups = [ranked[i : i + global_batch_size] for i in range(0, len(ranked), global_batch_size)]
-            raw = np.random.PCG64(np.random.SeedSequence(tuple(key))).random_raw(max(1, whole))[:whole]
-            groups = [groups[place] for place in np.argsort(raw, kind="stable").tolist()]
+            groups = _in_random_order(groups, key)
             return [*groups, rest] if rest else groups
         return [*groups, list(range(used, len(costs)))] if used < len(costs) else groups
+
+    def bucket(self, sizes: Sequence[Sequence[SampleSize]]) -> int:
+        """Return the bucket of a global batch of these rows; 0 where there are no buckets."""
+        found = [size.bucket for pieces in sizes for size in pieces if size.bucket is not None]
+        return self.shapes.common(found) if self.shapes is not None and found else 0
+
+    def _by_bucket(
+        self, sizes: Sequence[Sequence[SampleSize]], global_batch_size: int, key: Sequence[int]
+    ) -> list[list[int]]:
+        assert self.shapes is not None
+        members: dict[int | None, list[int]] = {}
+        for place, pieces in enumerate(sizes):
+            members.setdefault(pieces[0].bucket, []).append(place)
+        groups: list[list[int]] = []
+        rest = members.pop(None, [])  # rows that give no sample fit in anywhere
+        for bucket in sorted((bucket for bucket in members if bucket is not None), key=self.shapes.rank):
+            places = members[bucket]
+            whole = len(places) // global_batch_size * global_batch_size
+            groups += [places[i : i + global_batch_size] for i in range(0, whole, global_batch_size)]
+            rest += places[whole:]
+        mixed = [rest[i : i + global_batch_size] for i in range(0, len(rest), global_batch_size)]
+        last = [mixed.pop()] if mixed and len(mixed[-1]) < global_batch_size else []
+        return _in_random_order(groups + mixed, key) + last
+
+
+def _in_random_order(groups: list[list[int]], key: Sequence[int]) -> list[list[int]]:
+    raw = np.random.PCG64(np.random.SeedSequence(tuple(key))).random_raw(max(1, len(groups)))[: len(groups)]
+    return [groups[place] for place in np.argsort(raw, kind="stable").tolist()]

@@ -24,6 +24,7 @@ class SizeTable:
     def __init__(self) -> None:
         self._tokens = np.empty(0, dtype=np.int32)
         self._media: np.ndarray | None = None  # [rows, 2] int64: patches, squared patches
+        self._buckets: np.ndarray | None = None  # [rows] int32
         self._special: dict[int, list[SampleSize]] = {}  # rows of several pieces, and those with a fault
         self._known = 0
 
@@ -38,7 +39,8 @@ class SizeTable:
         if row in self._special:
             return self._special[row]
         patches, squared = self._media[row].tolist() if self._media is not None else (0, 0)
-        return [SampleSize(int(self._tokens[row]), patches, squared)]
+        bucket = int(self._buckets[row]) if self._buckets is not None else _UNKNOWN
+        return [SampleSize(int(self._tokens[row]), patches, squared, bucket=None if bucket == _UNKNOWN else bucket)]
 
     def __setitem__(self, row: int, sizes: list[SampleSize]) -> None:
         self._reserve(row + 1)
@@ -46,10 +48,15 @@ class SizeTable:
         self._tokens[row] = sum(size.tokens for size in sizes)
         if len(sizes) != 1 or sizes[0].fault is not None:
             self._special[row] = sizes
-        elif sizes[0].patches:
+            return
+        if sizes[0].patches:
             if self._media is None:
                 self._media = np.zeros((len(self._tokens), 2), dtype=np.int64)
             self._media[row] = sizes[0].patches, sizes[0].squared_patches
+        if sizes[0].bucket is not None:
+            if self._buckets is None:
+                self._buckets = np.full(len(self._tokens), _UNKNOWN, dtype=np.int32)
+            self._buckets[row] = sizes[0].bucket
 
     def _reserve(self, rows: int) -> None:
         if rows <= len(self._tokens):
@@ -58,6 +65,8 @@ class SizeTable:
         self._tokens = np.concatenate([self._tokens, np.full(more, _UNKNOWN, dtype=np.int32)])
         if self._media is not None:
             self._media = np.concatenate([self._media, np.zeros((more, 2), dtype=np.int64)])
+        if self._buckets is not None:
+            self._buckets = np.concatenate([self._buckets, np.full(more, _UNKNOWN, dtype=np.int32)])
 
 
 class _Measured(Dataset):

@@ -96,9 +96,11 @@ class SampleSize:
         patches: rows of its media tensors (image and video patches, audio frames).
         squared_patches: sum over images, frames of videos and sounds of their patches squared.
         fault: why it gives no sample; None if it does.
+        bucket: number of its shape, where samples have shapes; None: they have none, or it fits into any.
     """
 
     tokens: int
     patches: int = 0
     squared_patches: int = 0
     fault: str | None = None
+    bucket: int | None = None

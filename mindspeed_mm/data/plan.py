@@ -15,8 +15,9 @@ from mindspeed_mm.utils.errors import ConfigError
 
 FILLER = -1
 
-#: a sample: row of the data set (-1: a filler), and which piece of it where a row gives several
-Piece = tuple[int, int]
+#: a sample: row of the data set (-1: a filler), and which piece of it where a row gives several, or the bucket that it
+#: is cut to; and the epoch, where the data set asks for it
+Piece = tuple[int, ...]
 #: a row of a micro-batch: one sample, or the samples of a pack
 PlannedRow = list[Piece]
 

@@ -19,7 +19,8 @@ class BatchRows(Dataset):
     """Micro-batches of a data set.
 
     Args:
-        dataset: Map-style; with packs it has `get(row, piece, room)` and `where(row)`.
+        dataset: Map-style; with packs it has `get(row, piece, room)` and `where(row)`; where samples name their epoch
+            `get(row, bucket, epoch)`.
         collate: Samples to a micro-batch; with packs a `Collator`.
         capacity: Tokens of a pack; None: one sample a row.
     """
@@ -34,11 +35,13 @@ class BatchRows(Dataset):
         try:
             if self._capacity is not None:
                 return self._collate.pack([self._pack(row, self._capacity) for row in rows])
-            return self._collate([self._row(index) for ((index, _),) in rows])
+            return self._collate([self._row(*piece) for (piece,) in rows])
         except MMError as error:
             return Failure(str(error))
 
-    def _row(self, index: int) -> Any:
+    def _row(self, index: int, piece: int = 0, epoch: int | None = None) -> Any:
+        if epoch is not None:
+            return self._dataset.get(index, piece, epoch)
         if index != FILLER or getattr(self._dataset, "has_fillers", False):
             sample = self._dataset[index]
             return {**sample, "row_id": index} if isinstance(self._collate, Collator) else sample

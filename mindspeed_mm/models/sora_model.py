@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +20,12 @@ from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.diffusion.build import build_objective
+from mindspeed_mm.models.encode_ahead import EncodeAhead
 from mindspeed_mm.models.predictor.family import PredictorFamily, find_family, todays_path
-from mindspeed_mm.models.sora_parts import FrozenParts, open_parts
+from mindspeed_mm.models.sora_encode import SampleEncoder
+from mindspeed_mm.models.sora_layout import pipeline_layout
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -40,7 +44,8 @@ class SoRAModel(MultiModalModule):
     Attributes:
         predictor: the diffusers transformer; paths of fsdp2.yaml begin with `predictor.`.
         family: what is special about it.
-        parts: frozen encoders, loaded when the first sample needs them.
+        encoder: the frozen parts, loaded when the first sample needs them.
+        ahead: hands out micro-batches, ready for `forward`.
         objective: noise schedule and target.
         source: diffusers directory of the predictor, for exports; None if it starts from scratch.
         source_dtype: that exports are written in.
@@ -56,14 +61,29 @@ class SoRAModel(MultiModalModule):
         super().__init__(config)
         self.described = SoRAModelConfig.from_dict(config)
         self.family, structure, self.source = resolve_predictor(self.described)
+        if self.described.enable_encoder_dp:
+            notice(
+                f"{self.described.file}: 'enable_encoder_dp' has no effect: every rank has samples of its own, so that "
+                "none is encoded twice"
+            )
         self._tokenizers = list(tokenizers)
-        self._parts: FrozenParts | None = None
+        interval = self.described.encoder_offload_interval
+        self.encoder = SampleEncoder(
+            self.described,
+            self.family,
+            tokenizers,
+            needs_video=not self.described.load_video_features,
+            needs_text=not self.described.load_text_features,
+            stays=interval == 1,
+        )
+        self.ahead = EncodeAhead(self.prepare, self.encoder, interval)
         self.objective = build_objective(self.described.diffusion, self.family.defaults, self.described.file)
         self.source_dtype = _source_dtype(self.described, structure)
         self.ema_decay = 0.9999 if self.described.use_ema else None
         self.predictor = _build(self.family, structure)
         context = current_build_context()
         self._seed = context.seed
+        self._computes_in = torch.float32
         if not context.defer_weights:
             self._fill(context.load_weights)
 
@@ -76,22 +96,6 @@ class SoRAModel(MultiModalModule):
     def pending_weights(self) -> str | None:
         """The directory whose weights the predictor waits for; None: it draws random ones."""
         return self.source
-
-    @property
-    def parts(self) -> FrozenParts:
-        """The frozen parts, on the device."""
-        if self._parts is None:
-            described = self.described
-            with torch.device("cpu"):
-                self._parts = open_parts(
-                    described,
-                    self.family,
-                    self._tokenizers,
-                    needs_video=not described.load_video_features,
-                    needs_text=not described.load_text_features,
-                )
-            self._parts.to(accelerator.current().device())
-        return self._parts
 
     @torch.no_grad()
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,53 +110,20 @@ class SoRAModel(MultiModalModule):
         """
         device = accelerator.current().device()
         keys = batch["sample_keys"]
-        made = self.encode(batch)
+        made = self.encoder.encode(batch)
         latents = made["latents"].to(device, torch.float32)
         if made.get("latents_std") is not None:
             drawn = normals(keys, "posterior", latents.shape[1:]).to(device)
             latents = latents + made["latents_std"].to(device, torch.float32) * drawn
+        latents = self.family.padded(latents)
         return {
             "latents": latents,
             "noise": normals(keys, "noise", latents.shape[1:]).to(device),
             "draws": uniforms(keys, "timestep"),
             "weights": batch["sample_weights"].to(device),
             "text": move_to_device(made["text"], device),
-            "conditions": move_to_device(made["conditions"], device),
+            "conditions": move_to_device(made["conditions"], device, torch.float32),
         }
-
-    @torch.no_grad()
-    def encode(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the frozen parts make of a micro-batch, and what came with it made before.
-
-        Returns:
-            `latents` and `latents_std` (None: they are not drawn) [batch, channels, …] float32, `text` and
-            `conditions`, name → [batch, …].
-        """
-        device = accelerator.current().device()
-        if "latents" in batch:
-            mean, std = batch["latents"], batch.get("latents_std")
-            conditions = {k.removeprefix("cond."): v for k, v in batch.items() if k.startswith("cond.")}
-        else:
-            ae = self.parts.ae
-            if ae is None:
-                raise ConfigError(
-                    f"{self.described.file}: 'load_video_features' is true, but the data are clips; write false, or "
-                    "dataset_type: feature in data.json"
-                )
-            video = batch["video"].to(device)
-            encoded = ae.encode(video)
-            mean, std = encoded.mean, encoded.std
-            conditions = self.family.conditions(self.parts, video, mean)
-        text = {k.removeprefix("text."): v for k, v in batch.items() if k.startswith("text.")}
-        if not text:
-            captions = self.parts.captions
-            if captions is None:
-                raise ConfigError(
-                    f"{self.described.file}: 'load_text_features' is true, but the data are captions; write false, or "
-                    "dataset_type: feature in data.json"
-                )
-            text = captions.encode(batch["captions"], device)
-        return {"latents": mean, "latents_std": std, "text": text, "conditions": conditions}
 
     def forward(
         self,
@@ -169,7 +140,7 @@ class SoRAModel(MultiModalModule):
             latents, noise: [batch, channels, frames, height, width] float32.
             draws: [batch] float64 in [0, 1), on the host.
             weights: [batch] float32: 1 of a sample, 0 of a filler.
-            text, conditions: of `encode`.
+            text, conditions: of `SampleEncoder.encode`.
 
         Returns:
             `loss` (float32 scalar with graph: the sum of the samples' losses, each a mean over its latent),
@@ -180,6 +151,7 @@ class SoRAModel(MultiModalModule):
         if known is not None:
             noisy = torch.where(known > 0, conditions["known_latents"].to(noisy.dtype), noisy)
         guidance = self.described.diffusion.guidance
+        noisy = noisy.to(self._computes_in)
         predicted = self.family.predict(self.predictor, noisy, noised.timesteps, text, conditions, guidance)
         errors = (predicted.float() - noised.target.float()) ** 2
         if known is None:
@@ -207,7 +179,12 @@ class SoRAModel(MultiModalModule):
         if paths["sub_modules_to_wrap"] is None:
             paths["sub_modules_to_wrap"] = block_paths(self.predictor)
         self.predictor.weights_come_later = self.weights_come_later
-        self.predictor.fsdp2_overrides = {**self.fsdp2_overrides, **paths}
+        if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
+            notice("fsdp2.yaml: 'cast_forward_inputs' has no effect here: inputs are made in param_dtype or stay exact")
+        # they are what diffusers' pipelines give to a transformer of that dtype: casts would round timesteps and angles
+        overrides = {**self.fsdp2_overrides, **paths, "cast_forward_inputs": False}
+        self._computes_in = to_torch_dtype(overrides.get("param_dtype") or config.param_dtype) or torch.float32
+        self.predictor.fsdp2_overrides = overrides
         return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 
     weights_come_later: bool = False
@@ -249,6 +226,12 @@ class SoRAModel(MultiModalModule):
             loaded = AutoModel.from_pretrained(self.source, torch_dtype=torch.float32)
             self.predictor.load_state_dict(loaded.state_dict())
 
+    def export_layout(self) -> PipelineLayout | None:
+        """The pipeline around the predictor, for an export that loads with `DiffusionPipeline.from_pretrained`."""
+        self._made = tempfile.TemporaryDirectory(prefix="pipeline-parts-")  # until the export has copied it
+        made = Path(self._made.name)
+        return pipeline_layout(self.described, self.family, self.objective, self._tokenizers, made)
+
     def rule(self) -> GenerationRule:
         """What this model asks of its samples."""
         return generation_rule(self.described, self._seed)
@@ -287,8 +270,9 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
 
 
 def _task(config: SoRAModelConfig, family: type[PredictorFamily]) -> str:
-    said = config.task or config.predictor.structure.get("task_type") or next(iter(family.pipelines))
     model_type = str(config.predictor.structure.get("model_type", ""))
+    by_type = "i2v" if model_type in ("i2v", "wan2.2-i2v") else next(iter(family.pipelines))
+    said = config.task or config.predictor.structure.get("task_type") or by_type
     if model_type == "ti2v" and said == "i2v":
         said = "ti2v"
     if said not in family.pipelines:

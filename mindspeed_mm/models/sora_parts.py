@@ -65,6 +65,12 @@ class FrozenParts:
             if part is not None:
                 part.to(device)
 
+    def modules(self) -> list[torch.nn.Module]:
+        """All of their modules."""
+        found = [self.ae.model] if self.ae is not None else []
+        found += self.captions.encoders if self.captions is not None else []
+        return found + ([self.image_encoder.model] if self.image_encoder is not None else [])
+
 
 def open_parts(
     config: SoRAModelConfig,

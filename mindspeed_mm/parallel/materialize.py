@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,10 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(root: nn.Module, param_device: torch.device, buffer_device: torch.device) -> None:
-    """Give every meta parameter and buffer of `root` empty storage; a tied parameter stays one parameter.
+    """Give every meta parameter and buffer of `root` storage; a tied parameter stays one parameter.
+
+    Parameters are empty; buffers hold NaN, so that whatever an init function leaves out can be told. Buffers that have
+    values already keep them.
 
     Args:
         param_device: where parameters live (the host under offload).
@@ -37,7 +41,11 @@ def materialize(root: nn.Module, param_device: torch.device, buffer_device: torc
             module._parameters[name] = replaced[id(param)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
+                has_nan = buffer.is_floating_point() or buffer.is_complex()
+                make = functools.partial(torch.full_like, fill_value=torch.nan) if has_nan else torch.empty_like
+                module._buffers[name] = make(buffer, device=buffer_device)
+            elif buffer is not None:
+                module._buffers[name] = buffer.to(buffer_device)
 
 
 @torch.no_grad()
@@ -140,7 +148,7 @@ def _whole_tensors(
 ) -> Iterator[Callable[[], list[tuple[str, torch.Tensor]]]]:
     """Let `module` hold whole host copies of its own tensors meanwhile; copy them back afterwards.
 
-    Copies of tensors without a value hold NaN, so that whatever an init function leaves out can be told.
+    Copies of parameters without a value hold NaN, so that whatever an init function leaves out can be told.
     """
     for name, param in own.items():
         if storage_is_empty or isinstance(param, DTensor):
@@ -149,9 +157,6 @@ def _whole_tensors(
             value = param.detach().cpu().clone()
         module._parameters[name] = nn.Parameter(value, requires_grad=param.requires_grad)
     host_buffers = {name: b.detach().cpu().clone() for name, b in buffers.items()}
-    for buffer in host_buffers.values():
-        if storage_is_empty and buffer.is_floating_point():
-            buffer.fill_(torch.nan)
     module._buffers.update(host_buffers)
     try:
         yield lambda: [

@@ -1,6 +1,7 @@
 """`mindspeed-mm`: command lines that need no training run.
 
-`mindspeed-mm doctor` looks at the machine, `mindspeed-mm data check data.json` at the rows of a run.
+`mindspeed-mm doctor` looks at the machine, `mindspeed-mm data check data.json` at the rows of a run;
+`mindspeed-mm data extract-features` encodes clips and captions before a generation model is trained.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_mm.tools import data_check
+from mindspeed_mm.tools.feature_extraction import command as feature_extraction
 from mindspeed_mm.utils.errors import MMError, kind_of
 
 _PACKAGES = (
@@ -38,9 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what this machine can train with, and what hinders it")
     data = commands.add_parser("data", help="look at data sets").add_subparsers(dest="action", required=True)
     data_check.add_arguments(data.add_parser("check", help="read a data set without a model: rows, lengths, faults"))
+    extract = data.add_parser("extract-features", help="make latents and text states of clips before training")
+    feature_extraction.add_arguments(extract)
     options = parser.parse_args(argv)
     try:
-        return data_check.run(options) if options.command == "data" else doctor()
+        if options.command == "doctor":
+            return doctor()
+        return (feature_extraction if options.action == "extract-features" else data_check).run(options)
     except MMError as error:
         print(f"{kind_of(error)}: {error}", file=sys.stderr)
         return 1

@@ -30,7 +30,7 @@ from mindspeed_mm.utils.torch_import import import_torch
 
 
 class GenericDCPConverter:
-    """Weights of any transformers model: HF directory to torch_dcp folder and back."""
+    """Weights of any transformers or diffusers model: HF directory to torch_dcp folder and back."""
 
     def hf_to_dcp(
         self,
@@ -100,6 +100,7 @@ class GenericDCPConverter:
         tie_weight_mapping: dict[str, str] | None = None,
         fused_linear_names: list[str] | None = None,
         trust_remote_code: bool = False,
+        averaged: bool = False,
     ) -> None:
         """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
 
@@ -114,6 +115,7 @@ class GenericDCPConverter:
             tie_weight_mapping: no effect, config.json says what is tied.
             fused_linear_names: no effect, the model's class says what is stacked.
             trust_remote_code: let config.json bring Python code of its own.
+            averaged: write the averages that a run with --ema-decay kept, in the place of the trained weights.
         """
         _tell_no_effect(tie_weight_mapping, fused_linear_names)
         if dcp_prefix:
@@ -122,13 +124,13 @@ class GenericDCPConverter:
             notice("--hf_prefix has no effect: the model's class says the hub's names")
         from mindspeed_mm.checkpoint.hf_export import export_from
         from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
-        from mindspeed_mm.checkpoint.sources import open_weights
+        from mindspeed_mm.checkpoint.sources import DcpWeights, open_weights
         from mindspeed_mm.utils.dtypes import to_torch_dtype
 
         directory = _checkpoint_in(load_dir)
         assets = model_assets_dir or _remembered_source(directory)
         model = _structure(assets, "--model_assets_dir", trust_remote_code)
-        source = open_weights(directory)
+        source = DcpWeights(directory, averaged=True) if averaged else open_weights(directory)
         _refuse_existing(Path(save_dir), "--save_dir")
         wanted = to_torch_dtype(dtype)
         total = sum(tensor_bytes(tuple(t.shape), wanted or t.dtype) for t in source.tensors().values())
@@ -343,6 +345,7 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
 
     from mindspeed_mm.checkpoint.sources import listing
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
+    from mindspeed_mm.models.common.diffusers_init import diffusers_structure
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.transformers.twin import config_for
     from mindspeed_mm.models.transformers_model import load_hf_config
@@ -351,6 +354,8 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
         raise ConfigError(
             f"{flag}: '{hf_dir}' has no config.json; expected a HF directory; it holds {listing(Path(hf_dir))}"
         )
+    if (structure := diffusers_structure(Path(hf_dir))) is not None:
+        return structure
     with build_context(BuildContext(trust_remote_code=trust_remote_code)):
         config = load_hf_config(hf_dir)
     model_class: Any = ModelHub.get(None, config, where=str(Path(hf_dir) / "config.json"))

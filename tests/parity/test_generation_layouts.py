@@ -170,3 +170,38 @@ def test_equals_a_hand_written_loop(name: str, pools: dict[int, Any], tmp_path: 
 def transformer_of(export: Path) -> Path:
     """The trained part of an export: of a whole pipeline, its folder transformer."""
     return export / "transformer" if (export / "transformer").is_dir() else export
+
+
+def test_the_export_samples_what_the_run_samples(pools: dict[int, Any], tmp_path: Path) -> None:
+    """Two ranks train and export; the folder alone makes the pixels that the trained model makes inside."""
+    from diffusers import DiffusionPipeline
+
+    files = files_of(Case(), tmp_path / "files")
+    flags = launch_flags(
+        files, micro_batch_size=4, global_batch_size=ROWS, train_iters=1, seed=SEED, save=tmp_path / "run", save_hf=True
+    )
+    pools[2].run(run_entry, flags, "pretrain_sora.py", timeout=120)
+    inside = pixels_inside(files["model.json"], files["data.json"], tmp_path / "run")
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "run" / "hf")
+    torch.testing.assert_close(pixels_of(pipeline), inside, rtol=0, atol=0)
+    averaged = DiffusionPipeline.from_pretrained(tmp_path / "run" / "hf_ema")
+    torch.testing.assert_close(pixels_of(averaged), inside, rtol=0, atol=0)  # after one step they are the weights
+
+
+def pixels_inside(model_file: Path, data_file: Path, run: Path) -> torch.Tensor:
+    """What the model of model.json, with the weights of the run's checkpoint, makes of a prompt."""
+    from mindspeed_mm.configs.sora_inference import SoRAInferenceConfig
+    from mindspeed_mm.tasks.generation import build_pipeline
+
+    config = SoRAInferenceConfig.from_file(str(model_file))
+    return pixels_of(build_pipeline(config, load=run, ema=False).pipeline)
+
+
+def pixels_of(pipeline: Any) -> torch.Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.randn(1, 4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    made = pipeline(
+        ["a red cat"], height=32, width=32, num_frames=5, latents=noise, num_inference_steps=3, guidance_scale=2.0,
+        max_sequence_length=12, output_type="pt",
+    )  # fmt: skip
+    return made.frames

@@ -34,6 +34,7 @@ PRELOAD = [
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3.modeling_qwen3",
+    "diffusers.models.transformers.transformer_wan",
 ]
 # Set before the server starts: OpenMP reads its setting when torch is first imported. Gloo stays on the loopback
 # device, because resolving the host's own name can fail on a machine without a network.

@@ -39,6 +39,17 @@ class OptimizerArguments:
         field(default_factory=list)
     )
     lr_mult: Annotated[float, flag("factor on the learning rate of lr-scale-modules", minimum=0)] = 1.0
+    ema_decay: Annotated[
+        float | None,
+        flag(
+            "highest decay of an exponential moving average of the weights, kept and exported beside them; 0 = none, "
+            "absent = what model.json says",
+            minimum=0,
+            below=1,
+            refused={"ptd": "averages are kept on FSDP2's road only; add --use-torch-fsdp2 or remove the flag"},
+            harmless=(0.0,),
+        ),
+    ] = None
     optimizer_selection: Annotated[
         Literal["fused_torch_adamw", "fused_adamw"] | None,
         no_effect(ptd="Megatron-core's optimizer brings its own Adam")("PyTorch's fused AdamW"),

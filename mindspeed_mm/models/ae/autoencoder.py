@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.models.ae.tiling import enable_tiling
 from mindspeed_mm.utils.dtypes import to_torch_dtype
-from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
 #: published name → diffusers class
 PUBLISHED = {
@@ -60,7 +61,8 @@ class Autoencoder:
         self.temporal_stride, self.spatial_stride = _strides(model)
         self._of_images = type(model).__name__ == "AutoencoderKL"
         self._shift, self._scale = _normalisation(model, config)
-        _set_tiling(model, config)
+        if config.enable_tiling or config.use_tiling:
+            enable_tiling(model, config.tiling_param, self.spatial_stride, "model.json: ae")
 
     @property
     def channels(self) -> int:
@@ -78,8 +80,13 @@ class Autoencoder:
         """Encode clips.
 
         Args:
-            video: [batch, 3, frames, height, width] in [-1, 1]; frames are k · temporal_stride + 1.
+            video: [batch, 3, frames, height, width] in [-1, 1]; frames are k · temporal_stride + 1, height and width
+                multiples of spatial_stride.
+
+        Raises:
+            DataError: another shape.
         """
+        self._check(*video.shape[2:])
         device, dtype = self.model.device, self.model.dtype
         video = video.to(device, dtype)
         posterior = self.model.encode(video[:, :, 0] if self._of_images else video).latent_dist
@@ -93,8 +100,30 @@ class Autoencoder:
         """Decode normalised latents: [batch, channels, …] → [batch, 3, frames, height, width] float32."""
         shift, scale = self._shift.to(latents.device), self._scale.to(latents.device)
         raw = (latents.float() / scale + shift).to(self.model.device, self.model.dtype)
-        video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False)[0]
+        told = {"temb": raw.new_zeros(len(raw))} if self.model.config.get("timestep_conditioning") else {}
+        video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False, **told)[0]
         return (video[:, :, None] if self._of_images else video).float()
+
+    def _check(self, frames: int, height: int, width: int) -> None:
+        name = type(self.model).__name__
+        stride = self.temporal_stride
+        if self._of_images and frames != 1:
+            raise DataError(f"{name} encodes pictures, and a sample has {frames} frames; expected 1")
+        if (frames - 1) % stride:
+            fewer = (frames - 1) // stride * stride + 1
+            raise DataError(
+                f"{name} encodes clips of {stride} · k + 1 frames, and a sample has {frames}; the nearest numbers are "
+                f"{fewer} and {fewer + stride}"
+            )
+        multiple = self.spatial_stride
+        for side, pixels in (("height", height), ("width", width)):
+            if pixels % multiple:
+                less = pixels // multiple * multiple
+                near = f"{less} and {less + multiple}" if less else str(multiple)
+                raise DataError(
+                    f"{name} encodes pictures whose sides are multiples of {multiple} pixels, and a sample's {side} is "
+                    f"{pixels}; nearest: {near}"
+                )
 
     def _normalised(self, value: torch.Tensor, *, shift: bool) -> torch.Tensor:
         value = value[:, :, None] if value.dim() == 4 else value
@@ -123,13 +152,12 @@ def open_autoencoder(
     name = PUBLISHED.get(config.model_id or "", config.model_id)
     dtype = to_torch_dtype(config.dtype) or torch.float32
     if name == "pixel":
-        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
-
-        return Autoencoder(PixelAutoencoder(**(config.config or {})).to(dtype), config)
+        return Autoencoder(_pixel(config.config or {}, file).to(dtype), config)
     if name is not None and name not in CLASSES:
         known = ("pixel", *PUBLISHED, *CLASSES)
         raise ConfigError(
-            f"{file}: 'ae.model_id' is '{config.model_id}'; expected one of {', '.join(known)}{did_you_mean(name, known)}"
+            f"{file}: 'ae.model_id' is '{config.model_id}'; expected one of {', '.join(known)}"
+            f"{did_you_mean(name, known)}"
         )
     path = Path(config.from_pretrained) if config.from_pretrained else directory
     if path is None:
@@ -142,15 +170,40 @@ def open_autoencoder(
     said = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
     if name is not None and said != name:
         raise ConfigError(
-            f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, or "
-            "leave model_id out"
+            f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, "
+            "or leave model_id out"
         )
+    if said not in (*CLASSES, "PixelAutoencoder"):
+        raise ConfigError(f"{file}: '{path}' holds a {said}; expected one of {', '.join(CLASSES)}")
     try:
-        model = getattr(diffusers, said).from_pretrained(str(path), torch_dtype=dtype)
+        model = _model_class(said).from_pretrained(str(path), dtype=dtype)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {said}: {error}") from error
     model.requires_grad_(False)
     return Autoencoder(model.eval(), config)
+
+
+def _model_class(name: str) -> Any:
+    if name == "PixelAutoencoder":
+        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+
+        return PixelAutoencoder
+    import diffusers
+
+    return getattr(diffusers, name)
+
+
+def _pixel(keys: dict[str, Any], file: str) -> Any:
+    unknown = [key for key in keys if key != "channels"]
+    if unknown:
+        raise ConfigError(
+            f"{file}: 'ae.config.{unknown[0]}' is no key of pixel; expected channels"
+            f"{did_you_mean(unknown[0], ['channels'])}"
+        )
+    try:
+        return _model_class("PixelAutoencoder")(**keys)
+    except ValueError as error:
+        raise ConfigError(f"{file}: 'ae.config': {error}") from error
 
 
 def autoencoder_strides(config: AeConfig | None, directory: Path | None, fallback: tuple[int, int]) -> tuple[int, int]:
@@ -170,27 +223,24 @@ def autoencoder_strides(config: AeConfig | None, directory: Path | None, fallbac
         return fallback
     said = diffusers.AutoModel.load_config(str(path))
     with torch.device("meta"):
-        model = getattr(diffusers, str(said.get("_class_name"))).from_config(said)
+        model = _model_class(str(said.get("_class_name"))).from_config(said)
     return _strides(model)
 
 
 def _strides(model: Any) -> tuple[int, int]:
+    """Frames and pixels that a latent stands for: in the configuration by one of two pairs of names, or computed."""
     said = model.config
-    for temporal, spatial in (
-        ("scale_factor_temporal", "scale_factor_spatial"),
-        ("temporal_compression_ratio", "spatial_compression_ratio"),
-    ):
-        if said.get(temporal) is not None and said.get(spatial) is not None:
-            return int(said[temporal]), int(said[spatial])
-    temporal = getattr(model, "temporal_compression_ratio", None) or said.get("temporal_compression_ratio")
-    spatial = getattr(model, "spatial_compression_ratio", None) or said.get("spatial_compression_ratio")
+    if said.get("scale_factor_temporal") and said.get("scale_factor_spatial"):
+        return int(said["scale_factor_temporal"]), int(said["scale_factor_spatial"])
+    temporal, spatial = (
+        said.get(name) or vars(model).get(name) for name in ("temporal_compression_ratio", "spatial_compression_ratio")
+    )
     if temporal and spatial:
         return int(temporal), int(spatial)
     halvings = said.get("temperal_downsample")
     if halvings is not None:  # AutoencoderKLWan, AutoencoderKLQwenImage
         return 2 ** sum(halvings), 2 ** len(halvings)
-    blocks = 2 ** (len(said["block_out_channels"]) - 1)
-    return int(said.get("temporal_compression_ratio") or 1), blocks
+    return int(temporal or 1), 2 ** (len(said["block_out_channels"]) - 1)
 
 
 def _normalisation(model: Any, config: AeConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +253,8 @@ def _normalisation(model: Any, config: AeConfig) -> tuple[torch.Tensor, torch.Te
     shift = config.shift_factor if config.shift_factor is not None else said.get("shift_factor")
     means, deviations = said.get("latents_mean"), said.get("latents_std")
     if means is None:  # LTX keeps them as buffers
-        means, deviations = getattr(model, "latents_mean", None), getattr(model, "latents_std", None)
+        buffers = dict(model.named_buffers(recurse=False))
+        means, deviations = buffers.get("latents_mean"), buffers.get("latents_std")
     if means is not None and config.norm_mode != "shift_scale":
         mean = torch.as_tensor(means, dtype=torch.float32).view(1, -1, 1, 1, 1)
         deviation = torch.as_tensor(deviations, dtype=torch.float32).view(1, -1, 1, 1, 1)
@@ -215,17 +266,3 @@ def _normalisation(model: Any, config: AeConfig) -> tuple[torch.Tensor, torch.Te
             "latents_mean and latents_std; write shift_scale"
         )
     return one * float(shift or 0.0), one * float(factor or 1.0)
-
-
-def _set_tiling(model: Any, config: AeConfig) -> None:
-    if not (config.enable_tiling or config.use_tiling):
-        return
-    if not hasattr(model, "enable_tiling"):
-        raise ConfigError(f"model.json: 'ae.enable_tiling': {type(model).__name__} can't be tiled; write false")
-    given = {k: v for k, v in config.tiling_param.model_dump().items() if v is not None}
-    try:
-        model.enable_tiling(**given)
-    except TypeError as error:
-        raise ConfigError(
-            f"model.json: 'ae.tiling_param': {type(model).__name__} takes no {', '.join(given)} ({error}); remove them"
-        ) from error

@@ -9,6 +9,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
 
 
 class _Exactly:
@@ -24,11 +25,31 @@ class _Exactly:
         return self.mean
 
 
+def _derived(channels: int) -> dict[str, Any]:
+    """What pipelines read from an autoencoder's configuration."""
+    return {
+        "z_dim": channels,
+        "latent_channels": channels,
+        "latents_mean": [0.0] * channels,
+        "latents_std": [1.0] * channels,
+        "scale_factor_temporal": 1,
+        "scale_factor_spatial": 1,
+        "temporal_compression_ratio": 1,
+        "spatial_compression_ratio": 1,
+        "temperal_downsample": [],
+        "block_out_channels": [channels],
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+        "timestep_conditioning": False,
+    }
+
+
 class PixelAutoencoder(ModelMixin, ConfigMixin):
-    """Stands where diffusers' pipelines of videos expect an autoencoder, and changes nothing.
+    """Stands where diffusers' pipelines expect an autoencoder, and changes nothing.
 
     With one channel a picture is reduced to its grey values (the mean of red, green and blue); decoding gives them to
-    all three.
+    all three. A pipeline's directory that holds one loads once this module has been imported: model_index.json names
+    it, and diffusers imports no module for a file's sake.
     """
 
     @register_to_config
@@ -40,33 +61,41 @@ class PixelAutoencoder(ModelMixin, ConfigMixin):
         super().__init__()
         if channels not in (1, 3):
             raise ValueError(f"channels is {channels}; expected 1 (grey) or 3")
-        self.register_to_config(
-            z_dim=channels,
-            latent_channels=channels,
-            latents_mean=[0.0] * channels,
-            latents_std=[1.0] * channels,
-            scale_factor_temporal=1,
-            scale_factor_spatial=1,
-            temperal_downsample=[],
-        )
-        self.register_buffer("_where", torch.zeros(()), persistent=False)
+        self.temporal_compression_ratio = self.spatial_compression_ratio = 1
+        self.temperal_downsample: list[bool] = []
+        self.register_buffer("latents_mean", torch.zeros(channels), persistent=False)
+        self.register_buffer("latents_std", torch.ones(channels), persistent=False)
+        # what says dtype and device; stored, as diffusers loads no model without a file of tensors
+        self.register_buffer("place", torch.zeros(()))
+        # last: diffusers lets configuration be read as attributes, and buffers take no name that is taken
+        self.register_to_config(**_derived(channels))
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Leave out what a stored configuration has for pipelines alone, which diffusers would warn of."""
+        derived = _derived(1)
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k not in derived}, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of computation."""
-        return self._where.dtype
+        return self.place.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return self._where.device
+        return self.place.device
+
+    def to(self, *args: Any, **kwargs: Any) -> PixelAutoencoder:
+        """As of any module; diffusers' own warns of parts to be kept in float32, and there are none."""
+        return nn.Module.to(self, *args, **kwargs)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """[batch, 3, frames, height, width] → a posterior that is exactly that, of `channels`."""
+        """[batch, 3, frames, height, width], or without frames → a posterior that is exactly that, of `channels`."""
         value = x.mean(1, keepdim=True) if self.config["channels"] == 1 else x
         return AutoencoderKLOutput(latent_dist=_Exactly(value)) if return_dict else (_Exactly(value),)
 
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """[batch, channels, frames, height, width] → [batch, 3, frames, height, width]."""
-        video = z.expand(-1, 3, -1, -1, -1) if self.config["channels"] == 1 else z
+    def decode(self, z: torch.Tensor, temb: Any = None, return_dict: bool = True) -> Any:
+        """[batch, channels, frames, height, width], or without frames → the same with 3 channels."""
+        video = z.expand(-1, 3, *z.shape[2:]) if self.config["channels"] == 1 else z
         return DecoderOutput(sample=video) if return_dict else (video,)

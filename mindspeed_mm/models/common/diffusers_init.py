@@ -1,15 +1,45 @@
-"""What an adapted diffusers class needs beside the mixins: initialisation of a model that is built on meta."""
+"""Models of diffusers: how they are told, built from a config.json, and initialised."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from torch import nn
 
-from mindspeed_mm.models.common.meta_build import has_recipes, initialize_from_recipes
+from mindspeed_mm.models.common.meta_build import build_on_meta, has_recipes, initialize_from_recipes
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 
 def is_diffusers_class(model_class: type) -> bool:
     """Whether a class derives from diffusers' ModelMixin (told by names: nothing is imported)."""
     return any(c.__name__ == "ModelMixin" and c.__module__.startswith("diffusers.") for c in model_class.__mro__)
+
+
+def diffusers_structure(directory: Path) -> Any:
+    """The model that the config.json of a diffusers directory describes, on meta; None if it names no diffusers class.
+
+    Raises:
+        ConfigError: diffusers has no such class.
+    """
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        name = content.get("_class_name")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if name is None:
+        return None
+    import diffusers
+
+    model_class = getattr(diffusers, str(name), None)
+    if not isinstance(model_class, type) or not is_diffusers_class(model_class):
+        raise ConfigError(
+            f"'{path}' names the class '{name}', which diffusers {diffusers.__version__} has no model of"
+            f"{did_you_mean(str(name), dir(diffusers))}"
+        )
+    return build_on_meta(model_class, content)
 
 
 class DiffusersInitMixin:

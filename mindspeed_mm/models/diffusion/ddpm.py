@@ -41,9 +41,9 @@ class Ddpm:
             target = latents
         else:
             target = kept * noise - added * latents
-        on_device = timesteps.to(latents.device)
+        # whole numbers, which no cast of a model's inputs rounds
         return Noised(
-            kept * latents + added * noise, target, on_device.to(latents.dtype), torch.ones_like(on_device).to(latents)
+            kept * latents + added * noise, target, timesteps.to(latents.device), latents.new_ones(len(latents))
         )
 
     def sampling_scheduler(self) -> Any:
@@ -55,13 +55,14 @@ def ddpm(config: DiffusionConfig, defaults: Any) -> Ddpm:
     """Build from model.json's `diffusion`, with the family's defaults."""
     import diffusers
 
+    by_family = defaults.objective == "ddpm"
     settings = {
         "num_train_timesteps": config.num_train_timesteps,
         "beta_start": defaults.beta_start if config.beta_start is None else config.beta_start,
         "beta_end": defaults.beta_end if config.beta_end is None else config.beta_end,
         "beta_schedule": config.beta_schedule or defaults.beta_schedule,
-        "prediction_type": config.prediction_type or defaults.prediction_type,
-        **defaults.scheduler_config,
+        "prediction_type": config.prediction_type or (defaults.prediction_type if by_family else "epsilon"),
+        **(defaults.scheduler_config if by_family else {}),
     }
     scheduler = getattr(diffusers, defaults.scheduler)(**settings)
     return Ddpm(scheduler, config.min_timestep_boundary, config.max_timestep_boundary)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class FlowMatching:
         table: draw from a table of sigmas, not from all values.
         dynamic: (base shift, max shift, base tokens, max tokens) of a shift exp(mu) that grows with the tokens.
         lowest, highest: boundaries of draws, as shares of the range from noise (0) to data (1).
+        scheduler_config: further settings of the scheduler that samples.
     """
 
     steps: int = 1000
@@ -34,13 +36,14 @@ class FlowMatching:
     logit_mean: float = 0.0
     logit_std: float = 1.0
     mode_scale: float = 1.29
-    weighting: str = "none"
+    weighting: str = "uniform"
     table: bool = False
     sigma_min: float = 0.0
     extra_one_step: bool = True
     lowest: float = 0.0
     highest: float = 1.0
     dynamic: tuple[float, float, int, int] | None = None
+    scheduler_config: Mapping[str, Any] = field(default_factory=dict)
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, draws: torch.Tensor, tokens: int) -> Noised:
         """See `Objective`."""
@@ -73,14 +76,15 @@ class FlowMatching:
         """Weights of the losses at noise levels: [batch] float64.
 
         gaussian: exp(-2 ((t - T/2) / T)²) over timesteps t of T, moved down to 0 at its smallest and scaled to mean 1
-        over the table. sigma_sqrt: sigma⁻². cosmap: 2 / (π (1 - 2 sigma + 2 sigma²)) (Esser et al. 2024).
+        over the table. sigma_sqrt: sigma⁻², no larger than at the last of the timesteps. cosmap:
+        2 / (π (1 - 2 sigma + 2 sigma²)) (Esser et al. 2024).
         """
         if self.weighting == "gaussian":
             table = _bell(self._table(tokens) * self.steps, self.steps)
             lowest = table.min()
             return (_bell(sigmas * self.steps, self.steps) - lowest) * self.steps / (table - lowest).sum()
         if self.weighting == "sigma_sqrt":
-            return sigmas**-2.0
+            return sigmas.clamp(min=1 / self.steps) ** -2.0
         if self.weighting == "cosmap":
             return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
         return torch.ones_like(sigmas)
@@ -90,7 +94,9 @@ class FlowMatching:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         if self.dynamic is None:
-            return FlowMatchEulerDiscreteScheduler(num_train_timesteps=self.steps, shift=self.shift)
+            return FlowMatchEulerDiscreteScheduler(
+                num_train_timesteps=self.steps, shift=self.shift, **self.scheduler_config
+            )
         base_shift, max_shift, base_tokens, max_tokens = self.dynamic
         return FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=self.steps,
@@ -99,6 +105,7 @@ class FlowMatching:
             max_shift=max_shift,
             base_image_seq_len=base_tokens,
             max_image_seq_len=max_tokens,
+            **self.scheduler_config,
         )
 
     def _table(self, tokens: int) -> torch.Tensor:
@@ -121,13 +128,19 @@ def _bell(timesteps: torch.Tensor, steps: int) -> torch.Tensor:
 def flow_matching(config: DiffusionConfig, defaults: Any) -> FlowMatching:
     """Build from model.json's `diffusion`, with the family's defaults."""
     dynamic = None
-    if config.use_dynamic_shifting or (defaults.dynamic_shift and config.shift is None):
-        dynamic = (config.base_shift, config.max_shift, config.base_seq_len, config.max_seq_len)
+    if config.use_dynamic_shifting or (defaults.dynamic_shift and config.training_shift is None):
+        base_shift, max_shift, base_tokens, max_tokens = defaults.shift_range
+        dynamic = (
+            base_shift if config.base_shift is None else config.base_shift,
+            max_shift if config.max_shift is None else config.max_shift,
+            config.base_seq_len or base_tokens,
+            config.max_seq_len or max_tokens,
+        )
     wan = config.model_id == "wan_flow_match_scheduler"
     return FlowMatching(
         steps=config.num_train_timesteps,
-        shift=defaults.shift if config.shift is None else config.shift,
-        sampling="uniform" if wan else config.sampling or defaults.sampling,
+        shift=defaults.shift if config.training_shift is None else config.training_shift,
+        sampling="uniform" if wan else config.density or defaults.sampling,
         logit_mean=config.logit_mean,
         logit_std=config.logit_std,
         mode_scale=config.mode_scale,
@@ -138,4 +151,5 @@ def flow_matching(config: DiffusionConfig, defaults: Any) -> FlowMatching:
         lowest=config.min_timestep_boundary,
         highest=config.max_timestep_boundary,
         dynamic=dynamic,
+        scheduler_config=defaults.scheduler_config if defaults.objective == "flow_matching" else {},
     )

@@ -15,7 +15,7 @@ class Noised:
     Attributes:
         noisy: [batch, channels, frames, height, width], what the predictor sees.
         target: what it is to predict, shaped alike.
-        timesteps: [batch] float32, what it is told.
+        timesteps: [batch] float32 (int64 of a discrete schedule), what it is told.
         weights: [batch] float32, of the samples' losses.
     """
 

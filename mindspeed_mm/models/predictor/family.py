@@ -24,9 +24,12 @@ class FamilyDefaults:
         prediction_type: flow_prediction, v_prediction or epsilon.
         shift: of flow matching.
         dynamic_shift: whether the shift follows the number of tokens.
+        shift_range: (exponent at few tokens, exponent at many, few tokens, many) of a shift that does.
         sampling: density that timesteps are drawn from.
         weighting: of the loss by timestep.
-        beta_start, beta_end, beta_schedule: of ddpm; `snr_shift` and `zero_snr` as diffusers' CogVideoX schedulers.
+        beta_start, beta_end, beta_schedule: of ddpm.
+        scheduler: diffusers class that ddpm takes its betas from.
+        scheduler_config: further settings of the diffusers scheduler.
         ae: diffusers class of its autoencoder.
         strides: frames and pixels that a latent of it stands for.
         text_length: longest caption in tokens.
@@ -36,8 +39,9 @@ class FamilyDefaults:
     prediction_type: str = "flow_prediction"
     shift: float = 1.0
     dynamic_shift: bool = False
+    shift_range: tuple[float, float, int, int] = (0.5, 1.15, 256, 4096)
     sampling: str = "logit_normal"
-    weighting: str = "none"
+    weighting: str = "uniform"
     beta_start: float = 0.00085
     beta_end: float = 0.012
     beta_schedule: str = "scaled_linear"
@@ -66,7 +70,7 @@ class PredictorFamily:
     published_names: ClassVar[tuple[str, ...]] = ()
     model_class_name: ClassVar[str] = ""
     pipelines: ClassVar[Mapping[str, str]] = {}
-    defaults: ClassVar[FamilyDefaults] = FamilyDefaults()
+    defaults: FamilyDefaults = FamilyDefaults()
     paths: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
@@ -86,8 +90,8 @@ class PredictorFamily:
             ConfigError: keys that this family has no place for.
         """
         raise ConfigError(
-            f"{file}: 'predictor' gives {', '.join(sorted(structure))}; {cls.names[0]} has no published structure keys: "
-            f"write 'from_pretrained' (a diffusers directory) or 'config' ({cls.model_class_name}'s own keys)"
+            f"{file}: 'predictor' gives {', '.join(sorted(structure))}; {cls.names[0]} has no published structure "
+            f"keys: write 'from_pretrained' (a diffusers directory) or 'config' ({cls.model_class_name}'s own keys)"
         )
 
     @property
@@ -117,6 +121,10 @@ class PredictorFamily:
         """
         raise NotImplementedError
 
+    def padded(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents that whole tokens can be made of: [batch, channels, frames + those added, height, width]."""
+        return latents
+
     def conditions(self, parts: Any, video: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model is told of a sample beside its caption; nothing for text-to-video.
 
@@ -144,8 +152,9 @@ class PredictorFamily:
 
         Args:
             model: the transformer, sharded or not.
-            noisy: [batch, channels, frames, height, width].
-            timesteps: [batch] float32, from 0 to the number of training timesteps.
+            noisy: [batch, channels, frames, height, width], of the dtype that the transformer computes in; what else
+                goes in is cast to it where the family's pipeline casts it.
+            timesteps: [batch] float32 (int64 of a discrete schedule), from 0 to the number of training timesteps.
             text: of `text_states`.
             conditions: of `conditions`.
             guidance: value of the guidance embedding, where there is one.

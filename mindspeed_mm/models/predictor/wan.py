@@ -120,11 +120,12 @@ class Wan(PredictorFamily):
             timesteps = of_token.to(timesteps.dtype)
         if "condition" in conditions:
             noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], 1)
+        picture = conditions.get("encoder_hidden_states_image")
         return model(
             hidden_states=noisy,
             timestep=timesteps,
             encoder_hidden_states=text["encoder_hidden_states"].to(noisy.dtype),
-            encoder_hidden_states_image=conditions.get("encoder_hidden_states_image"),
+            encoder_hidden_states_image=None if picture is None else picture.to(noisy.dtype),
             return_dict=False,
         )[0]
 

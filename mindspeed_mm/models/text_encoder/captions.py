@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.models.predictor.family import PredictorFamily
-from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.models.text_encoder.loading import load_encoder
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
@@ -21,15 +20,16 @@ class CaptionEncoder:
 
     Attributes:
         pipeline: a diffusers pipeline without transformer and autoencoder.
+        encoders: its text encoders.
     """
 
     def __init__(self, family: PredictorFamily, pipeline: Any, encoders: Sequence[Any], max_length: int | None) -> None:
         self.pipeline = pipeline
-        self._family, self._encoders, self._max_length = family, list(encoders), max_length
+        self._family, self.encoders, self._max_length = family, list(encoders), max_length
 
     def to(self, device: torch.device) -> CaptionEncoder:
         """Move the encoders."""
-        for encoder in self._encoders:
+        for encoder in self.encoders:
             encoder.to(device)
         return self
 
@@ -53,35 +53,51 @@ def open_captions(config: SoRAModelConfig, family: PredictorFamily, tokenizers: 
         tokenizers: directories that data.json names, in the order of the encoders; None where it names none.
 
     Raises:
-        ConfigError: a directory is missing.
+        ConfigError: a directory is missing, there are too few or too many encoders, a model_id that doesn't fit.
         CheckpointError: one can't be loaded.
     """
     import diffusers
 
     pipeline_class = getattr(diffusers, family.pipelines[family.task])
     takes = inspect.signature(pipeline_class.__init__).parameters
-    parts: dict[str, Any] = {}
-    encoders = []
+    slots = sorted(name for name in takes if name.startswith("text_encoder"))
+    expected = get_type_hints(pipeline_class.__init__)
     whole = Path(config.init_from_diffusers) if config.init_from_diffusers else None
-    count = len(config.text_encoder) or sum(name.startswith("text_encoder") for name in takes)
-    for number in range(count):
-        described = config.text_encoder[number] if config.text_encoder else TextEncoderConfig()
-        name = component_name("text_encoder", number)
-        if name not in takes:
-            raise ConfigError(
-                f"{config.file}: 'text_encoder' lists {count} encoders; {pipeline_class.__name__} takes {number}"
-            )
-        directory = _directory(described.from_pretrained, whole, name, f"{config.file}: 'text_encoder[{number}]'")
+    listed = config.text_encoder
+    if len(listed) > len(slots) or (whole is None and len(listed) < len(slots)):
+        classes = ", ".join(_class_name(expected.get(slot)) for slot in slots)
+        raise ConfigError(
+            f"{config.file}: 'text_encoder' lists {len(listed)} encoder{'s' if len(listed) != 1 else ''}; "
+            f"{pipeline_class.__name__} takes {len(slots)}: {classes}"
+        )
+    parts: dict[str, Any] = {}
+    for number, slot in enumerate(slots):
+        described = listed[number] if number < len(listed) else TextEncoderConfig()
+        where = f"{config.file}: 'text_encoder[{number}]'"
+        directory = _directory(described.from_pretrained, whole, slot, where)
         tokenizer = described.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
-        beside = _tokenizer_directory(tokenizer, directory, component_name("tokenizer", number), config.file, number)
-        parts[name] = _load_encoder(directory, described)
+        beside = tokenizer_directory(tokenizer, directory, component_name("tokenizer", number), config.file, number)
+        wanted = expected.get(slot)
+        parts[slot] = load_encoder(directory, described, wanted if inspect.isclass(wanted) else None, where)
         parts[component_name("tokenizer", number)] = _load_tokenizer(beside)
-        encoders.append(parts[name])
-    pipeline = pipeline_class(
-        **{n: parts.get(n) for n, p in takes.items() if n != "self" and _is_component(n, p, parts)}
+    encoders = [parts[slot] for slot in slots]
+    pipeline = _pipeline(
+        pipeline_class, {n: parts.get(n) for n, p in takes.items() if n != "self" and _is_component(n, p, parts)}
     )
     lengths = [e.max_length for e in config.text_encoder if e.max_length is not None]
     return CaptionEncoder(family, pipeline, encoders, lengths[0] if lengths else None)
+
+
+def _pipeline(pipeline_class: Any, parts: dict[str, Any]) -> Any:
+    """A pipeline of nothing but these parts."""
+    try:
+        return pipeline_class(**parts)
+    except AttributeError:  # one that reads its autoencoder's configuration, which captions have no use for
+        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+
+        pipeline = pipeline_class(**{**parts, "vae": PixelAutoencoder()})
+        pipeline.register_modules(vae=None)
+        return pipeline
 
 
 def _is_component(name: str, parameter: inspect.Parameter, parts: dict[str, Any]) -> bool:
@@ -100,7 +116,19 @@ def _directory(said: str | None, whole: Path | None, name: str, where: str) -> P
     return path
 
 
-def _tokenizer_directory(said: str | None, encoder: Path, name: str, file: str, number: int) -> Path:
+def tokenizer_directory(said: str | None, encoder: Path, name: str, file: str, number: int) -> Path:
+    """Return the directory of an encoder's tokenizer: the one that is said, or beside or inside the encoder's.
+
+    Args:
+        said: by model.json or data.json.
+        encoder: the encoder's directory.
+        name: of the component, which a folder beside the encoder's has.
+        file: model.json, for messages.
+        number: of the encoder.
+
+    Raises:
+        ConfigError: there is none.
+    """
     candidates = [Path(said)] if said is not None else [encoder.parent / name, encoder]
     for path in candidates:
         if any((path / found).is_file() for found in ("tokenizer_config.json", "tokenizer.json", "spiece.model")):
@@ -112,18 +140,8 @@ def _tokenizer_directory(said: str | None, encoder: Path, name: str, file: str, 
     )
 
 
-def _load_encoder(directory: Path, described: TextEncoderConfig) -> Any:
-    import transformers
-
-    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    names = said.get("architectures") or []
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), transformers.AutoModel)
-    try:
-        model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"text encoder '{directory}' can't be loaded as {found.__name__}: {error}") from error
-    model.requires_grad_(False)
-    return model.eval()
+def _class_name(expected: Any) -> str:
+    return getattr(expected, "__name__", None) or "any"
 
 
 def _load_tokenizer(directory: Path) -> Any:

@@ -228,3 +228,42 @@ def test_a_directory_without_weights_is_described(tmp_path: Path) -> None:
 def test_what_was_written_is_what_safetensors_itself_reads(tmp_path: Path) -> None:
     save_file(A | B, tmp_path / "model.safetensors")
     assert_holds(tmp_path, load_file(tmp_path / "model.safetensors"))
+
+
+# --- diffusers' names ----------------------------------------------------------------------------------------------
+
+
+def test_files_under_diffusers_names_are_read(tmp_path: Path) -> None:
+    first, second = (f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    save_file(A, tmp_path / first)
+    save_file(B, tmp_path / second)
+    save_file({"stale": torch.ones(1)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    places = dict.fromkeys(A, first) | dict.fromkeys(B, second)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert has_weight_files(tmp_path)
+    assert_holds(tmp_path, A | B)
+    save_file(A, tmp_path / "diffusion_pytorch_model.safetensors")
+    assert_holds(tmp_path, A)
+
+
+@pytest.mark.parametrize("stem", ["diffusion_pytorch_model", "model"])
+def test_a_variant_is_read_only_where_there_is_nothing_else(tmp_path: Path, said: list[str], stem: str) -> None:
+    save_file(A, tmp_path / f"{stem}.fp16-00001-of-00002.safetensors")
+    save_file(B, tmp_path / f"{stem}.fp16-00002-of-00002.safetensors")
+    assert has_weight_files(tmp_path)
+    assert_holds(tmp_path, A | B)
+    assert "in the variant 'fp16' only" in said[-1]
+    save_file(A, tmp_path / f"{stem}.non_ema.safetensors")
+    with pytest.raises(CheckpointError, match="in the variants fp16, non_ema and none without"):
+        open_weights(tmp_path)
+    number = len(said)
+    torch.save(B, tmp_path / "diffusion_pytorch_model.bin")
+    assert_holds(tmp_path, B)
+    assert len(said) == number
+
+
+def test_a_variant_may_be_a_bin_file(tmp_path: Path, said: list[str]) -> None:
+    torch.save(A, tmp_path / "diffusion_pytorch_model.fp16.bin")
+    assert has_weight_files(tmp_path)
+    assert_holds(tmp_path, A)
+    assert "fp16" in said[-1]

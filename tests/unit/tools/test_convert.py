@@ -448,3 +448,37 @@ def test_conversion_holds_a_few_tensors_and_not_the_model(tmp_path: Path) -> Non
     words = ["--load_dir", tmp_path / "dcp-BIG", "--save_dir", tmp_path / "out-BIG"]
     assert growth(*TO_HF, *words, "--model_assets_dir", tmp_path / "BIG") < size / 3
     assert_same(weights_in(tmp_path / "out-big"), weights_in(tmp_path / "big"))
+
+
+# --- diffusers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_diffusers_model_goes_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With averages beside the weights, either is written."""
+    from tests.support.tiny_diffusers import build_diffusers
+
+    source, run = tmp_path / "wan", tmp_path / "run"
+    build_diffusers("wan").to(torch.bfloat16).save_pretrained(source)
+    weights = load_file(source / "diffusion_pytorch_model.safetensors")
+    assert to_dcp(source, tmp_path / "dcp") == 0
+    assert to_hf(tmp_path / "dcp", tmp_path / "back", "--model_assets_dir", source) == 0
+    assert_same(load_file(tmp_path / "back/diffusion_pytorch_model.safetensors"), weights)
+    assert (tmp_path / "back/config.json").read_text() == (source / "config.json").read_text()
+    assert to_hf(tmp_path / "dcp", tmp_path / "none", "--model_assets_dir", source, "--averaged", "true") == 1
+    assert "holds no averaged weights" in capsys.readouterr().err
+    averages = {name: tensor + 1 for name, tensor in weights.items() if name != "scale_shift_table"}
+    stored = {f"model.{n}": t.float() for n, t in weights.items()} | {
+        f"ema.{n}": t.float() for n, t in averages.items()
+    }
+    dcp.save(stored, checkpoint_id=run)
+    assert to_hf(run, tmp_path / "trained", "--model_assets_dir", source) == 0
+    assert to_hf(run, tmp_path / "averaged", "--model_assets_dir", source, "--averaged", "true") == 0
+    assert_same(load_file(tmp_path / "trained/diffusion_pytorch_model.safetensors"), weights)
+    assert_same(load_file(tmp_path / "averaged/diffusion_pytorch_model.safetensors"), weights | averages)
+
+
+def test_an_unknown_diffusers_class_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "WanTransformer3DModle"}')
+    assert to_dcp(tmp_path, tmp_path / "dcp") == 1
+    said = capsys.readouterr().err
+    assert "names the class 'WanTransformer3DModle'" in said and "WanTransformer3DModel" in said

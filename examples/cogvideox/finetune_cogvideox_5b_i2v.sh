@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Train CogVideoX-5b-I2V with FSDP2 on captioned clips, on all devices of this node.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+EXAMPLE=examples/cogvideox
+HF_PATH=${HF_PATH:-./ckpt/hf_path/CogVideoX-5b-I2V}
+DATA_PATH=${DATA_PATH:-./data/clips/captions.jsonl}
+MM_MODEL=${MM_MODEL:-$EXAMPLE/model_i2v.json}
+MM_DATA=${MM_DATA:-$EXAMPLE/data.json}
+LOAD_PATH=${LOAD_PATH:-}
+SAVE_PATH=${SAVE_PATH:-./runs/cogvideox_5b_i2v}
+source examples/sora_common.sh
+
+MBS=1
+GRAD_ACC_STEP=1
+
+mm_train_sora \
+    --lr 1.0e-5 \
+    --min-lr 1.0e-5 \
+    "$@"

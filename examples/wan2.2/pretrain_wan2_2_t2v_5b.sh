@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Train Wan2.2-TI2V-5B to make videos of captions with FSDP2, on all devices of this node.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+EXAMPLE=examples/wan2.2
+HF_PATH=${HF_PATH:-./ckpt/hf_path/Wan2.2-TI2V-5B-Diffusers}
+DATA_PATH=${DATA_PATH:-./data/clips/captions.jsonl}
+MM_MODEL=${MM_MODEL:-$EXAMPLE/model_t2v_5b.json}
+MM_DATA=${MM_DATA:-$EXAMPLE/data_5b.json}
+LOAD_PATH=${LOAD_PATH:-}
+SAVE_PATH=${SAVE_PATH:-./runs/wan2_2_t2v_5b}
+source examples/sora_common.sh
+
+MBS=1
+GRAD_ACC_STEP=1
+
+mm_train_sora \
+    --lr 1.0e-5 \
+    --min-lr 1.0e-5 \
+    "$@"

@@ -1,0 +1,187 @@
+"""Frames of a clip: which times are shown, and those frames as pixels.
+
+**Which times.** Seconds count from the clip's first frame, or that of its `cut`. A step is
+`frame_interval × speed_factor ÷ train_fps`, and never less than `speed_factor` of the clip's own frames: none is taken
+twice. A clip that lasts D seconds gives the frames at 0, step, 2·step, … below D. Where it gives fewer than are wanted
+and `auto_interval` is on, the step becomes smaller, down to the clip's own frames. What is shown at a time is the last
+frame that began before it, by the file's own timestamps.
+
+**Where they begin.** A clip that lasts longer than its bucket begins at any of its own frames, drawn from the sample's
+key; in evaluation, in the middle. `zero_start`: at its beginning. `keep_last`: so that its last frame is the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed_mm.configs.generation_data import GenerationPreprocessParameters
+from mindspeed_mm.data.generation.annotations import Annotation
+from mindspeed_mm.data.generation.buckets import Bucket
+from mindspeed_mm.data.generation.transforms import cover_size, crop_of, scaled_crop
+from mindspeed_mm.data.images import image_size, read_image
+from mindspeed_mm.data.media_files import MediaFile
+from mindspeed_mm.data.video import FramePlan, FrameRule, VideoFacts, look_video, read_clip
+
+TOO_SHORT = "clip too short"
+_TINY = 1e-6
+#: every frame is wanted: a file whose header doesn't say their number is read through
+_ALL_FRAMES = FrameRule(fps=1e6, min_frames=1, max_frames=1 << 40, multiple=1)
+
+
+@dataclass(frozen=True)
+class ClipFacts:
+    """What decides the shape of a clip.
+
+    Attributes:
+        width, height: of the part of the picture that is used, in pixels.
+        begin, seconds: where the clip begins in its file, and how long it lasts.
+        spacing: seconds from one of its frames to the next, on average; 0: a picture.
+    """
+
+    width: int
+    height: int
+    begin: float = 0.0
+    seconds: float = 0.0
+    spacing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip or a picture that has been looked at.
+
+    Attributes:
+        row: what the annotation says of it.
+        file: where it is.
+        facts: what decides its shape.
+        found: of a clip, what its file's header says.
+        size: width and height of the whole picture.
+    """
+
+    row: Annotation
+    file: MediaFile
+    facts: ClipFacts
+    found: VideoFacts | None
+    size: tuple[int, int]
+
+
+class ClipReader:
+    """Reads clips and pictures.
+
+    Args:
+        param: `preprocess_parameters`.
+    """
+
+    def __init__(self, param: GenerationPreprocessParameters) -> None:
+        self._param = param
+
+    def facts(self, row: Annotation, file: MediaFile) -> ClipFacts:
+        """Return what decides a clip's shape: from its row where that says everything, else from the file's header.
+
+        Raises:
+            BadSample: The file isn't a clip or a picture, or has other frames than its row says.
+        """
+        if not row.is_complete:
+            return self.look(row, file).facts
+        assert row.width is not None and row.height is not None
+        if row.ref.kind == "image":
+            return _cut(row, file, row.width, row.height, 0.0, 0.0)
+        assert row.frames is not None and row.fps is not None
+        return _cut(row, file, row.width, row.height, row.frames / row.fps, 1 / row.fps)
+
+    def look(self, row: Annotation, file: MediaFile) -> Clip:
+        """Read a file's header.
+
+        Raises:
+            BadSample: It isn't a clip or a picture, or has other frames than its row says.
+        """
+        if row.ref.kind == "image":
+            width, height = image_size(file)
+            return Clip(row, file, _cut(row, file, width, height, 0.0, 0.0), None, (width, height))
+        found = look_video(file, _ALL_FRAMES, self._param.media_timeout)
+        length = found.length
+        facts = _cut(row, file, found.width, found.height, length.seconds, length.seconds / length.frames)
+        return Clip(row, file, facts, found, (found.width, found.height))
+
+    def step(self, facts: ClipFacts, wanted: int) -> float:
+        """Return the seconds from one taken frame to the next, of a clip that shall give `wanted` frames."""
+        param = self._param
+        least = facts.spacing * param.speed_factor
+        rate = param.train_fps
+        step = param.frame_interval * param.speed_factor * (facts.spacing if rate is None else 1 / rate)
+        step = max(step, least)
+        if param.auto_interval and wanted > 1 and facts.seconds < (wanted - 1) * step + _TINY:
+            step = max(least, (facts.seconds - _TINY) / wanted)
+        return step
+
+    def frames(self, facts: ClipFacts, wanted: int) -> int:
+        """Return how many frames a clip can give, at most `wanted`."""
+        if not facts.spacing:
+            return 1
+        return min(wanted, max(1, math.ceil(facts.seconds / self.step(facts, wanted) - 1e-4)))
+
+    def times(self, facts: ClipFacts, wanted: int, place: float | None) -> list[float]:
+        """Return the seconds, in the file, at which the frames of a clip are shown.
+
+        Args:
+            facts: Of the clip.
+            wanted: Frames; no more than `frames` said.
+            place: In [0, 1): where the clip begins, of the places where it can; None: in the middle.
+        """
+        step, param = self.step(facts, wanted), self._param
+        slack = facts.seconds - facts.spacing - (wanted - 1) * step
+        places = max(1, math.floor(slack / facts.spacing + 1e-3) + 1)
+        if param.zero_start:
+            begin = 0.0
+        elif param.keep_last:
+            begin = max(0.0, slack)
+        else:
+            begin = facts.spacing * (places // 2 if place is None else int(place * places))
+        return [facts.begin + begin + number * step for number in range(wanted)]
+
+    def read(self, clip: Clip, bucket: Bucket, place: float | None, covers: bool) -> np.ndarray:
+        """Decode the frames of a clip.
+
+        Args:
+            clip: What `look` returned.
+            bucket: Its shape.
+            place: As in `times`.
+            covers: Scale frames so that they cover the bucket; else they keep their size.
+
+        Returns:
+            [frames, height, width, 3] uint8.
+
+        Raises:
+            BadSample: The file can't be decoded, or has too few frames for the bucket.
+        """
+        facts, (width, height) = clip.facts, clip.size
+        if (given := self.frames(facts, bucket.frames)) < bucket.frames:
+            said = "" if clip.row.frames is None else f" (its row says that the file has {clip.row.frames} frames)"
+            raise clip.file.fault(f"gives {given} frames{said}, and {bucket.frames} are needed", TOO_SHORT)
+        size = clip.size
+        if covers:
+            across, down = cover_size(facts.width, facts.height, bucket)
+            size = round(width * across / facts.width), round(height * down / facts.height)
+        part = crop_of(clip.row.crop, width, height)
+        rows, columns = scaled_crop(part, (size[0] / width, size[1] / height))
+        if clip.found is None:
+            return np.array(read_image(clip.file, size))[None, rows, columns]
+        times = self.times(facts, bucket.frames, place)
+        plan = FramePlan(times, len(times), len(times), 1 / self.step(facts, len(times)))
+        return read_clip(clip.file, clip.found, plan, size, self._param.media_timeout).frames[:, rows, columns]
+
+
+def _cut(row: Annotation, file: MediaFile, width: int, height: int, seconds: float, spacing: float) -> ClipFacts:
+    try:
+        left, right, top, bottom = crop_of(row.crop, width, height)
+    except ValueError as error:
+        raise file.fault(str(error), "crop out of the picture") from None
+    begin, end = 0.0, seconds
+    if row.cut is not None and spacing:
+        begin, end = row.cut[0] * spacing, min(seconds, row.cut[1] * spacing)
+        if begin >= end:
+            frames = round(seconds / spacing)
+            raise file.fault(f"has {frames} frames, and 'cut' is {list(row.cut)}", "cut out of the clip")
+    return ClipFacts(right - left, bottom - top, begin, end - begin, spacing)

@@ -1,0 +1,64 @@
+"""Encoding several micro-batches at once, so that the frozen encoders can leave the device while training goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed_mm.data.counting import drop_host_fields
+from mindspeed_mm.models.sora_encode import SampleEncoder
+from mindspeed_mm.utils.log import notice
+
+
+class EncodeAhead:
+    """Hands out a run's micro-batches, ready for the model.
+
+    Micro-batches are taken from the data and prepared several at a time, but never more than the optimizer step has
+    left: what was counted and the position in the data belong to the step that trains them, and a checkpoint between
+    two steps holds neither more nor less. Each is encoded by itself, so that the interval changes no value.
+
+    Args:
+        prepare: makes a collated micro-batch ready for the model.
+        encoder: what leaves the device in between.
+        interval: micro-batches that are encoded at once; 1: each when it is needed, and the encoders stay.
+    """
+
+    def __init__(
+        self, prepare: Callable[[dict[str, Any]], dict[str, Any]], encoder: SampleEncoder, interval: int
+    ) -> None:
+        self._prepare, self._encoder, self._interval = prepare, encoder, interval
+        self._source: Iterator[Any] | None = None
+        self._ready: deque[dict[str, Any]] = deque()
+        self._left = 0
+
+    def next_batch(self, source: Iterator[Any], micro_batches: int) -> dict[str, Any]:
+        """Return the next micro-batch of `source`.
+
+        Args:
+            source: collated micro-batches; another one than before (of an evaluation) begins with a step.
+            micro_batches: of an optimizer step, or of an evaluation's global batch.
+        """
+        if source is not self._source:
+            self._source, self._left = source, 0
+            self._ready.clear()
+        if not self._ready:
+            self._left = self._left or micro_batches
+            self._fill(source, min(self._interval, self._left))
+            if self._interval > micro_batches:
+                notice(
+                    f"model.json: 'encoder_offload_interval' is {self._interval}, and an optimizer step has "
+                    f"{micro_batches} micro-batch(es) of a rank: so many are encoded at once"
+                )
+        self._left -= 1
+        return self._ready.popleft()
+
+    def _fill(self, source: Iterator[Any], number: int) -> None:
+        if self._interval > 1:
+            self._encoder.bring()
+        for _ in range(number):
+            batch = dict(next(source))
+            drop_host_fields(batch)
+            self._ready.append(self._prepare(batch))
+        if self._interval > 1:
+            self._encoder.leave()

@@ -1,0 +1,128 @@
+"""The diffusers pipeline around a trained predictor, for exports that sample by themselves."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.configs.sora_config import SoRAModelConfig
+from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.diffusion.objective import Objective
+from mindspeed_mm.models.predictor.family import PredictorFamily
+from mindspeed_mm.models.text_encoder.captions import component_name, tokenizer_directory
+from mindspeed_mm.utils.log import notice
+
+INDEX = "model_index.json"
+
+
+def pipeline_layout(
+    config: SoRAModelConfig,
+    family: PredictorFamily,
+    objective: Objective,
+    tokenizers: list[str | None],
+    made: Path,
+) -> PipelineLayout | None:
+    """Return where each part of the pipeline lies; None, and a notice, where model.json doesn't name them all.
+
+    Args:
+        config: model.json.
+        family: of the predictor.
+        objective: gives the scheduler, where no whole pipeline brings one.
+        tokenizers: directories that data.json names.
+        made: an empty folder; parts that lie nowhere (a scheduler, an autoencoder of pixels) are written into it.
+    """
+    import diffusers
+
+    pipeline_class = getattr(diffusers, family.pipelines[family.task])
+    takes = {n: p for n, p in inspect.signature(pipeline_class.__init__).parameters.items() if n != "self"}
+    whole = Path(config.init_from_diffusers) if config.init_from_diffusers else None
+    index: dict[str, Any] = {}
+    if whole is not None and (whole / INDEX).is_file():
+        index = json.loads((whole / INDEX).read_text(encoding="utf-8"))
+    index.update({"_class_name": pipeline_class.__name__, "_diffusers_version": diffusers.__version__})
+    others: dict[str, Path] = {}
+    for name, parameter in takes.items():
+        entry = index.get(name)
+        found = _part(name, config, family, tokenizers, made, whole)
+        if name == "transformer":
+            index[name] = ["diffusers", family.model_class_name]
+        elif name == "scheduler" and found is None:
+            scheduler = objective.sampling_scheduler()
+            scheduler.save_pretrained(made / name)
+            others[name], index[name] = made / name, ["diffusers", type(scheduler).__name__]
+        elif name == "guider" and found is None:
+            diffusers.ClassifierFreeGuidance().save_pretrained(made / name)
+            others[name], index[name] = made / name, ["diffusers", "ClassifierFreeGuidance"]
+        elif name == "expand_timesteps":
+            index[name] = family.task == "ti2v"
+        elif found is not None:
+            others[name] = found
+            index[name] = entry if isinstance(entry, list) and entry[0] else _class_of(found, name)
+        elif name == "transformer_2" or parameter.default is not inspect.Parameter.empty:
+            is_part = name in pipeline_class._optional_components
+            index.setdefault(name, [None, None] if is_part else parameter.default)
+        else:
+            notice(
+                f"exports hold the trained transformer only: {config.file} doesn't say where the {name} of "
+                f"{pipeline_class.__name__} is"
+            )
+            return None
+    return PipelineLayout("transformer", others, index)
+
+
+def _part(
+    name: str,
+    config: SoRAModelConfig,
+    family: PredictorFamily,
+    tokenizers: list[str | None],
+    made: Path,
+    whole: Path | None,
+) -> Path | None:
+    """The directory of a part, as model.json, data.json or the whole pipeline say it."""
+    beside = whole / name if whole is not None and (whole / name).is_dir() else None
+    if name == "vae" and config.ae is not None:
+        if config.ae.model_id == "pixel":
+            from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+
+            with torch.device("cpu"):
+                PixelAutoencoder(**(config.ae.config or {})).save_pretrained(made / name)
+            return made / name
+        return Path(config.ae.from_pretrained) if config.ae.from_pretrained else beside
+    for number, encoder in enumerate(config.text_encoder):
+        directory = encoder.from_pretrained or (str(whole / component_name("text_encoder", number)) if whole else None)
+        if directory is None:
+            continue
+        if name == component_name("text_encoder", number):
+            return Path(directory)
+        if name == component_name("tokenizer", number):
+            said = encoder.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
+            return tokenizer_directory(said, Path(directory), name, config.file, number)
+    if name in ("image_encoder", "image_processor", "feature_extractor"):
+        described = config.image_encoder
+        if described is not None and described.from_pretrained:
+            directory = Path(described.from_pretrained)
+            if name == "image_encoder":
+                return directory
+            places = (directory, directory.parent / "image_processor", directory.parent / "feature_extractor")
+            return next((p for p in places if (p / "preprocessor_config.json").is_file()), beside)
+    return beside
+
+
+def _class_of(directory: Path, name: str) -> list[str]:
+    """Library and class of a part, as its files say it."""
+    if name.startswith("tokenizer"):
+        from transformers import AutoTokenizer
+
+        return ["transformers", type(AutoTokenizer.from_pretrained(str(directory))).__name__]
+    if name in ("image_processor", "feature_extractor"):
+        said = json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8"))
+        return ["transformers", said.get("image_processor_type") or said["feature_extractor_type"]]
+    file = next(p for p in (directory / "config.json", directory / "scheduler_config.json") if p.is_file())
+    said = json.loads(file.read_text(encoding="utf-8"))
+    if said.get("_class_name") == "PixelAutoencoder":
+        return ["mindspeed_mm.models.ae.pixel", "PixelAutoencoder"]
+    return ["diffusers", said["_class_name"]] if "_class_name" in said else ["transformers", said["architectures"][0]]

@@ -1,0 +1,128 @@
+"""Which class of transformers a directory's text encoder is, and loading it with every weight that it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.configs.sora_config import TextEncoderConfig
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
+
+#: published model_id → the classes of transformers that it may be; none: whatever the directory holds
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "UMT5": ("UMT5EncoderModel",),
+    "T5": ("T5EncoderModel",),
+    "MT5": ("MT5EncoderModel",),
+    "CLIP": ("CLIPTextModel",),
+    "CLIPWithProjection": ("CLIPTextModelWithProjection",),
+    "Auto": (),
+    "HunyuanMLLmModel": ("LlamaModel", "LlavaForConditionalGeneration"),
+    "Hunyuan15MLLmModel": ("Qwen2_5_VLTextModel", "Qwen2_5_VLForConditionalGeneration"),
+    "Hunyuan15GlyphModel": ("T5EncoderModel",),
+}
+#: models of an encoder and a decoder, of which the encoder is wanted
+_ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+
+
+def load_encoder(directory: Path, described: TextEncoderConfig, expected: Any, where: str) -> Any:
+    """Load a text encoder, frozen and in evaluation mode.
+
+    Args:
+        directory: with config.json.
+        described: of model.json.
+        expected: class that the pipeline is written for; None: any.
+        where: file and key, for messages.
+
+    Raises:
+        ConfigError: an unknown model_id, or one of another model than the directory's.
+        CheckpointError: the directory can't be loaded, or lacks weights.
+    """
+    found = _find_class(directory, described.model_id, expected, where)
+    model = _load(found, directory, described)
+    if expected is not None and not isinstance(model, expected) and hasattr(model, "get_decoder"):
+        # the words' part of a model of pictures and words
+        inner = model.get_decoder()
+        model = inner if isinstance(inner, expected) else model
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _find_class(directory: Path, model_id: str | None, expected: Any, where: str) -> Any:
+    import transformers
+
+    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kind = str(said.get("model_type", ""))
+    names = [str(name) for name in said.get("architectures") or [] if hasattr(transformers, name)]
+    if model_id is not None and model_id not in PUBLISHED:
+        return _named(model_id, kind, directory, where)
+    indexed = _indexed(directory)
+    if indexed is not None and hasattr(transformers, indexed):
+        found = getattr(transformers, indexed)
+    elif expected is not None and _fits(expected, kind, names):
+        found = expected
+    else:
+        found = getattr(transformers, _ENCODERS.get(kind) or next(iter(names), "AutoModel"))
+    wanted = PUBLISHED.get(model_id or "", ())
+    if wanted and found.__name__ not in wanted:
+        raise ConfigError(
+            f"{where}: 'model_id' is '{model_id}' ({' or '.join(wanted)}), but '{directory}' holds a {found.__name__} "
+            f"(model_type {kind!r}); write what it holds, or leave model_id out"
+        )
+    return found
+
+
+def _named(model_id: str, kind: str, directory: Path, where: str) -> Any:
+    """A class of transformers, by its name."""
+    import transformers
+
+    found: Any = getattr(transformers, model_id, None)
+    if not hasattr(found, "config_class"):
+        known = (*PUBLISHED, *_ENCODERS.values(), "CLIPTextModel", "CLIPTextModelWithProjection")
+        raise ConfigError(
+            f"{where}: 'model_id' is '{model_id}'; expected one of {', '.join(PUBLISHED)}, or a class of transformers"
+            f"{did_you_mean(model_id, known)}"
+        )
+    own = getattr(found.config_class, "model_type", kind)
+    if _root(own) != _root(kind):
+        raise ConfigError(
+            f"{where}: 'model_id' is '{model_id}' (model_type {own!r}), but '{directory}' holds model_type {kind!r}; "
+            "write what it holds, or leave model_id out"
+        )
+    return found
+
+
+def _indexed(directory: Path) -> str | None:
+    """What the pipeline around a directory says that it holds."""
+    index = directory.absolute().parent / "model_index.json"
+    if not index.is_file():
+        return None
+    said = json.loads(index.read_text(encoding="utf-8")).get(directory.name)
+    return str(said[1]) if isinstance(said, list) and said[0] == "transformers" else None
+
+
+def _fits(expected: Any, kind: str, names: list[str]) -> bool:
+    own = str(expected.config_class.model_type)
+    if own == kind:
+        return True
+    # a part of a larger model that is stored whole: CLIP's words are found in it, those of others are not
+    return _root(own) == _root(kind) and (_root(kind) == "clip" or expected.__name__ in names)
+
+
+def _root(kind: str) -> str:
+    return kind.removesuffix("_model").removesuffix("_text")
+
+
+def _load(found: Any, directory: Path, described: TextEncoderConfig) -> Any:
+    try:
+        model, info = found.from_pretrained(
+            str(directory), dtype=to_torch_dtype(described.dtype), output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"text encoder '{directory}' can't be loaded as {found.__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise CheckpointError(f"text encoder '{directory}' has no weights for {shown} of {found.__name__}")
+    return model

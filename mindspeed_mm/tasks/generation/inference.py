@@ -1,0 +1,190 @@
+"""What inference_sora.py does: prompts in, files of samples out, shared by all processes of a launch."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
+from mindspeed_mm.configs.flags.parser import build_parser
+from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys, SoRAInferenceConfig
+from mindspeed_mm.parallel.state import world_size_from_env
+from mindspeed_mm.tasks.generation.contact_sheet import write_contact_sheet
+from mindspeed_mm.tasks.generation.options import needed, parse_flags, read_images, read_prompts, sampling_options
+from mindspeed_mm.tasks.generation.outputs import SAMPLES, SampleFolder, file_name
+from mindspeed_mm.tasks.generation.pipeline import GenerationPipeline, build_pipeline, open_pipeline
+from mindspeed_mm.tasks.generation.sampling import (
+    Request,
+    SamplingOptions,
+    check_size,
+    default_steps_and_guidance,
+    generate,
+)
+from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.log import info_rank0
+
+_FPS = 16
+_WAIT = timedelta(days=30)  # the slowest process may have the most to do
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A sample that is to be made, and its record so far."""
+
+    request: Request
+    record: dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launch command; returns the exit status.
+
+    Raises:
+        MMError: a sentence about what can't be done.
+    """
+    gc.enable()  # entry scripts begin without it
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        parser = build_parser((InferenceFlags,))
+        parser.description = "Make pictures or videos of prompts (docs/inference.md)."
+        parser.print_help()
+        return 0
+    flags = parse_flags(words)
+    _quiet()
+    config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data) if flags.mm_model else None
+    said = config.sampling if config is not None else SamplingKeys()
+    prompts = read_prompts(flags.prompts or said.prompt)
+    images = read_images(flags.images or said.image, len(prompts))
+    folder = SampleFolder(Path(needed(flags.save_path or said.save_path, "--save-path", "the folder to write to")))
+    made = _open(config, flags)
+    options = sampling_options(flags, said)
+    check_size(options.size, made.rule)
+    if made.needs_image != (images is not None):
+        raise ConfigError(
+            "this model begins with a picture; give --images, one path a line beside each prompt"
+            if made.needs_image
+            else "this model begins with no picture; leave --images (or 'image') out, or write 'task': 'i2v'"
+        )
+    fps = flags.fps or said.fps or _FPS
+    work = _work(prompts, images, flags.num_samples_per_prompt, made, options, fps)
+    _make(work, folder, made, options, flags, fps)
+    return 0
+
+
+def _quiet() -> None:
+    """Keep bars of the libraries, and warnings about sizes that are checked here, out of the log."""
+    import diffusers
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.set_verbosity_error()
+
+
+def _open(config: SoRAInferenceConfig | None, flags: InferenceFlags) -> GenerationPipeline:
+    if config is not None:
+        return build_pipeline(
+            config,
+            load=flags.load,
+            step=flags.ckpt_step,
+            ema=flags.ema,
+            dtype=flags.dtype,
+            sampler=flags.sampler,
+            shift=flags.shift,
+            low_noise_predictor=flags.low_noise_predictor,
+            cpu_offload=flags.cpu_offload,
+        )
+    if flags.load is not None and not is_pipeline(Path(flags.load)) and is_pipeline(Path(flags.load) / "hf"):
+        flags.load = str(Path(flags.load) / "hf")
+    return open_pipeline(
+        str(flags.load), dtype=flags.dtype, sampler=flags.sampler, shift=flags.shift, cpu_offload=flags.cpu_offload
+    )
+
+
+def _work(
+    prompts: Sequence[str],
+    images: Sequence[Path] | None,
+    samples: int,
+    made: GenerationPipeline,
+    options: SamplingOptions,
+    fps: int,
+) -> list[_Work]:
+    steps, guidance = default_steps_and_guidance(made)
+    common = {
+        "seed": options.seed,
+        "steps": options.steps or steps,
+        "guidance": list(options.guidance) if options.guidance else guidance,
+        "negative_prompt": options.negative_prompt or "",
+        "size": list(options.size),
+        "sampler": type(made.pipeline.scheduler).__name__,
+        "weights": made.weights,
+    }
+    if options.size[0] > 1:
+        common["fps"] = fps
+    work = []
+    for index, prompt in enumerate(prompts):
+        for sample in range(samples):
+            record: dict[str, Any] = {"prompt": prompt, "file": file_name(index, sample, options.size[0])}
+            record |= {"index": index, "sample": sample, **common}
+            if images is not None:
+                record["image"] = str(images[index])
+            work.append(_Work(Request(prompt, index, sample), record))
+    return work
+
+
+def _make(
+    work: Sequence[_Work],
+    folder: SampleFolder,
+    made: GenerationPipeline,
+    options: SamplingOptions,
+    flags: InferenceFlags,
+    fps: int,
+) -> None:
+    """Make what isn't there yet, each process its share; rank 0 writes the index and the sheet when all are done."""
+    rank, size = int(os.environ.get("RANK", "0")), world_size_from_env()
+    folder.root.mkdir(parents=True, exist_ok=True)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_WAIT)
+    mine = [item for item in work[rank::size] if flags.overwrite or not folder.is_there(item.record)]
+    info_rank0(f"{len(work)} samples of {options.size}: {len(mine)} to be made" + (" by rank 0" if size > 1 else ""))
+    began = time.monotonic()
+    for first in range(0, len(mine), flags.batch_size):
+        batch = mine[first : first + flags.batch_size]
+        started = time.monotonic()
+        frames = generate(made, [_with_image(item) for item in batch], options)
+        seconds = round((time.monotonic() - started) / len(batch), 3)
+        for item, values in zip(batch, frames, strict=True):
+            folder.write(values, {**item.record, "seconds": seconds}, fps)
+        done = first + len(batch)
+        left = (time.monotonic() - began) / done * (len(mine) - done)
+        info_rank0(f"{done} of {len(mine)} samples, {seconds:.2f} s each, {left:.0f} s to go")
+    if size > 1:
+        dist.barrier()
+    if rank == 0:
+        records = folder.write_index([item.record["file"] for item in work])
+        sheet = write_contact_sheet(folder.root, records)
+        info_rank0(f"{len(records)} samples in '{folder.root}': {SAMPLES}, {sheet.name}")
+
+
+def _with_image(item: _Work) -> Request:
+    if "image" not in item.record:
+        return item.request
+    from PIL import Image, ImageOps
+
+    path = Path(item.record["image"])
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
+    except OSError as error:
+        raise DataError(f"picture '{path}' can't be read: {error}") from error
+    _, height, width = item.record["size"]
+    fitted = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+    return Request(item.request.prompt, item.request.index, item.request.sample, fitted)

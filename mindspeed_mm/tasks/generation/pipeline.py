@@ -1,0 +1,255 @@
+"""From a description and weights to diffusers' pipeline of a family."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.checkpoint.pipeline_folder import INDEX, is_pipeline
+from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.scalars import DTYPE_NAMES
+from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
+from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.models.diffusion.build import build_objective
+from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
+from mindspeed_mm.models.sora_parts import FrozenParts, open_parts
+from mindspeed_mm.tasks.generation.sampler import build_sampler, with_shift
+from mindspeed_mm.tasks.generation.weights import load_predictor
+from mindspeed_mm.utils.dtypes import to_torch_dtype
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+
+_WAN_MULTIPLE = 16  # Wan's pipelines take no other sizes of pictures that they are given
+
+
+@dataclass(frozen=True)
+class GenerationPipeline:
+    """diffusers' pipeline, and what has to be known about it.
+
+    Attributes:
+        pipeline: the diffusers pipeline, on the device.
+        rule: frames and sides that it can make.
+        needs_image: whether it begins with a picture.
+        latent_channels: channels of the noise.
+        max_length: longest prompt in tokens; None: the pipeline's own.
+        weights: where the predictor's weights came from, in words.
+    """
+
+    pipeline: Any
+    rule: GenerationRule
+    needs_image: bool
+    latent_channels: int
+    max_length: int | None = None
+    weights: str = ""
+
+
+def build_pipeline(
+    config: SoRAInferenceConfig,
+    *,
+    load: str | Path | None = None,
+    step: int | None = None,
+    ema: bool | None = None,
+    dtype: str | None = None,
+    sampler: Sampler | None = None,
+    shift: float | None = None,
+    low_noise_predictor: str | Path | None = None,
+    cpu_offload: bool | None = None,
+) -> GenerationPipeline:
+    """Put a model's weights, its frozen parts and a sampler together.
+
+    Args:
+        config: model.json.
+        load: run folder, checkpoint, export, or pipeline; None: where model.json says the predictor is.
+        step: iteration of the run folder; None: the newest.
+        ema: averaged weights or not; None: averaged ones if there are any.
+        dtype: of the predictor (bf16, fp16, fp32); None: model.json's, else bf16 on an
+            accelerator and fp32 on the host.
+        sampler, shift: see `build_sampler`; None: model.json's.
+        low_noise_predictor: weights of a second expert; None: model.json's, if any.
+        cpu_offload: parts wait on the host; None: model.json's.
+
+    Raises:
+        ConfigError: what model.json describes doesn't fit together.
+        CheckpointError: weights are missing or don't fit.
+    """
+    import diffusers
+
+    model, said = config.model, config.sampling
+    family, structure, source = resolve_predictor(model)
+    place = load or source
+    if place is None:
+        raise ConfigError(
+            f"{config.file}: 'predictor' names no weights (no from_pretrained, or train_from_scratch); give --load, "
+            "the run folder of its training"
+        )
+    of_predictor = _dtype(dtype or said.dtype or model.predictor.dtype)
+    parts = open_parts(model, family, config.tokenizers)
+    transformer, words = load_predictor(
+        family.model_class_name, structure, place, dtype=of_predictor, step=step, ema=ema
+    )
+    pipeline_class = getattr(diffusers, family.pipelines[family.task])
+    takes = inspect.signature(pipeline_class.__init__).parameters
+    components = _components(parts, takes)
+    components["transformer"] = transformer
+    second, boundary = _second_expert(config, low_noise_predictor)
+    if second is not None:
+        if "transformer_2" not in takes:
+            raise ConfigError(
+                f"{config.file}: 'low_noise_predictor': {pipeline_class.__name__} takes no second expert; remove it"
+            )
+        components["transformer_2"], more = load_predictor(
+            family.model_class_name, structure, second, dtype=of_predictor, ema=ema
+        )
+        components["boundary_ratio"] = boundary
+        words = f"{words}, {more}"
+    if family.task == "ti2v" and "expand_timesteps" in takes:
+        components["expand_timesteps"] = True
+    if "guider" in takes:
+        components["guider"] = diffusers.ClassifierFreeGuidance()
+    objective = build_objective(model.diffusion, family.defaults, model.file)
+    wanted_shift = shift or said.pipeline_config.flow_shift or said.diffusion.flow_shift
+    components["scheduler"] = build_sampler(objective, model.diffusion.model_id, sampler, wanted_shift)
+    pipeline = pipeline_class(**components)
+    _normalise_as_trained(pipeline.vae, model.ae or AeConfig())
+    offload = cpu_offload if cpu_offload is not None else _offload(config)
+    lengths = [encoder.max_length for encoder in model.text_encoder if encoder.max_length is not None]
+    return GenerationPipeline(
+        _placed(pipeline, offload),
+        _rule(generation_rule(model, 0), pipeline),
+        family.task in ("i2v", "ti2v"),
+        family.latent_channels,
+        lengths[0] if lengths else family.defaults.text_length,
+        words,
+    )
+
+
+def open_pipeline(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    sampler: Sampler | None = None,
+    shift: float | None = None,
+    cpu_offload: bool | None = None,
+) -> GenerationPipeline:
+    """Open the directory of a whole pipeline, such as a run's export; arguments as `build_pipeline`'s.
+
+    Raises:
+        CheckpointError: it is none, or can't be loaded.
+    """
+    import diffusers
+
+    import mindspeed_mm.models.ae.pixel  # noqa: F401  (directories may name it, and diffusers imports it not by itself)
+
+    path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(f"--load: {describe_missing(directory)}")
+    if not is_pipeline(path):
+        raise CheckpointError(
+            f"'{path}' has no {INDEX}, so it is no whole pipeline; give --mm-model as well, the model.json of its "
+            "training"
+        )
+    try:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=_dtype(dtype))
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"pipeline '{path}' can't be loaded: {error}") from error
+    pipeline.scheduler = with_shift(pipeline.scheduler, sampler, shift)
+    temporal = getattr(pipeline, "vae_scale_factor_temporal", 1)
+    spatial = getattr(pipeline, "vae_scale_factor_spatial", getattr(pipeline, "vae_scale_factor", 8))
+    structure = pipeline.transformer.config
+    patch = structure.get("patch_size", 1)
+    side = int(patch[-1]) if isinstance(patch, (list, tuple)) else int(patch)
+    rule = GenerationRule(temporal, spatial * side, made_by=type(pipeline.vae).__name__)
+    channels = int(structure.get("out_channels") or structure["in_channels"])
+    needs_image = "image" in inspect.signature(pipeline.__call__).parameters
+    return GenerationPipeline(
+        _placed(pipeline, bool(cpu_offload)), _rule(rule, pipeline), needs_image, channels, None, str(path)
+    )
+
+
+def _dtype(said: str | None) -> torch.dtype:
+    if said is None:
+        said = "fp32" if accelerator.current().name == "cpu" else "bf16"
+    made = to_torch_dtype(DTYPE_NAMES.get(said, said))
+    assert made is not None
+    return made
+
+
+def _components(parts: FrozenParts, takes: Any) -> dict[str, Any]:
+    """The frozen parts by the names of the pipeline's arguments; None for those it can do without."""
+    assert parts.ae is not None and parts.captions is not None
+    made = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
+    made["vae"] = parts.ae.model
+    if parts.image_encoder is not None:
+        made["image_encoder"] = parts.image_encoder.model
+        made["image_processor"] = made["feature_extractor"] = parts.image_encoder.processor
+    required = [n for n, p in takes.items() if n != "self" and p.default is inspect.Parameter.empty]
+    return {**dict.fromkeys(required), **{name: part for name, part in made.items() if name in takes}}
+
+
+def _second_expert(config: SoRAInferenceConfig, said: str | Path | None) -> tuple[Path | None, float]:
+    """Weights of the expert of low noise, and the share of the noise range at which it takes over."""
+    whole = Path(config.model.init_from_diffusers) if config.model.init_from_diffusers else None
+    beside = whole / "transformer_2" if whole is not None else None
+    place = said or config.sampling.low_noise_predictor
+    if place is None and beside is not None and (beside / "config.json").is_file():
+        place = beside
+    boundary = config.sampling.boundary_ratio
+    if place is None:
+        if boundary is not None:
+            raise ConfigError(
+                f"{config.file}: 'boundary_ratio' is {boundary}, and there is no second expert; write "
+                "'low_noise_predictor' (or --low-noise-predictor), or remove it"
+            )
+        return None, 0.0
+    if boundary is None and whole is not None and is_pipeline(whole):
+        boundary = json.loads((whole / INDEX).read_text(encoding="utf-8")).get("boundary_ratio")
+    if boundary is None:
+        raise ConfigError(
+            f"{config.file}: 'boundary_ratio' is missing: the share of the noise range at which 'low_noise_predictor' "
+            "takes over (Wan 2.2: 0.875 for text to video, 0.9 for image to video)"
+        )
+    return Path(place), boundary
+
+
+def _normalise_as_trained(vae: Any, described: AeConfig) -> None:
+    """Let the pipeline undo what training did to latents, where model.json departs from the autoencoder's config."""
+    said = vae.config
+    factor = described.scaling_factor if described.scaling_factor is not None else said.get("scaling_factor")
+    shift = described.shift_factor if described.shift_factor is not None else said.get("shift_factor")
+    if not described.norm_latents:
+        factor, shift = 1.0, 0.0
+    changed = {"scaling_factor": factor, "shift_factor": shift}
+    if said.get("latents_mean") is not None and (not described.norm_latents or described.norm_mode == "shift_scale"):
+        channels = len(said["latents_mean"])
+        changed["latents_mean"] = [float(shift or 0.0)] * channels
+        changed["latents_std"] = [1 / float(factor or 1.0)] * channels
+    changed = {name: value for name, value in changed.items() if name in said and said[name] != value}
+    if changed:
+        vae.register_to_config(**changed)
+
+
+def _offload(config: SoRAInferenceConfig) -> bool:
+    options = config.sampling.pipeline_config
+    return options.cpu_offload or options.enable_offloading
+
+
+def _placed(pipeline: Any, offload: bool) -> Any:
+    device = accelerator.current().device()
+    pipeline.set_progress_bar_config(disable=True)
+    if offload and device.type != "cpu":
+        pipeline.enable_model_cpu_offload(device=device)
+        return pipeline
+    return pipeline.to(device)
+
+
+def _rule(rule: GenerationRule, pipeline: Any) -> GenerationRule:
+    """The model's rule, and what its pipeline asks beyond it."""
+    if type(pipeline).__name__ != "WanImageToVideoPipeline" or rule.spatial_multiple % _WAN_MULTIPLE == 0:
+        return rule
+    return GenerationRule(rule.temporal_stride, _WAN_MULTIPLE, rule.temporal_patch, made_by=rule.made_by)

@@ -1,0 +1,173 @@
+"""Samples of prompts, each from noise of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.tasks.generation.pipeline import GenerationPipeline
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.sample_random import generator, normals, sample_key
+
+_NOISE = "noise"
+_TAKES_LATENTS = ("WanPipeline",)  # its own check of sizes is narrower than what the model can make
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sample to be made.
+
+    Attributes:
+        prompt: what it shows.
+        index: number of the prompt.
+        sample: number of the sample among those of the prompt.
+        image: its first frame (PIL), for models that begin with one.
+    """
+
+    prompt: str
+    index: int = 0
+    sample: int = 0
+    image: Any = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How samples are made.
+
+    Attributes:
+        size: frames, height and width in pixels.
+        steps: of denoising; None: the pipeline's default.
+        guidance: scale of classifier-free guidance, one for each expert; None: the pipeline's default.
+        negative_prompt: what guidance leads away from; None: the empty caption.
+        seed: of the noise.
+    """
+
+    size: tuple[int, int, int]
+    steps: int | None = None
+    guidance: tuple[float, ...] | None = None
+    negative_prompt: str | None = None
+    seed: int = 42
+
+
+def check_size(size: Sequence[int], rule: GenerationRule, *, makes_videos: bool = True) -> None:
+    """Raise a ConfigError that names the nearest size, if a model can't make samples of this one."""
+    frames, height, width = size
+    if not makes_videos and frames != 1:
+        raise ConfigError(
+            f"size {frames} {height} {width}: this model makes pictures; write 1 frame: 1 {height} {width}"
+        )
+    if rule.fits(frames, height, width):
+        return
+    multiple, stride = rule.spatial_multiple, rule.temporal_stride
+    nearest = [_near(frames - 1, stride, 0) + 1, *(_near(side, multiple, multiple) for side in (height, width))]
+    asks = f"{stride}·k + 1 frames and " if stride > 1 else ""
+    raise ConfigError(
+        f"size {frames} {height} {width} can't be made with {rule.made_by}: expected {asks}a height and a width that "
+        f"are multiples of {multiple}; the nearest is {' '.join(map(str, nearest))}"
+    )
+
+
+def generate(made: GenerationPipeline, requests: Sequence[Request], options: SamplingOptions) -> list[np.ndarray]:
+    """Make samples, all at once.
+
+    The noise of each comes from (seed, index, sample) alone: who else is in the batch doesn't change it.
+
+    Args:
+        made: of `build_pipeline` or `open_pipeline`.
+        requests: pipelines that begin with a picture take one request at a time.
+
+    Returns:
+        of each request [frames, height, width, 3] uint8.
+
+    Raises:
+        ConfigError: a size that the model can't make, a picture that is missing.
+    """
+    takes = inspect.signature(made.pipeline.__call__).parameters
+    check_size(options.size, made.rule, makes_videos="num_frames" in takes)
+    if made.needs_image:
+        return [_call(made, [request], options, takes)[0] for request in requests]
+    return list(_call(made, requests, options, takes)) if requests else []
+
+
+def default_steps_and_guidance(made: GenerationPipeline) -> tuple[int, float | None]:
+    """What the pipeline does where nothing is said."""
+    takes = inspect.signature(made.pipeline.__call__).parameters
+    guidance = takes.get(_guidance_name(made, takes))
+    return takes["num_inference_steps"].default, guidance.default if guidance is not None else None
+
+
+def _call(made: GenerationPipeline, requests: Sequence[Request], options: SamplingOptions, takes: Any) -> np.ndarray:
+    frames, height, width = options.size
+    keys = [sample_key(options.seed, request.index, request.sample) for request in requests]
+    asked: dict[str, Any] = {
+        "prompt": [request.prompt for request in requests],
+        "negative_prompt": [options.negative_prompt or ""] * len(requests),
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "generator": [generator(key, _NOISE) for key in keys],
+        "output_type": "np",
+        "max_sequence_length": made.max_length,
+        "num_inference_steps": options.steps,
+        **_guidance(made, options.guidance, takes),
+    }
+    if type(made.pipeline).__name__ in _TAKES_LATENTS:
+        asked |= _latents(made, keys, options.size)
+    elif type(made.pipeline).__name__.startswith("Wan") and made.rule.temporal_stride == 1:
+        asked["num_frames"] = frames - 1  # which it rounds up
+    if made.needs_image:
+        if requests[0].image is None:
+            raise ConfigError("this model begins with a picture; give --images, one path a line beside each prompt")
+        asked["image"] = requests[0].image
+    with torch.no_grad():
+        result = made.pipeline(**{k: v for k, v in asked.items() if k in takes and v is not None})
+    values = np.asarray(result.frames if hasattr(result, "frames") else result.images)
+    values = values if values.ndim == 5 else values[:, None]
+    return (values.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def _latents(made: GenerationPipeline, keys: Sequence[int], size: tuple[int, int, int]) -> dict[str, Any]:
+    """Noise of the very shape, beside sizes that the pipeline's own check lets through."""
+    frames, height, width = size
+    spatial = made.pipeline.vae_scale_factor_spatial
+    shape = ((frames - 1) // made.rule.temporal_stride + 1, height // spatial, width // spatial)
+    rounded = {name: -(-side // 16) * 16 for name, side in (("height", height), ("width", width))}
+    return {"latents": normals(keys, _NOISE, (made.latent_channels, *shape)), **rounded}
+
+
+def _guidance_name(made: GenerationPipeline, takes: Any) -> str:
+    """The argument that is classifier-free guidance: guidance_scale is an embedding's value in distilled models."""
+    structure = made.pipeline.transformer.config
+    distilled = structure.get("guidance_embeds")
+    return "true_cfg_scale" if "true_cfg_scale" in takes and not distilled else "guidance_scale"
+
+
+def _guidance(made: GenerationPipeline, scales: tuple[float, ...] | None, takes: Any) -> dict[str, Any]:
+    if scales is None:
+        return {}
+    if "guidance_scale" not in takes and getattr(made.pipeline, "guider", None) is not None:
+        made.pipeline.guider = made.pipeline.guider.new(guidance_scale=scales[0])
+        return {}
+    chosen = {_guidance_name(made, takes): scales[0]}
+    if len(scales) > 1:
+        if len(scales) > 2 or getattr(made.pipeline, "transformer_2", None) is None:
+            raise ConfigError(
+                f"guidance_scale holds {len(scales)} values ({', '.join(f'{s:g}' for s in scales)}); expected one"
+                + (
+                    " or two"
+                    if getattr(made.pipeline, "transformer_2", None) is not None
+                    else ", as there is one expert"
+                )
+            )
+        chosen["guidance_scale_2"] = scales[1]
+    return chosen
+
+
+def _near(value: int, step: int, lowest: int) -> int:
+    return max(lowest, (value + step // 2) // step * step)

@@ -1,0 +1,145 @@
+"""A predictor in one piece, from a run's checkpoint or from a diffusers directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy import LazyTensor, leaf
+from mindspeed_mm.checkpoint.pipeline_folder import component_directory, is_pipeline
+from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.sources import (
+    DcpWeights,
+    WeightSource,
+    has_weight_files,
+    is_dcp,
+    listing,
+    open_weights,
+)
+from mindspeed_mm.checkpoint.weights import load_weights
+from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.models.common.meta_build import build_on_meta
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.log import info_rank0
+
+_AVERAGE = "ema."
+
+
+class AveragedWeights(DcpWeights):
+    """The tensors of a checkpoint, averaged ones in the place of trained ones; what is not averaged was not trained."""
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """See WeightSource."""
+        made = super().tensors()
+        for name in self.reader.tensors:
+            if name.startswith(_AVERAGE):
+                key = "model." + name.removeprefix(_AVERAGE)
+                made[key] = leaf(name, self.reader.shape(name), self.reader.dtype(name), self._read, keeps_dtype=True)
+        return made
+
+
+def locate_weights(place: str | Path, class_name: str, step: int | None = None) -> Path:
+    """Find the folder that holds a predictor's weights.
+
+    Args:
+        place: a run folder, a checkpoint in it, the directory of a whole pipeline, or that of a transformer.
+        class_name: diffusers class of the predictor.
+        step: iteration of a run folder; None: what its tracker names.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    path = Path(place)
+    if not path.is_dir():
+        raise CheckpointError(f"weights: {describe_missing(place)}")
+    if is_pipeline(path):
+        return component_directory(path, class_name)
+    if has_checkpoint(path):
+        return find_checkpoint(path, step).directory
+    if is_dcp(path) or has_weight_files(path):
+        return path
+    raise CheckpointError(
+        f"'{path}' holds no weights; expected a run folder (with latest_checkpointed_iteration.txt), a checkpoint "
+        f"(iter_…), a diffusers pipeline (model_index.json) or a transformer's directory; it holds {listing(path)}"
+    )
+
+
+def open_predictor_weights(directory: Path, ema: bool | None) -> WeightSource:
+    """Open a folder's weights.
+
+    Args:
+        directory: of `locate_weights`.
+        ema: True: averaged ones, False: trained ones, None: averaged ones if the checkpoint holds any.
+
+    Raises:
+        CheckpointError: there are no averaged ones.
+    """
+    if not is_dcp(directory):
+        if ema:
+            raise CheckpointError(
+                f"--ema: '{directory}' is no checkpoint; of exports, name the averaged one instead (hf_ema)"
+            )
+        return open_weights(directory)
+    averaged = AveragedWeights(directory)
+    has_averages = any(name.startswith(_AVERAGE) for name in averaged.reader.tensors)
+    if ema and not has_averages:
+        raise CheckpointError(
+            f"--ema: checkpoint '{directory}' holds no averaged weights; it was trained without --ema-decay: leave "
+            "--ema out"
+        )
+    return averaged if has_averages and ema is not False else open_weights(directory)
+
+
+def load_predictor(
+    class_name: str,
+    structure: Mapping[str, Any],
+    place: str | Path,
+    *,
+    dtype: torch.dtype,
+    step: int | None = None,
+    ema: bool | None = None,
+) -> tuple[Any, str]:
+    """Build a predictor on the host and fill it.
+
+    Args:
+        class_name: diffusers class.
+        structure: its configuration.
+        place, step: see `locate_weights`.
+        dtype: of its parameters, but for those that diffusers keeps in float32.
+        ema: see `open_predictor_weights`.
+
+    Returns:
+        the model, in evaluation mode, and where its weights came from, in words.
+    """
+    import diffusers
+
+    directory = locate_weights(place, class_name, step)
+    source = open_predictor_weights(directory, ema)
+    model = build_on_meta(getattr(diffusers, class_name), structure)
+    _give_storage(model, dtype)
+    load_weights(model, source)
+    model.requires_grad_(False)
+    words = f"{directory}" + (" (averaged)" if isinstance(source, AveragedWeights) else "")
+    info_rank0(f"weights: {words}")
+    return model.eval(), words
+
+
+def _give_storage(model: nn.Module, dtype: torch.dtype) -> None:
+    """Empty parameters on the host, of the dtypes that diffusers' own loading gives them; buffers stay as they are."""
+    in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if not param.is_floating_point():
+                raise ConfigError(
+                    f"{type(model).__name__}: parameter '{path}.{name}' is {param.dtype}; expected floats"
+                )
+            kept = in_float32.intersection((*path.split("."), name))
+            module._parameters[name] = nn.Parameter(
+                torch.empty(param.shape, dtype=torch.float32 if kept else dtype), requires_grad=False
+            )

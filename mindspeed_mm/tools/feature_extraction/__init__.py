@@ -1,0 +1,1 @@
+"""Latents, text states and conditions of a data set, made once before training."""

@@ -1,0 +1,143 @@
+"""`mindspeed-mm data extract-features`: the flags, and what is opened of model.json and data.json."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from mindspeed_mm.configs.arguments import GROUPS
+from mindspeed_mm.configs.files import read_json
+from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
+from mindspeed_mm.configs.sections import Bool, Section, build_section, plain, raise_all
+from mindspeed_mm.configs.tools_config import ToolsConfig
+from mindspeed_mm.utils.errors import ConfigError, MMError, kind_of
+from mindspeed_mm.utils.log import notice
+
+_MEGABYTE = 1 << 20
+
+
+class SoraFeature(Section):
+    """tools.json: `sorafeature`."""
+
+    save_path: str | None = Field(None, description="folder of the features, where --output doesn't say it")
+    extract_video_feature: Bool = Field(True, description="must be true: clips become latents")
+    extract_text_feature: Bool = Field(True, description="captions become text states; false = as --only video")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--mm-model", required=True, help="model.json: which frozen parts encode")
+    parser.add_argument("--mm-data", required=True, help="data.json of the clips (t2v, i2v, t2i)")
+    parser.add_argument("--mm-tool", help="tools.json: sorafeature.save_path, where --output isn't given")
+    parser.add_argument("--output", help="folder of the features; what is there already is not made again")
+    parser.add_argument("--only", choices=("video",), help="video: captions are encoded while training")
+    parser.add_argument("--validation", action="store_true", help="the rows of val_data_path in place of data_path")
+    parser.add_argument(
+        "--dtype", choices=("as_encoded", "bf16", "fp32"), default="as_encoded", help="dtype that features are kept in"
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="clips of one shape that are encoded together")
+    parser.add_argument("--num-workers", type=int, default=2, help="processes of each rank that read clips")
+    parser.add_argument("--seed", type=int, default=1234, help="of the training: decides which part of a clip is shown")
+    parser.add_argument("--shard-megabytes", type=int, default=256, help="features are written when so much is made")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Extract features as published launch scripts ask for it: with flags of a training among the command's own.
+
+    Returns:
+        the exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(_parse(words))
+    except MMError as error:
+        print(f"{kind_of(error)}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="get_sora_feature.py", allow_abbrev=False)
+    add_arguments(parser)
+    training = build_parser(GROUPS)
+    for action in parser._actions:
+        if not set(action.option_strings) & training._option_string_actions.keys():
+            training.add_argument(*action.option_strings, default=argparse.SUPPRESS)
+    words = spell_as_declared(training, words)
+    raise_all(unknown_flags(training, words))
+    options, others = parser.parse_known_args(words)
+    given, extras = training.parse_known_args(others)
+    raise_all(stray_words(training, others, extras))
+    if vars(given):
+        names = ", ".join("--" + name.replace("_", "-") for name in vars(given))
+        notice(f"no effect here, as nothing is trained: {names}")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Extract the features of a data set; several processes (torchrun) share the rows.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: what can't be used, and what to write instead; features made
+            otherwise are in the folder already.
+    """
+    from mindspeed_mm import accelerator
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.configs.sora_config import SoRAModelConfig
+    from mindspeed_mm.models.sora_encode import SampleEncoder
+    from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
+    from mindspeed_mm.tools.feature_extraction.extract import Extraction, open_clips
+    from mindspeed_mm.tools.feature_extraction.made_from import made_from
+
+    for name in ("micro_batch_size", "shard_megabytes"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
+    output, needs_text = _settle(options)
+    model = SoRAModelConfig.from_dict(read_json(options.mm_model), file=options.mm_model)
+    data = GenerationDataConfig.from_dict(read_json(options.mm_data), file=options.mm_data)
+    family, _, _ = resolve_predictor(model)
+    dataset = open_clips(data, generation_rule(model, options.seed), options.validation)
+    tokenizers = data.dataset_param.tokenizer_dirs
+    accelerator.current().set_device()
+    extraction = Extraction(
+        dataset,
+        SampleEncoder(model, family, tokenizers, needs_text=needs_text),
+        output,
+        made_from(model, data, family, tokenizers, dataset, options, needs_text),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        needs_text=needs_text,
+        dtype=options.dtype,
+        batch_size=options.micro_batch_size,
+        num_workers=options.num_workers,
+        shard_bytes=options.shard_megabytes * _MEGABYTE,
+    )
+    extraction.run()
+    return 0
+
+
+def _settle(options: argparse.Namespace) -> tuple[str, bool]:
+    """The folder of the features, and whether captions are encoded."""
+    feature = SoraFeature()
+    if options.mm_tool:
+        content: Any = plain(read_json(options.mm_tool))
+        if isinstance(content, dict):
+            asked = content.pop("sorafeature", {})
+            feature, _ = build_section(SoraFeature, asked, f"{options.mm_tool}: sorafeature", "tools.json")
+        ToolsConfig.from_dict(content, file=options.mm_tool)
+    if not feature.extract_video_feature:
+        raise ConfigError(
+            f"{options.mm_tool}: 'sorafeature.extract_video_feature' is false; nothing trains on text states without "
+            "latents, write true"
+        )
+    output = options.output or feature.save_path
+    if not output:
+        raise ConfigError("--output is missing: the folder of the features (or sorafeature.save_path in tools.json)")
+    return output, feature.extract_text_feature and options.only != "video"

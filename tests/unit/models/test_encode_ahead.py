@@ -1,0 +1,105 @@
+"""Encoding several micro-batches at once: how many are taken from the data, and when encoders are on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.models import sora_encode
+from mindspeed_mm.models.encode_ahead import EncodeAhead
+from mindspeed_mm.utils.log import forget_notices
+
+
+class Encoder:
+    """Tells when it was asked to come and to go."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def bring(self) -> None:
+        self.said.append("bring")
+
+    def leave(self) -> None:
+        self.said.append("leave")
+
+
+def numbered() -> Iterator[dict[str, Any]]:
+    number = 0
+    while True:
+        yield {"number": number, "num_rows": 1, "rows_left_out": 0}
+        number += 1
+
+
+def ahead(interval: int) -> tuple[EncodeAhead, Encoder]:
+    encoder = Encoder()
+
+    def prepare(batch: dict[str, Any]) -> dict[str, Any]:
+        assert set(batch) == {"number"}  # what no model takes has been taken out
+        encoder.said.append(str(batch["number"]))
+        return batch
+
+    return EncodeAhead(prepare, encoder, interval), encoder  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (1, "0 1 2 3 4 5"),
+        (2, "bring 0 1 leave bring 2 leave bring 3 4 leave bring 5 leave"),
+        (3, "bring 0 1 2 leave bring 3 4 5 leave"),
+        (8, "bring 0 1 2 leave bring 3 4 5 leave"),
+    ],
+)
+def test_a_step_is_never_left(interval, expected):
+    batches, encoder = ahead(interval)
+    source = CountingIterator(numbered(), micro_batch_size=1)
+    for step in range(2):
+        numbers = [batches.next_batch(source, 3)["number"] for _ in range(3)]
+        assert numbers == [3 * step, 3 * step + 1, 3 * step + 2]
+        assert source.take().rows == 3  # what was counted belongs to this step
+    assert " ".join(encoder.said) == expected
+
+
+def test_an_evaluation_has_its_own_batches():
+    batches, _ = ahead(4)
+    training = numbered()
+    assert [batches.next_batch(training, 2)["number"] for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        evaluation = numbered()
+        assert [batches.next_batch(evaluation, 2)["number"] for _ in range(3)] == [0, 1, 2]  # and no more
+    assert [batches.next_batch(training, 2)["number"] for _ in range(2)] == [2, 3]
+    assert next(training)["number"] == 4
+
+
+def test_an_interval_longer_than_a_step_is_said_once(caplog):
+    forget_notices()
+    batches, _ = ahead(8)
+    source = numbered()
+    for _ in range(4):
+        batches.next_batch(source, 2)
+    said = [record.getMessage() for record in caplog.records if "encoder_offload_interval" in record.getMessage()]
+    assert len(said) == 1
+    assert "is 8" in said[0] and "2 micro-batch(es)" in said[0]
+
+
+@pytest.mark.parametrize("device", ["an accelerator", "cpu"])
+def test_what_leaves_the_device_is_still_on_the_host(monkeypatch, device):
+    model = torch.nn.BatchNorm1d(3)  # parameters and buffers
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    on_host = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    fake = SimpleNamespace(name=device, device=lambda: torch.device("cpu"))
+    monkeypatch.setattr(sora_encode.accelerator, "current", lambda: fake)
+    monkeypatch.setattr(sora_encode, "open_parts", lambda *_, **__: SimpleNamespace(modules=lambda: [model]))
+    encoder = sora_encode.SampleEncoder(None, None, stays=False)  # type: ignore[arg-type]
+    for _ in range(2):
+        encoder.bring()
+        moved = [name for name, value in model.state_dict().items() if value.data_ptr() != on_host[name]]
+        assert moved == ([] if device == "cpu" else list(before))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        encoder.leave()
+        assert {name: value.data_ptr() for name, value in model.state_dict().items()} == on_host

@@ -1,0 +1,258 @@
+"""The extraction of features: its flags, rows that can't be used, features made otherwise, and kills at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
+from mindspeed_mm.data.generation.feature_files import FeatureReader
+from mindspeed_mm.tools.feature_extraction.command import main
+from mindspeed_mm.tools.feature_extraction.extract import Extraction
+from tests.support.launch import ROOT
+from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
+from tests.support.workers import RankPool
+
+ROWS, KILLS = 7, 8
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    return write_encoders(tmp_path_factory.mktemp("encoders"))
+
+
+@pytest.fixture
+def files(tmp_path, encoders):
+    """Words of a command; model.json, data.json and tools.json can be changed in between."""
+    content = {
+        "model": model_json(encoders),
+        "data": data_json(write_clips(tmp_path / "clips", rows=4)),
+        "tool": {"sorafeature": {"save_path": str(tmp_path / "features")}},
+    }
+    words = ["--num-workers", "0"]
+    for name, value in content.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+        words += [f"--mm-{name}", str(tmp_path / f"{name}.json")]
+    return words
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    content = json.loads(path.read_text())
+    *parents, last = key.split(".")
+    place = content
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    path.write_text(json.dumps(content))
+
+
+def rows_in(folder: Path) -> list[int]:
+    lines = [line for index in folder.glob("index-*.jsonl") for line in index.read_text().splitlines()]
+    return sorted(json.loads(line)["row"] for line in lines)
+
+
+def test_the_published_script_takes_flags_of_a_training(tmp_path, files, monkeypatch, caplog):
+    script = "mindspeed_mm/tools/feature_extraction/get_sora_feature.py"
+    published = ["--lr", "1e-5", "--bf16", "--tensor_model_parallel_size=1", "--micro-batch-size", "3"]
+    monkeypatch.setattr(sys, "argv", [script, *files, *published])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 0
+    reader = FeatureReader([tmp_path / "features"])
+    assert reader.rows.tolist() == [0, 1, 2, 3]
+    sample, empty = reader.read(0), reader.empty()
+    assert sample["latents"].shape == (4, 2, 4, 4) and sample["latents"].dtype == torch.float32
+    assert empty["text.encoder_hidden_states"].shape == sample["text.encoder_hidden_states"].shape == (12, 16)
+    assert "latents_std" not in sample
+    assert "4 features made" in caplog.text
+
+
+def test_rows_that_cant_be_used_are_left_out_and_counted(tmp_path, files, caplog):
+    clips = tmp_path / "clips"
+    (clips / "001.mp4").write_bytes((clips / "001.mp4").read_bytes()[:300])
+    (clips / "002.mp4").unlink()
+    assert main(files) == 0
+    assert rows_in(tmp_path / "features") == [0, 3]
+    for said in ("2 rows left out: ", "1 × video not found", "001.mp4 can't be decoded", "'002.mp4'"):
+        assert said in caplog.text
+    write_clips(clips, rows=4)  # they are there now
+    assert main(files) == 0
+    assert rows_in(tmp_path / "features") == [0, 1, 2, 3]
+    assert "2 were there before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "named"),
+    [
+        ("model", "ae.do_sample", True, "ae.do_sample false, and now it is true"),
+        ("model", "text_encoder.max_length", 8, "text_encoder[0].max_length 12, and now it is 8"),
+        ("data", "dataset_param.preprocess_parameters.max_height", 64, "preprocess_parameters.max_height 32"),
+    ],
+)
+def test_features_made_otherwise_are_not_mixed(tmp_path, files, capsys, file, key, value, named):
+    assert main(files) == 0
+    change(tmp_path / f"{file}.json", key, value)
+    assert main(files) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_an_encoder_with_other_weights_is_another_one(tmp_path, files, encoders, capsys):
+    assert main(files) == 0
+    other = write_encoders(tmp_path / "other", seed=1)
+    config = json.loads((other / "vae/config.json").read_text())
+    (other / "vae/config.json").write_text(json.dumps({**config, "latents_mean": [0.0] * 4}))
+    change(tmp_path / "model.json", "ae.from_pretrained", str(other / "vae"))
+    assert main(files) == 1
+    assert "ae.files" in capsys.readouterr().err
+
+
+def test_only_video_leaves_captions_to_the_training(tmp_path, files):
+    change(tmp_path / "model.json", "text_encoder.from_pretrained", "not there")
+    assert main([*files, "--only", "video"]) == 0
+    reader = FeatureReader([tmp_path / "features"])
+    assert reader.names(0) == ["latents"]
+    assert reader.empty() is None
+    change(tmp_path / "tool.json", "sorafeature.extract_text_feature", False)  # the published way to say it
+    assert main([*files, "--only", "video"]) == main(files) == 0
+
+
+def test_validation_rows_are_seen_as_an_evaluation_sees_them(tmp_path, files, capsys):
+    output = tmp_path / "valid"
+    assert main([*files, "--validation", "--output", str(output)]) == 1
+    assert "'basic_parameters.val_data_path' names no data" in capsys.readouterr().err
+    basic = "dataset_param.basic_parameters"
+    change(tmp_path / "data.json", f"{basic}.val_data_path", str(tmp_path / "clips/captions.jsonl"))
+    assert main([*files, "--validation", "--output", str(output)]) == 0
+    assert main(files) == 0
+    valid, train = (FeatureReader([folder]).read(3)["latents"] for folder in (output, tmp_path / "features"))
+    assert not torch.equal(valid, train)  # the middle of the clip, and a place drawn by its key
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--micro-batch-siz", "2"], "did you mean '--micro-batch-size'"),
+        (["--onyl", "video"], "did you mean '--only'"),
+        (["--micro-batch-size", "0"], "--micro-batch-size is 0; expected 1 or more"),
+    ],
+)
+def test_wrong_flags_are_sentences(files, capsys, words, sentence):
+    assert main([*files, *words]) == 1
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({}, "--output is missing"),
+        ({"sorafeature": {"save_pth": "x"}}, "'save_path'"),
+        ({"sorafeature": {"save_path": "x", "extract_video_feature": False}}, "write true"),
+    ],
+)
+def test_tools_json_is_checked(tmp_path, files, capsys, content, sentence):
+    (tmp_path / "tool.json").write_text(json.dumps(content))
+    assert main(files) == 1
+    assert sentence in capsys.readouterr().err
+
+
+class Clips:
+    """Rows without files: a video that holds its row's number, of one of two shapes."""
+
+    shapes = BucketTable([Bucket(1, 2, 2), Bucket(1, 2, 4)])
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def bucket_of(self, index: int) -> int:
+        return index % 2
+
+    def get(self, index: int, piece: int = 0, epoch: int = 0) -> dict[str, Any]:
+        return {"video": torch.full((3, *self.shapes[piece]), float(index)), "caption": f"row {index}"}
+
+    def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        video = torch.stack([sample["video"] for sample in samples])
+        return {"video": video, "captions": [sample["caption"] for sample in samples]}
+
+
+class Encoder:
+    """Takes the video for a latent, and a caption's length for its states."""
+
+    def encode_clips(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": batch["video"], "latents_std": None, "conditions": {"twice": batch["video"] * 2}}
+
+    def encode_captions(self, captions: list[str]) -> dict[str, torch.Tensor]:
+        return {"states": torch.tensor([[len(text)] * 3 for text in captions])}
+
+
+def extract(folder: str, rank: int, ranks: int) -> None:
+    """Extract one rank's share; every sample is a shard of its own."""
+    made_from = {"of": "numbers"}
+    clips, encoder = Clips(), Encoder()
+    Extraction(clips, encoder, folder, made_from, rank=rank, world_size=ranks, batch_size=2, shard_bytes=1).run()  # type: ignore[arg-type]
+
+
+def in_a_child(folder: str, rank: int, ranks: int, kill_at: int | None) -> int:
+    """Extract in a process that is killed just before its n-th change of the disk; returns how it ended."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    left = [kill_at]
+
+    def counted(change: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if left[0] is not None:
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+            return change(*args, **kwargs)
+
+        return call
+
+    os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+    try:
+        extract(folder, rank, ranks)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+def kill_and_go_on(folder: str) -> int:
+    """Kill the extraction at each of its changes of the disk, once in a folder of its own; go on with more ranks."""
+    import rich.progress  # noqa: F401  (once, not in every child)
+    import safetensors.torch  # noqa: F401
+
+    killed = 0
+    for number in range(KILLS):
+        place = f"{folder}/{number}"
+        killed += in_a_child(place, 0, 1, kill_at=3 * number) == signal.SIGKILL
+        if number % 3 == 0:  # a line that was being written
+            for index in Path(place).glob("index-0.jsonl"):
+                index.write_bytes(index.read_bytes() + b'{"row": 99, "fi')
+        killed += in_a_child(place, 0, 2, kill_at=number) == signal.SIGKILL
+        for rank in (1, 0):
+            assert in_a_child(place, rank, 2, kill_at=None) == 0
+    return killed
+
+
+def test_a_killed_extraction_goes_on_where_it_was(tmp_path: Path, ranks1: RankPool) -> None:
+    (killed,) = ranks1.run(kill_and_go_on, str(tmp_path))
+    assert killed >= KILLS
+    for folder in sorted(tmp_path.iterdir()):
+        assert rows_in(folder) == list(range(ROWS)), folder
+        reader = FeatureReader([folder])
+        for row in range(ROWS):
+            sample = reader.read(row)
+            assert sample["latents"].unique().tolist() == [row]
+            assert sample["cond.twice"].unique().tolist() == [2 * row]
+            assert sample["text.states"].tolist() == [5, 5, 5]
+        assert reader.empty()["text.states"].tolist() == [0, 0, 0]
+        named = {json.loads(line)["file"] for f in folder.glob("index-*.jsonl") for line in f.read_text().splitlines()}
+        assert {file.name for file in folder.glob("*features-*.safetensors*")} == named  # nothing is left lying about
