@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 HELD_OUT = 360
 CLIPS = 400
-CANVAS = 64  # pixels of a clip's side
-SPRITE = 32  # pixels of a digit's side on it
-FRAMES, FPS = 9, 8
+CANVAS = 32  # pixels of a clip's side
+SPRITE = 16  # pixels of a digit's side on it
+FRAMES, FPS = 5, 4
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
 
 
@@ -77,7 +77,7 @@ def write_clips(pixels: np.ndarray, labels: np.ndarray, indices: np.ndarray, fol
         index, direction = rng.choice(indices), list(DIRECTIONS)[rng.randint(4)]
         sprite = Image.fromarray(pixels[index]).resize((SPRITE, SPRITE), Image.Resampling.BICUBIC)
         name = f"{number:04d}.mp4"
-        write_video(move(np.asarray(sprite), DIRECTIONS[direction], rng.randint(CANVAS - SPRITE)), folder / name)
+        write_video(move(np.asarray(sprite), DIRECTIONS[direction], (CANVAS - SPRITE) // 2), folder / name)
         rows.append({"path": name, "cap": moving_caption(labels[index], direction)})
     write_rows(rows, folder / "captions.jsonl")
     return rows

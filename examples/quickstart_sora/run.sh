@@ -20,21 +20,23 @@ free_port() {
 # Sample in as many processes as train. Arguments: those of inference_sora.py.
 sample() {
     torchrun --nproc_per_node "$NPUS_PER_NODE" --master_addr localhost --master_port "$(free_port)" \
-        inference_sora.py --mm-model examples/quickstart_sora/model.json --guidance-scale 2 --num-inference-steps 30 "$@"
+        inference_sora.py --guidance-scale 2 --num-inference-steps 30 "$@"
 }
 
 python examples/quickstart_sora/prepare.py --out "$out"
 
 echo "== captioned digits"
 MASTER_PORT=$(free_port) SAVE_PATH="$out/images_run" bash examples/quickstart_sora/train_sora.sh
-sample --load "$out/images_run" --prompts "$out/prompts.txt" --save-path "$out/samples" --size 1 8 8 --batch-size 50
+sample --mm-model examples/quickstart_sora/model.json --load "$out/images_run" \
+    --prompts "$out/prompts.txt" --save-path "$out/samples" --size 1 8 8 --batch-size 50
 python examples/quickstart_sora/evaluate.py --run "$out" --started "$started" --at-least "${AT_LEAST:-0.9}"
 
 echo "== moving digits"
-MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=16 TRAIN_ITERS=${VIDEO_ITERS:-200} LR=1.0e-3 \
-    MM_DATA=examples/quickstart_sora/data_video.json bash examples/quickstart_sora/train_sora.sh
-sample --load "$out/clips_run" --prompts "$out/prompts_video.txt" --save-path "$out/clip_samples" \
-    --size 5 16 16 --fps 4 --batch-size 4
+MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=32 TRAIN_ITERS=${VIDEO_ITERS:-300} \
+    MM_MODEL=examples/quickstart_sora/model_video.json MM_DATA=examples/quickstart_sora/data_video.json \
+    bash examples/quickstart_sora/train_sora.sh
+sample --mm-model examples/quickstart_sora/model_video.json --load "$out/clips_run" \
+    --prompts "$out/prompts_video.txt" --save-path "$out/clip_samples" --size 5 16 16 --fps 4 --batch-size 4
 
 # The time of everything, the moving digits included.
 python - "$out/report.json" "$started" <<'EOF_PYTHON'

@@ -38,8 +38,8 @@ GPT_ARGS="
     --ckpt-format torch_dcp \
     --micro-batch-size $MBS \
     --global-batch-size $GBS \
-    --train-iters ${TRAIN_ITERS:-700} \
-    --lr ${LR:-2.0e-3} \
+    --train-iters ${TRAIN_ITERS:-400} \
+    --lr 2.0e-3 \
     --lr-decay-style cosine \
     --lr-warmup-fraction 0.02 \
     --min-lr 4.0e-5 \
