@@ -32,7 +32,7 @@ sample --mm-model examples/quickstart_sora/model.json --load "$out/images_run" \
 python examples/quickstart_sora/evaluate.py --run "$out" --started "$started" --at-least "${AT_LEAST:-0.9}"
 
 echo "== moving digits"
-MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=32 TRAIN_ITERS=${VIDEO_ITERS:-300} \
+MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=32 TRAIN_ITERS=${VIDEO_ITERS:-200} \
     MM_MODEL=examples/quickstart_sora/model_video.json MM_DATA=examples/quickstart_sora/data_video.json \
     bash examples/quickstart_sora/train_sora.sh
 sample --mm-model examples/quickstart_sora/model_video.json --load "$out/clips_run" \

@@ -38,7 +38,7 @@ GPT_ARGS="
     --ckpt-format torch_dcp \
     --micro-batch-size $MBS \
     --global-batch-size $GBS \
-    --train-iters ${TRAIN_ITERS:-400} \
+    --train-iters ${TRAIN_ITERS:-320} \
     --lr 2.0e-3 \
     --lr-decay-style cosine \
     --lr-warmup-fraction 0.02 \

@@ -50,7 +50,11 @@ class SoRAModel(MultiModalModule):
         source: diffusers directory of the predictor, for exports; None if it starts from scratch.
         source_dtype: that exports are written in.
         ema_decay: what model.json asks for; None: nothing.
+        weights_come_later, fsdp2_overrides: see FSDP2Mixin.
     """
+
+    weights_come_later: bool = False
+    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, config: Any, tokenizers: Sequence[str | None] = ()) -> None:
         """
@@ -82,7 +86,6 @@ class SoRAModel(MultiModalModule):
         self.ema_decay = 0.9999 if self.described.use_ema else None
         self.predictor = _build(self.family, structure)
         context = current_build_context()
-        self._seed = context.seed
         self._computes_in = torch.float32
         if not context.defer_weights:
             self._fill(context.load_weights)
@@ -187,9 +190,6 @@ class SoRAModel(MultiModalModule):
         self.predictor.fsdp2_overrides = overrides
         return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 
-    weights_come_later: bool = False
-    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
-
     def _paths(self, patterns: Sequence[str] | None, key: str) -> list[str] | None:
         """Paths of fsdp2.yaml relative to the predictor; those of frozen parts, which stay whole, are left out."""
         if patterns is None:
@@ -231,10 +231,6 @@ class SoRAModel(MultiModalModule):
         self._made = tempfile.TemporaryDirectory(prefix="pipeline-parts-")  # until the export has copied it
         made = Path(self._made.name)
         return pipeline_layout(self.described, self.family, self.objective, self._tokenizers, made)
-
-    def rule(self) -> GenerationRule:
-        """What this model asks of its samples."""
-        return generation_rule(self.described, self._seed)
 
 
 def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[str, Any], str | None]:

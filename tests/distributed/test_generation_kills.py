@@ -50,7 +50,9 @@ def test_kills_leave_what_is_trained_as_it_is(ranks2: RankPool, ranks4: RankPool
     whole.finish(ranks2)
     unbroken = {iteration: (loss, norm) for iteration, loss, norm in whole.records()}
     assert len(unbroken) == STEPS
-    assert len({round(loss, 6) for loss, _ in unbroken.values()}) == STEPS  # two steps an epoch: noise is never repeated
+    assert (
+        len({round(loss, 6) for loss, _ in unbroken.values()}) == STEPS
+    )  # two steps an epoch: noise is never repeated
     run = GenerationRun(tmp_path / "killed")
     run.kill(ranks2, lambda: run.is_saving(4))
     exact = len(run.records())

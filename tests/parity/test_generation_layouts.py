@@ -61,7 +61,12 @@ def files_of(case: Case, folder: Path) -> dict[str, Path]:
     made = workspace()
     model = model_json(made / "encoders", do_sample=True, use_ema=True, **case.model)
     model["predictor"] = {"from_pretrained": str(made / "transformer")}
-    model["diffusion"] = {"model_id": "flow_matching", "shift": SHIFT, "sampling": "logit_normal", "weighting": "uniform"}
+    model["diffusion"] = {
+        "model_id": "flow_matching",
+        "shift": SHIFT,
+        "sampling": "logit_normal",
+        "weighting": "uniform",
+    }
     model["text_encoder"]["ucg_rate"] = DROPOUT
     data = data_json(made / "clips" / "captions.jsonl", zero_start=True)
     contents = {
@@ -164,7 +169,7 @@ def test_equals_a_hand_written_loop(name: str, pools: dict[int, Any], tmp_path: 
     assert norms == pytest.approx(expected_norms, rel=2e-5)
     average = WanTransformer3DModel.from_pretrained(transformer_of(tmp_path / "run" / "hf_ema")).state_dict()
     for key, value in expected_average.items():
-        torch.testing.assert_close(average[key], value, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(average[key], value, rtol=1e-4, atol=2e-6, msg=lambda text, k=key: f"{k}: {text}")
 
 
 def transformer_of(export: Path) -> Path:

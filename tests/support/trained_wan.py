@@ -84,6 +84,7 @@ class TrainedWan:
         self.backend.build_model(lambda: Generator(**(model or {})), load_weights=not resumes)
         self.backend.build_optimizer(self.backend.model)
         self.iteration = 0
+        self._savers: dict[bool, Any] = {}
 
     def step(self, spoilt: bool = False) -> float:
         """Train a step; a spoilt one is skipped, as its loss is not finite."""
@@ -109,10 +110,11 @@ class TrainedWan:
         """Save a checkpoint and wait for it."""
         from mindspeed_mm.checkpoint.saver import CheckpointSaver
 
-        saver = CheckpointSaver(self.root, in_background=in_background)
-        extra = {"iteration": self.iteration}
+        if in_background not in self._savers:
+            self._savers[in_background] = CheckpointSaver(self.root, in_background=in_background)
+        saver, extra = self._savers[in_background], {"iteration": self.iteration}
         saver.save(self.iteration, lambda detached: self.backend.snapshot(extra, detached=detached))
-        saver.close()
+        saver.wait()
         assert saver.last_saved == self.iteration
 
     def load(self, directory: str) -> None:

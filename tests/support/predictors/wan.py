@@ -60,7 +60,8 @@ def _plain_ti2v(model, latents, noise, draws, text, conditions):
     frames, height, width = latents.shape[2:]
     timestep = (sigmas * 1000).view(-1, 1).repeat(1, frames * height * width // 4)
     timestep[:, : height * width // 4] = 0
-    predicted = model(hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["encoder_hidden_states"]).sample
+    states = text["encoder_hidden_states"]
+    predicted = model(hidden_states=noisy, timestep=timestep, encoder_hidden_states=states).sample
     loss = torch.nn.functional.mse_loss(predicted[:, :, 1:], (noise - latents)[:, :, 1:], reduction="none")
     return (loss.mean((1, 2, 3, 4)) * weights).mean()
 
@@ -91,7 +92,5 @@ CASES = {
         conditions=_first_frame,
         diffusion=_WAN,
     ),
-    "ti2v": Case(
-        _TINY, (4, 3, 8, 8), _TEXT, _plain_ti2v, task="ti2v", conditions=_known_frame, diffusion=_WAN
-    ),
+    "ti2v": Case(_TINY, (4, 3, 8, 8), _TEXT, _plain_ti2v, task="ti2v", conditions=_known_frame, diffusion=_WAN),
 }
