@@ -161,7 +161,7 @@ class TrainPipeline(Section):
 class GenerationPreprocessParameters(Section):
     """Frames, sizes and captions."""
 
-    num_frames: Count = Field(16, description="most frames of a clip; made k × the model's temporal stride + 1")
+    num_frames: Count = Field(16, description="most frames of a clip: k × the autoencoder's temporal stride + 1")
     min_num_frames: Count | None = Field(
         None, description="shorter clips are left out; between it and num_frames clips are halved; null = num_frames"
     )

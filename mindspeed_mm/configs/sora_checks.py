@@ -134,10 +134,14 @@ def _autoencoder(config: SoRAModelConfig) -> list[str]:
 
 
 def _image_encoder(config: SoRAModelConfig) -> list[str]:
-    encoder = config.image_encoder
+    encoder = config.first_frame_encoder
     if encoder is None or (encoder.from_pretrained is None and config.init_from_diffusers is not None):
         return []
     key = "image_encoder.from_pretrained"
+    published = config.ae.i2v_processor if config.ae is not None else None
+    places = (published.image_encoder, published.processor_path) if published is not None else ()
+    if published is not None and encoder.from_pretrained is not None and encoder.from_pretrained in places:
+        key = f"ae.i2v_processor.{'image_encoder' if published.image_encoder else 'processor_path'}"
     if encoder.from_pretrained is None:
         return [f"{config.file}: '{key}' is missing: the directory of the encoder of the first frame"]
     return _directory_problem(config.file, key, encoder.from_pretrained, "config.json", "a transformers model")

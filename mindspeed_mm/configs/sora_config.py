@@ -7,6 +7,7 @@ published ones, which the part's family translates.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -65,6 +66,13 @@ class TilingParam(Section):
     tile_sample_stride_width: Count | None = Field(None, description="from one tile to the next, to the right")
 
 
+class I2vProcessor(Section):
+    """`ae.i2v_processor`: the published place of the encoder of the first frame."""
+
+    image_encoder: str | None = Field(None, description="the same as image_encoder.from_pretrained")
+    processor_path: str | None = Field(None, description="the same as image_encoder.from_pretrained")
+
+
 class AeConfig(Section):
     """`ae`: the frozen autoencoder."""
 
@@ -85,6 +93,7 @@ class AeConfig(Section):
     do_sample: Bool = Field(False, description="draw latents from the posterior; false = its mean")
     scaling_factor: Float | None = Field(None, description="takes the place of its config's")
     shift_factor: Float | None = Field(None, description="takes the place of its config's")
+    i2v_processor: I2vProcessor = Field(I2vProcessor(), description="encoder of the first frame")
 
 
 class TextEncoderConfig(Section):
@@ -217,6 +226,20 @@ class SoRAModelConfig(Section):
     use_ema: Bool = Field(False, description="keep averaged weights (--ema-decay, 0.9999 where that is absent)")
 
     _file: str = PrivateAttr("model.json")
+
+    @property
+    def first_frame_encoder(self) -> ImageEncoderConfig | None:
+        """The encoder of the first frame, from wherever it is described."""
+        if self.image_encoder is not None and self.image_encoder.from_pretrained is not None:
+            return self.image_encoder
+        published = self.ae.i2v_processor if self.ae is not None else I2vProcessor()
+        directory = published.image_encoder or published.processor_path
+        if directory is None and self.init_from_diffusers is not None:
+            beside = Path(self.init_from_diffusers) / "image_encoder"
+            directory = str(beside) if (beside / "config.json").is_file() else None
+        if directory is None:
+            return self.image_encoder
+        return (self.image_encoder or ImageEncoderConfig()).model_copy(update={"from_pretrained": directory})
 
     @property
     def file(self) -> str:

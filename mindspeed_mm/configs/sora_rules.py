@@ -43,9 +43,17 @@ NO_EFFECT = (
     NoEffect(r"predictor\.(use_fused_rmsnorm|fp32_calculate)", "the kernels are diffusers' own"),
     NoEffect(r"patch\..*|allow_internal_format", "nothing is patched"),
     NoEffect(r"text_encoder\.(hub_backend|low_cpu_mem_usage|load_in_8bit)", "files are read from the directory"),
+    NoEffect(
+        r"text_encoder\.byT5_ckpt_path",
+        "the encoder is read from from_pretrained as it is: name the directory of the glyph encoder's own weights",
+    ),
     NoEffect(r"text_encoder\..*", "captions are encoded as the model's diffusers pipeline does it"),
-    NoEffect(r"ae\.i2v_processor.*", "the first frame is made a condition as the model's diffusers pipeline does it"),
+    NoEffect(r"ae\.i2v_processor\..*", "the first frame is made a condition as the model's diffusers pipeline does it"),
     NoEffect(r"ae\.freeze", "the autoencoder is never trained"),
+    NoEffect(
+        r"ae\.tiling_param\.(tile_size|tile_stride)",
+        "tiles are measured in pixels: write tile_sample_min_height, tile_sample_stride_height and so on",
+    ),
     NoEffect(r"ae\..*", "structure comes from the directory's config.json, which is authoritative"),
     NoEffect(r"diffusion\..*", "it belongs to sampling (inference_sora.py)"),
     NoEffect(r".*", "it belongs to another entry script"),

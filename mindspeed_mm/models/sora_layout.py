@@ -102,7 +102,7 @@ def _part(
             said = encoder.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
             return tokenizer_directory(said, Path(directory), name, config.file, number)
     if name in ("image_encoder", "image_processor", "feature_extractor"):
-        described = config.image_encoder
+        described = config.first_frame_encoder
         if described is not None and described.from_pretrained:
             directory = Path(described.from_pretrained)
             if name == "image_encoder":

@@ -70,6 +70,7 @@ class SoRAModel(MultiModalModule):
                 f"{self.described.file}: 'enable_encoder_dp' has no effect: every rank has samples of its own, so that "
                 "none is encoded twice"
             )
+        _require_image_encoder(self.described, self.family)
         self._tokenizers = list(tokenizers)
         interval = self.described.encoder_offload_interval
         self.encoder = SampleEncoder(
@@ -293,6 +294,15 @@ def _complete(family: type[PredictorFamily], structure: Mapping[str, Any], file:
             f"{did_you_mean(unknown[0], known)}"
         )
     return {**known, **structure}
+
+
+def _require_image_encoder(config: SoRAModelConfig, family: PredictorFamily) -> None:
+    if family.needs_image_encoder and not config.load_video_features and config.first_frame_encoder is None:
+        raise ConfigError(
+            f"{config.file}: 'image_encoder' is missing: this {family.model_class_name} is told of the first frame by "
+            "an encoder of pictures; write its directory as image_encoder.from_pretrained (the folder image_encoder of "
+            "a diffusers pipeline)"
+        )
 
 
 def _source_dtype(config: SoRAModelConfig, structure: Mapping[str, Any]) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.configs.sora_config import ImageEncoderConfig, SoRAModelConfig
+from mindspeed_mm.configs.sora_config import AeConfig, ImageEncoderConfig, SoRAModelConfig
 from mindspeed_mm.models.ae.autoencoder import Autoencoder, open_autoencoder
 from mindspeed_mm.models.predictor.family import PredictorFamily
 from mindspeed_mm.models.text_encoder.captions import CaptionEncoder, open_captions
@@ -98,14 +99,10 @@ def open_parts(
         directory = whole / "vae" if whole is not None else None
         if config.ae is None and directory is None:
             raise ConfigError(f"{config.file}: 'ae' is missing: what makes latents of clips (pixel: nothing does)")
-        from mindspeed_mm.configs.sora_config import AeConfig
-
         parts.ae = open_autoencoder(
             config.ae or AeConfig(), config.file, default_class=family.defaults.ae, directory=directory
         )
-        described = config.image_encoder
-        if described is None and whole is not None and (whole / "image_encoder" / "config.json").is_file():
-            described = ImageEncoderConfig(from_pretrained=str(whole / "image_encoder"))
+        described = config.first_frame_encoder
         if described is not None:
             parts.image_encoder = open_image_encoder(described, config.file)
     if needs_text:
@@ -115,8 +112,6 @@ def open_parts(
 
 def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder:
     """Load an encoder of pictures, with the image processor in its directory or beside it."""
-    import json
-
     import transformers
 
     if not described.from_pretrained or not (Path(described.from_pretrained) / "config.json").is_file():

@@ -64,8 +64,9 @@ def pipeline(folder: Path, family: str, task: str) -> Path:
     for part in ("transformer", "transformer_2"):
         (folder / part).mkdir(parents=True)
         write_json(folder / part / "config.json", {"_class_name": class_name, **tiny_config(family, task)})
-    for part in ("vae", "text_encoder"):
+    for part in ("vae", "text_encoder", "image_encoder"):
         (folder / part).mkdir()
+    write_json(folder / "image_encoder" / "config.json", {})
     write_json(folder / "model_index.json", {})
     return folder
 

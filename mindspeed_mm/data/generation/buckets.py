@@ -138,7 +138,7 @@ def make_buckets(
         file: Name of data.json, for messages.
 
     Raises:
-        ConfigError: A shape that the model can't take, with the nearest that it can.
+        ConfigError: Frames or a shape that the model can't take, with the nearest that it can.
     """
     if param.buckets is not None:
         shapes = [Bucket(*shape) for shape in param.buckets]
@@ -167,11 +167,24 @@ def _nearest(shape: Bucket, rule: GenerationRule) -> list[int]:
     return [round((shape.frames - 1) / stride) * stride + 1, *sides]
 
 
+def _around(side: int, rule: GenerationRule) -> str:
+    """A side that fits, or the nearest ones below and above."""
+    below = side // rule.spatial_multiple * rule.spatial_multiple
+    if below == side:
+        return str(side)
+    return f"{below} or {below + rule.spatial_multiple}" if below else str(rule.spatial_multiple)
+
+
 def _frame_ladder(param: GenerationPreprocessParameters, rule: GenerationRule, file: str) -> list[int]:
     """The most frames, half of them and so on, down to the fewest."""
     most = rule.frames_near(param.num_frames)
     if most != param.num_frames:
-        notice(f"{file}: {_KEYS}.num_frames {param.num_frames}: clips have {most} frames, as {_demand(rule)}")
+        if "num_frames" in param.model_fields_set:
+            above = most + rule.temporal_stride
+            raise ConfigError(
+                f"{file}: {_KEYS}.num_frames is {param.num_frames}; {_demand(rule)}; the nearest are {most} and {above}"
+            )
+        notice(f"{file}: {_KEYS}.num_frames is absent: clips have {most} frames of {param.num_frames}: {_demand(rule)}")
     if param.min_num_frames is None or most == 1:
         return [most]
     fewest = -(-(param.min_num_frames - 1) // rule.temporal_stride) * rule.temporal_stride + 1
@@ -201,7 +214,10 @@ def _one_size(height: int, width: int, rule: GenerationRule, what: str) -> tuple
     shape = Bucket(1, height, width)
     if not rule.fits(*shape):
         near = _nearest(shape, rule)[1:]
-        raise ConfigError(f"{what} is {height}×{width}; {_demand(rule)}; the nearest is {near[0]}×{near[1]}")
+        raise ConfigError(
+            f"{what} is {height}×{width}; {_demand(rule)}; the nearest is {near[0]}×{near[1]} ({_around(height, rule)} "
+            f"high, {_around(width, rule)} wide)"
+        )
     return height, width
 
 

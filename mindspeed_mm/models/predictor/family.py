@@ -107,6 +107,11 @@ class PredictorFamily:
         return int(patch[0]) if isinstance(patch, (list, tuple)) else int(self.config.get("patch_size_t") or 1)
 
     @property
+    def needs_image_encoder(self) -> bool:
+        """Whether `conditions` asks an encoder of the first frame."""
+        return False
+
+    @property
     def latent_channels(self) -> int:
         """Channels of the latent that is denoised."""
         return int(self.config["in_channels"])

@@ -126,6 +126,11 @@ class HunyuanVideo15(PredictorFamily):
         """See the base class."""
         return int(self.config.get("patch_size_t") or 1)
 
+    @property
+    def needs_image_encoder(self) -> bool:
+        """See the base class."""
+        return self.task == "i2v"
+
     def text_states(
         self, pipeline: Any, captions: Sequence[str], device: torch.device, max_length: int | None
     ) -> dict[str, torch.Tensor]:
@@ -150,11 +155,6 @@ class HunyuanVideo15(PredictorFamily):
         """
         if self.task == "t2v":
             return {}
-        if parts.image_encoder is None:
-            raise ConfigError(
-                "model.json: 'image_encoder' is missing: hunyuanvideo15 for i2v is told the first frame by SigLIP; "
-                "write its directory as image_encoder.from_pretrained"
-            )
         first = video[:, :, :1]
         shown = torch.cat([parts.ae.encode(first).mean, torch.zeros_like(latents[:, :, 1:])], 2)
         mask = torch.zeros_like(latents[:, :1])

@@ -60,6 +60,11 @@ class Wan(PredictorFamily):
         }
 
     @property
+    def needs_image_encoder(self) -> bool:
+        """See the base class."""
+        return self.task == "i2v" and self.config.get("image_dim") is not None
+
+    @property
     def latent_channels(self) -> int:
         """See the base class."""
         return int(self.config.get("out_channels") or self.config["in_channels"])

@@ -33,7 +33,7 @@ def made_from(
     was moved is the same.
     """
     whole = model.init_from_diffusers
-    image = model.image_encoder
+    image = model.first_frame_encoder
     described: dict[str, Any] = {
         "task": family.task,
         "predictor": family.names[0],

@@ -68,7 +68,9 @@ def words_for(item: Flag) -> list[str]:
         return [spelling]
     if item.choices:
         return [spelling, str(next(choice for choice in item.choices if choice != item.default))]
-    return [spelling, "3" if item.kind is not str else "x"]
+    if item.kind is str:
+        return [spelling, "x"]
+    return [spelling, "0.5" if item.below is not None and item.below <= 3 else "3"]
 
 
 def test_quickstart_command_is_typed(run_folder: Path) -> None:

@@ -23,8 +23,14 @@ def test_one_bucket_without_a_word() -> None:
 
 
 def test_frames_that_the_model_takes(said: list[str]) -> None:
-    assert made(num_frames=16) == [(13, 32, 64)]
-    assert "num_frames 16: clips have 13 frames, as an autoencoder takes k·4 + 1 frames" in said[0]
+    param = config("x.json").dataset_param.preprocess_parameters
+    assert param.num_frames == 9
+    absent = param.model_copy(update={"num_frames": 16})
+    absent.model_fields_set.discard("num_frames")
+    assert [tuple(bucket) for bucket in make_buckets(absent, RULE, False).buckets] == [(13, 32, 64)]
+    assert "num_frames is absent: clips have 13 frames of 16: an autoencoder takes k·4 + 1 frames" in said[0]
+    with pytest.raises(ConfigError, match=r"num_frames is 80; .* takes k·4 \+ 1 frames.*; the nearest are 77 and 81"):
+        made(num_frames=80)
 
 
 def test_fewer_frames_by_halves() -> None:

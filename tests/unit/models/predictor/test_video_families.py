@@ -219,11 +219,16 @@ def test_frames_in_front_make_whole_tokens():
     assert _family("cogvideox-t2v")[0].padded(latents) is latents
 
 
-def test_a_picture_needs_its_encoder():
-    pipeline, (family, _) = tiny.hunyuanvideo15("i2v"), _family("hunyuanvideo15-i2v")
-    parts = SimpleNamespace(ae=Autoencoder(pipeline.vae, AeConfig()), image_encoder=None)
-    with pytest.raises(ConfigError, match=r"'image_encoder' is missing: hunyuanvideo15 for i2v"):
-        family.conditions(parts, _clip(5, 32, 32)[0], torch.zeros(1, 4, 2, 2, 2))
+@pytest.mark.parametrize("label", ["hunyuanvideo15-i2v", "wan-i2v"])
+def test_a_picture_needs_its_encoder(label, tmp_path):
+    """Said before anything is built or loaded; the published place of the encoder is known as well."""
+    from mindspeed_mm.models.sora_model import SoRAModel
+
+    name, case = cases()[label]
+    content = {**case.model_json(name), "load_video_features": False}
+    with pytest.raises(ConfigError, match=r"'image_encoder' is missing: this .* is told of the first frame"):
+        SoRAModel(content)
+    SoRAModel({**content, "ae": {"i2v_processor": {"image_encoder": str(tmp_path)}}})
 
 
 PUBLISHED = {
