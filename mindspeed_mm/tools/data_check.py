@@ -52,6 +52,7 @@ class RowFacts:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("data_json", help="data.json of a run")
+    parser.add_argument("--mm-model", help="of clips and pictures: model.json, which says what shapes it takes")
     parser.add_argument("--seq-length", type=int, help="longest row in tokens; absent = cutoff_len of data.json")
     parser.add_argument("--global-batch-size", type=int, default=1, help="rows (or packs) of an optimizer step")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="rows of a micro-batch of one rank")
@@ -72,8 +73,13 @@ def run(options: argparse.Namespace) -> int:
     """
     from mindspeed_mm.configs.data_config import DataConfig
     from mindspeed_mm.configs.files import read_json
+    from mindspeed_mm.configs.generation_data import is_generation_data
+    from mindspeed_mm.tools import clip_check
 
-    config = DataConfig.from_dict(read_json(options.data_json), file=options.data_json)
+    content = read_json(options.data_json)
+    if is_generation_data(content):
+        return clip_check.run(options, content)
+    config = DataConfig.from_dict(content, file=options.data_json)
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
     facts = list(_look(dataset, wanted, options.decode, options.num_workers))
     report = summarise(facts, dataset, wanted, config, options)

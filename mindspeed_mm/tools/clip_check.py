@@ -1,0 +1,159 @@
+"""`mindspeed-mm data check data.json` for clips, pictures and features of generation models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.utils.errors import BadSample, ConfigError
+
+_CHUNK = 16
+_SHOWN = 3
+
+
+@dataclass
+class ClipFacts:
+    """What a row becomes.
+
+    Attributes:
+        bucket: number of the shape that it is cut to; None: it gives no sample.
+        fault: why it gives none.
+        note: the message that names it.
+    """
+
+    bucket: int | None = None
+    fault: str | None = None
+    note: str = ""
+
+
+def run(options: argparse.Namespace, content: Any) -> int:
+    """Check the data of a data.json; print what was found, and write report.json.
+
+    Args:
+        options: of the command; without `mm_model` any number of frames and any sides are taken.
+        content: of data.json.
+
+    Returns:
+        0; 1 if a run with this data.json would end at one of its rows, or no row gives a sample.
+
+    Raises:
+        ConfigError, DataError: data.json, model.json or an annotation file can't be used at all.
+    """
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.data.generation.build import build_generation_datasets
+
+    config = GenerationDataConfig.from_dict(content, file=options.data_json)
+    raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
+    dataset, _ = build_generation_datasets(_with(config, on_bad_sample="skip"), _rule(options.mm_model))
+    dataset.dataset_param = _with(config, on_bad_sample="raise").dataset_param  # rows tell what is wrong with them
+    total = len(dataset)
+    if options.rows is not None and options.rows < 1:
+        raise ConfigError(f"--rows {options.rows}: expected at least 1")
+    count = min(options.rows or total, total)
+    wanted = np.unique(np.linspace(0, total - 1, count).astype(int)).tolist()
+    facts = list(_look(dataset, wanted, options.decode, options.num_workers))
+    report = _summarise(facts, dataset, total, options.global_batch_size)
+    folder = Path(options.output or Path(options.data_json).parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    _tell(report, folder)
+    return 1 if not report["samples"] or (raises and report["left_out"]) else 0
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    """The same data.json with other basic_parameters, and all rows in one part."""
+    basic = config.dataset_param.basic_parameters.model_copy(
+        update={"val_rate": None, "val_data_path": None, **changes}
+    )
+    param = config.dataset_param.model_copy(update={"basic_parameters": basic})
+    return config.model_copy(update={"dataset_param": param})
+
+
+def _rule(model_file: str | None) -> Any:
+    from mindspeed_mm.data.generation.rule import GenerationRule
+
+    if model_file is None:
+        return GenerationRule(made_by="any model")
+    from mindspeed_mm.configs.files import read_json
+    from mindspeed_mm.configs.sora_config import SoRAModelConfig
+    from mindspeed_mm.models.sora_model import generation_rule
+
+    return generation_rule(SoRAModelConfig.from_dict(read_json(model_file), file=model_file), seed=1234)
+
+
+class _Facts:
+    """Facts of rows, a chunk at a time: what the loader's workers make."""
+
+    def __init__(self, dataset: Any, wanted: Sequence[int], decode: bool) -> None:
+        self._dataset, self._wanted, self._decode = dataset, wanted, decode
+
+    def __len__(self) -> int:
+        return -(-len(self._wanted) // _CHUNK)
+
+    def __getitem__(self, chunk: int) -> list[ClipFacts]:
+        return [self._of(index) for index in self._wanted[chunk * _CHUNK : (chunk + 1) * _CHUNK]]
+
+    def _of(self, index: int) -> ClipFacts:
+        try:
+            bucket = self._dataset.measure(index)[0].bucket
+            if self._decode:
+                self._dataset.get(index, bucket)
+        except BadSample as error:
+            return ClipFacts(fault=error.reason, note=str(error))
+        return ClipFacts(bucket=bucket)
+
+
+def _look(dataset: Any, wanted: Sequence[int], decode: bool, workers: int) -> Iterator[ClipFacts]:
+    from rich.console import Console
+    from rich.progress import track
+    from torch.utils.data import DataLoader
+
+    from mindspeed_mm.data.workers import forked
+
+    rows: Any = _Facts(dataset, wanted, decode)
+    workers = workers if len(rows) > 4 else 0
+    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
+    console = Console(stderr=True)
+    for chunk in track(chunks, "reading rows", len(rows), console=console, disable=not console.is_terminal):
+        yield from chunk
+
+
+def _summarise(facts: Sequence[ClipFacts], dataset: Any, rows: int, batch: int) -> dict[str, Any]:
+    """`rows`, `looked_at`, `samples`, `buckets` (shape → samples, tokens of one), `steps_per_epoch`, `left_out`."""
+    found = Counter(row.bucket for row in facts if row.bucket is not None)
+    faults = Counter(row.fault for row in facts if row.fault is not None)
+    buckets = {
+        str(dataset.shapes[number]): {"samples": found[number], "tokens": dataset.rule.tokens(*dataset.shapes[number])}
+        for number in sorted(found, key=dataset.shapes.rank)
+    }
+    return {
+        "rows": rows,
+        "looked_at": len(facts),
+        "samples": sum(found.values()),
+        "buckets": buckets,
+        "steps_per_epoch": rows // batch,
+        "left_out": {
+            reason: {"rows": count, "first": [row.note for row in facts if row.fault == reason][:_SHOWN]}
+            for reason, count in faults.most_common()
+        },
+    }
+
+
+def _tell(report: dict[str, Any], folder: Path) -> None:
+    looked = "" if report["looked_at"] == report["rows"] else f" ({report['looked_at']} of them looked at)"
+    print(f"rows: {report['rows']}{looked}, {report['steps_per_epoch']} steps an epoch")
+    print(f"samples: {report['samples']}")
+    for shape, bucket in report["buckets"].items():
+        print(f"frames×height×width {shape}: {bucket['samples']} samples of {bucket['tokens']} tokens")
+    for reason, entry in report["left_out"].items():
+        print(f"left out: {entry['rows']} × {reason}")
+        for note in entry["first"]:
+            print(f"    {note}")
+    print(f"written: {folder / 'report.json'}")
