@@ -175,13 +175,20 @@ class SoRAModel(MultiModalModule):
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the predictor; see FSDP2Mixin.fully_shard."""
         config = load_fsdp2_config(fsdp2_config_path)
-        paths = {
+        paths: dict[str, Any] = {
             "sub_modules_to_wrap": self._paths(config.sub_modules_to_wrap, "sub_modules_to_wrap"),
             "recompute_modules": self._paths(config.recompute_modules, "recompute_modules"),
             "ignored_modules": self._paths(config.ignored_modules, "ignored_modules"),
         }
         if paths["sub_modules_to_wrap"] is None:
             paths["sub_modules_to_wrap"] = block_paths(self.predictor)
+        if not fsdp2_config_path:
+            # published scripts that shard the optimizer's state by Megatron's flags bring no such file
+            paths["sharding_size"] = "auto"
+            notice(
+                "there is no --fsdp2-config-path: the predictor is sharded over all ranks, block by block; fsdp2.yaml "
+                "may say otherwise, and its recompute_modules save memory"
+            )
         self.predictor.weights_come_later = self.weights_come_later
         if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
             notice("fsdp2.yaml: 'cast_forward_inputs' has no effect here: inputs are made in param_dtype or stay exact")
