@@ -29,10 +29,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("iterations", "at_least"), [(12, 0.0), pytest.param(300, 0.9, marks=pytest.mark.full)], ids=["short", "learnt"]
-)
+@pytest.mark.parametrize(("iterations", "at_least"), [(12, 0.0), (300, 0.9)], ids=["short", "learnt"])
 def test_the_example_runs_to_its_end(checkout: Path, iterations: int, at_least: float) -> None:
     folder = Path(sys.executable).parent
     environment = {**os.environ, "VIRTUAL_ENV": str(folder.parent), "OMP_NUM_THREADS": "1", "MM_DEVICE": "cpu"}

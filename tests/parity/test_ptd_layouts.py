@@ -222,7 +222,7 @@ def test_layout(case: Case, megatron_pools: dict[int, Any], tmp_path: Path) -> N
 
 # those of four ranks, and those that differ from another one in a setting of Megatron-core's own, by name only
 SPECIAL_BY_NAME = {"tower over two stages", "a length that does not divide", "selective recompute", "block recompute"}
-SPECIAL_BY_NAME |= {"four rows a micro-batch", "tower over virtual stages"}
+SPECIAL_BY_NAME |= {"four rows a micro-batch", "tower over virtual stages", "language model frozen", "chunked loss"}
 
 
 @pytest.mark.parametrize(
