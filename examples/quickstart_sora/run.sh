@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole generation quick start: prepare data, train on captioned digits, make a hundred of them, let a classifier
-# read them; then a short text-to-video run on moving digits.
+# read them; then a short text-to-video run on features of moving digits.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh
@@ -31,9 +31,11 @@ sample --mm-model examples/quickstart_sora/model.json --load "$out/images_run" \
     --prompts "$out/prompts.txt" --save-path "$out/samples" --size 1 8 8 --batch-size 50
 python examples/quickstart_sora/evaluate.py --run "$out" --started "$started" --at-least "${AT_LEAST:-0.9}"
 
-echo "== moving digits"
-MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=32 TRAIN_ITERS=${VIDEO_ITERS:-200} \
-    MM_MODEL=examples/quickstart_sora/model_video.json MM_DATA=examples/quickstart_sora/data_video.json \
+echo "== moving digits: decoded and encoded once, then learnt"
+python -m mindspeed_mm.tools.cli data extract-features --mm-model examples/quickstart_sora/model_video.json \
+    --mm-data examples/quickstart_sora/data_video.json --output "$out/clip_features" --micro-batch-size 50
+MASTER_PORT=$(free_port) SAVE_PATH="$out/clips_run" MBS=32 TRAIN_ITERS=${VIDEO_ITERS:-400} \
+    MM_MODEL=examples/quickstart_sora/model_video.json MM_DATA=examples/quickstart_sora/data_features.json \
     bash examples/quickstart_sora/train_sora.sh
 sample --mm-model examples/quickstart_sora/model_video.json --load "$out/clips_run" \
     --prompts "$out/prompts_video.txt" --save-path "$out/clip_samples" --size 5 16 16 --fps 4 --batch-size 4

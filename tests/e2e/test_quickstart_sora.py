@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("digits", "clips", "at_least"),
-    [(10, 10, 0.0), (320, 200, 0.9)],
+    [(10, 10, 0.0), (320, 400, 0.9)],
     ids=["short", "learnt"],
 )
 def test_the_example_runs_to_its_end(checkout: Path, digits: int, clips: int, at_least: float) -> None:
