@@ -353,4 +353,15 @@ def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:
         text_dropout=rates[0] if rates else None,
         seed=seed,
         made_by="pixel" if config.ae is not None and config.ae.model_id == "pixel" else family.defaults.ae,
+        needs_conditions=family.task in ("i2v", "ti2v"),
+        features_of=_features_of(config, family),
     )
+
+
+def _features_of(config: SoRAModelConfig, family: PredictorFamily) -> dict[str, Any]:
+    """What must be the same where features were made: names as in their features.json."""
+    named: dict[str, Any] = {"predictor": family.names[0]}
+    if config.ae is not None:
+        keys = ("norm_latents", "norm_mode", "do_sample", "scaling_factor", "shift_factor")
+        named |= {f"ae.{key}": getattr(config.ae, key) for key in keys if key in config.ae.model_fields_set}
+    return named

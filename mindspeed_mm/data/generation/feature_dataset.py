@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.configs.generation_data import GenerationDatasetParam
+from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.data.generation.buckets import Bucket, LatentTable
 from mindspeed_mm.data.generation.captions import is_left_out
 from mindspeed_mm.data.generation.collate import Sample
@@ -35,12 +36,13 @@ def open_features(
         training: False for evaluation.
 
     Raises:
-        ConfigError: Features of shapes that the model can't take; captions are to be left out, and there are no states
-            of an empty one.
+        ConfigError: Features of another model, or of shapes that the model can't take; captions are to be left out,
+            and there are no states of an empty one.
         DataError: There are no features, or they can't be read.
     """
     folder = param.basic_parameters.data_folder
     reader = FeatureReader([_placed(path, folder) for path in paths])
+    _check_origin(reader, rule)
     for bucket in reader.buckets:
         if not rule.fits(*bucket):
             raise ConfigError(
@@ -51,6 +53,22 @@ def open_features(
     dataset = FeatureDataset(reader, param, rule, training)
     dataset.check_dropout()
     return dataset
+
+
+def _check_origin(reader: FeatureReader, rule: GenerationRule) -> None:
+    """Raise if features are another model's, or lack what this one is told."""
+    for key, wanted in rule.features_of.items():
+        found = reader.made_from.get(key, wanted)
+        if found != wanted:
+            raise ConfigError(
+                f"{reader.where(0)}: these features were made with {key} {show(found)}, and model.json says "
+                f"{show(wanted)}; make them again with this model.json, or train with the one they were made with"
+            )
+    if rule.needs_conditions and not any(name.startswith("cond.") for name in reader.kinds()):
+        raise ConfigError(
+            f"{reader.where(0)}: these features hold nothing of a first frame ({', '.join(reader.kinds())}), which "
+            "this model is told; make them again with this model.json, whose task needs it"
+        )
 
 
 def _placed(path: str, folder: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class GenerationRule:
         text_dropout: probability that a caption is left out; None: data.json says it.
         seed: of the run, from which samples' keys are made.
         made_by: the autoencoder's name, for messages.
+        needs_conditions: whether the model is told of a sample beside its caption.
+        features_of: what features must have been made from, by the keys of their features.json; others are free.
     """
 
     temporal_stride: int = 1
@@ -24,6 +28,8 @@ class GenerationRule:
     text_dropout: float | None = None
     seed: int = 1234
     made_by: str = "the model"
+    needs_conditions: bool = False
+    features_of: Mapping[str, Any] = field(default_factory=dict)
 
     def frames_near(self, frames: int) -> int:
         """The largest number of frames up to `frames` that fits, at least 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import pickle
@@ -44,7 +45,7 @@ def shape_of(row: int, mixed: bool) -> tuple[int, int, int]:
 
 
 def write(folder: Path, rows: Any = range(10), mixed: bool = False, **options: Any) -> Path:
-    with FeatureWriter(folder, made_from=MADE_FROM, **{"shard_bytes": 4000, **options}) as writer:
+    with FeatureWriter(folder, **{"made_from": MADE_FROM, "shard_bytes": 4000, **options}) as writer:
         writer.write_empty({name: torch.full_like(t, 9) for name, t in features(0).items() if name.startswith("text.")})
         for row in rows:
             writer.add(row, features(row, shape_of(row, mixed)), shape_of(row, mixed), f"caption {row}")
@@ -209,6 +210,23 @@ def test_shapes_of_another_autoencoder(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ConfigError, match=r"features of 9×32×64 .* can't be of a larger one, which takes k·8 \+ 1"):
         opened(tmp_path, rule=GenerationRule(8, 48, text_dropout=0.0, made_by="a larger one"))
+
+
+def test_features_of_another_model(tmp_path: Path) -> None:
+    folder = write(tmp_path / "features", made_from={"predictor": "wan", "ae.do_sample": False})
+    wan = dataclasses.replace(RULE, features_of={"predictor": "wan", "ae.do_sample": False, "ae.norm_mode": None})
+    assert len(opened(folder, rule=wan)) == 10
+    with pytest.raises(ConfigError, match=r"made with predictor 'wan', and model.json says 'flux'"):
+        opened(folder, rule=dataclasses.replace(RULE, features_of={"predictor": "flux"}))
+    with pytest.raises(ConfigError, match=r"made with ae\.do_sample false, and model.json says true"):
+        opened(folder, rule=dataclasses.replace(RULE, features_of={"predictor": "wan", "ae.do_sample": True}))
+    told = dataclasses.replace(RULE, needs_conditions=True)
+    assert len(opened(folder, rule=told)) == 10
+    plain = tmp_path / "plain"
+    with FeatureWriter(plain, made_from={}) as writer:
+        writer.add(0, {"latents": features(0)["latents"], "text.states": torch.ones(2, 3)}, SHAPES[0], "caption")
+    with pytest.raises(ConfigError, match="hold nothing of a first frame"):
+        opened(plain, rule=told)
 
 
 def test_batches_of_several_shapes(tmp_path: Path) -> None:
