@@ -65,10 +65,8 @@ class DataRun(Run):
 STREAMED = {"dataset_param.basic_parameters.streaming": True, "dataset_param.basic_parameters.buffer_size": 8}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [pytest.param(PACKED, id="packed"), pytest.param({**PACKED, **STREAMED}, id="stream", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("data", [PACKED, {**PACKED, **STREAMED}], ids=["packed", "stream"])
 def test_rows_after_kills(
     ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, qwen3_dir: Path, tmp_path: Path, data: dict[str, Any]
 ) -> None:

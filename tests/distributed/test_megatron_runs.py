@@ -102,7 +102,9 @@ def test_both_backends_train_alike(
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
     [
-        ("qwen2_5_vl", "TP2", ("TP2", "PP2", "DP2", "1 process", "FSDP2")),
+        pytest.param(
+            "qwen2_5_vl", "TP2", ("TP2", "PP2", "DP2", "1 process", "FSDP2"), id="vl TP2", marks=pytest.mark.full
+        ),
         ("qwen3", "PP2 VPP2", ("DP2", "TP2 PP2", "FSDP2")),
         ("qwen2_5_vl", "FSDP2", ("PP2", "DP2")),
     ],
