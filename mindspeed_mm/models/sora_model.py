@@ -269,6 +269,11 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
         structure = {k: v for k, v in said.items() if not k.startswith("_")}
     else:
         structure = family_class.translate(described.structure, task, file)
+    if described.structure and (described.config is not None or said is not None):
+        keys = ", ".join(f"predictor.{key}" for key in described.structure if key not in ("model_type", "task_type"))
+        if keys:
+            whose = "'predictor.config'" if described.config is not None else f"'{directory}'"
+            notice(f"{file}: no effect here: {keys}: the structure comes from {whose}")
     structure = _complete(family_class, structure, file)
     return family_class(task, structure), structure, None if described.train_from_scratch else directory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,7 +27,7 @@ from mindspeed_mm.utils.errors import BadSample, DataError, MMError
 from mindspeed_mm.utils.sample_random import sample_key, uniform
 
 
-class ShapedDataset(Dataset):
+class ShapedDataset(Dataset, ABC):
     """What data sets of clips and of features have in common: rows, buckets, keys, faults.
 
     Everything random of a sample comes from its key, which is made of the run's seed, its row and the epoch; in
@@ -160,17 +161,21 @@ class ShapedDataset(Dataset):
         """The number that a row's key is made of."""
         return row
 
+    @abstractmethod
     def _name(self, row: int) -> str:
-        raise NotImplementedError
+        """Name a row, for messages."""
 
+    @abstractmethod
     def _bucket(self, row: int) -> int:
-        raise NotImplementedError
+        """The number of a row's bucket."""
 
+    @abstractmethod
     def _make(self, row: int, bucket: int, key: int) -> Sample:
-        raise NotImplementedError
+        """A row as a sample of a bucket."""
 
+    @abstractmethod
     def _filler(self, bucket: int) -> Sample:
-        raise NotImplementedError
+        """A sample of a bucket that nothing is trained on."""
 
 
 class GenerationDataset(ShapedDataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -52,7 +53,7 @@ class FamilyDefaults:
     text_length: int | None = None
 
 
-class PredictorFamily:
+class PredictorFamily(ABC):
     """How a family's transformer is built, what it is told of a sample, and how it is asked.
 
     Latents are [batch, channels, frames, height, width] everywhere outside of `predict`; images have one frame.
@@ -116,6 +117,7 @@ class PredictorFamily:
         """Channels of the latent that is denoised."""
         return int(self.config["in_channels"])
 
+    @abstractmethod
     def text_states(
         self, pipeline: Any, captions: Sequence[str], device: torch.device, max_length: int | None
     ) -> dict[str, torch.Tensor]:
@@ -124,7 +126,6 @@ class PredictorFamily:
         Returns:
             tensors [captions, …] by the names of the transformer's arguments.
         """
-        raise NotImplementedError
 
     def padded(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents that whole tokens can be made of: [batch, channels, frames + those added, height, width]."""
@@ -144,6 +145,7 @@ class PredictorFamily:
         """
         return {}
 
+    @abstractmethod
     def predict(
         self,
         model: nn.Module,
@@ -167,7 +169,6 @@ class PredictorFamily:
         Returns:
             the prediction, shaped as `noisy`.
         """
-        raise NotImplementedError
 
 
 _families: dict[str, type[PredictorFamily]] = {}

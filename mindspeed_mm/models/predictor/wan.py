@@ -10,6 +10,21 @@ from torch import nn
 
 from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
+
+#: published structure keys that `translate` reads
+_READ = {
+    "model_type",
+    "task_type",
+    "patch_size",
+    "num_heads",
+    "hidden_size",
+    "in_dim",
+    "out_dim",
+    "text_dim",
+    "freq_dim",
+}
+_READ |= {"ffn_dim", "num_layers", "pipeline_num_layers", "cross_attn_norm", "qk_norm", "eps", "img_dim", "max_seq_len"}
 
 
 @register_family
@@ -38,6 +53,12 @@ class Wan(PredictorFamily):
         if hidden % heads:
             raise ConfigError(
                 f"{file}: 'predictor.hidden_size' {hidden} is no multiple of 'predictor.num_heads' {heads}"
+            )
+        if unread := sorted(structure.keys() - _READ):
+            keys = ", ".join(f"predictor.{key}" for key in unread)
+            notice(
+                f"{file}: no effect here: {keys}: {cls.model_class_name} fixes it (the longest caption is "
+                "text_encoder.max_length)"
             )
         # published files write the latent's channels as in_dim where the condition's are counted as well
         channels = int(structure.get("in_dim", 16))

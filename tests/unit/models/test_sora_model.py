@@ -125,6 +125,22 @@ def test_an_image_to_video_export_names_its_encoder(tmp_path: Path) -> None:
     assert layout.model_index["image_processor"][0] == "transformers"
 
 
+def test_structure_keys_that_nobody_reads_are_said(tmp_path: Path, said: list[str]) -> None:
+    published = {"hidden_size": 48, "num_heads": 2, "num_layers": 1, "ffn_dim": 32, "text_len": 512}
+    content = {"load_video_features": True, "load_text_features": True}
+    model = SoRAModel({**content, "predictor": {"model_id": "wandit", **published}})
+    assert model.predictor.config["attention_head_dim"] == 24
+    assert [line for line in said if "predictor.text_len: WanTransformer3DModel fixes it" in line]
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CASES["wan-t2v"][1].config, "_class_name": "WanTransformer3DModel"})
+    )
+    said.clear()
+    directory = {"from_pretrained": str(tmp_path), "train_from_scratch": True}
+    model = SoRAModel({**content, "predictor": {"model_id": "wandit", **published, **directory}})
+    assert model.predictor.config["num_layers"] == 2
+    assert [line for line in said if "predictor.num_layers" in line and "comes from" in line]
+
+
 @pytest.mark.parametrize(
     "predictor, words",
     [
