@@ -69,6 +69,17 @@ for name, content in (("model", model), ("data", data)):
 EOF_PYTHON
 }
 
+# Start as many processes as there are devices. Arguments: the script and its flags.
+mm_torchrun() {
+    torchrun \
+        --nproc_per_node "$NPUS_PER_NODE" \
+        --nnodes "$NNODES" \
+        --node_rank "$NODE_RANK" \
+        --master_addr "$MASTER_ADDR" \
+        --master_port "$MASTER_PORT" \
+        "$@"
+}
+
 # Train. Needs MBS (rows, or packs, that a device takes at once), GRAD_ACC_STEP (how often before the optimizer's step)
 # and SEQ_LEN (longest row in tokens). Arguments: further flags; the last one of a name counts.
 mm_train() {
@@ -78,13 +89,7 @@ mm_train() {
     if [ -n "${LOAD_PATH:-}" ]; then
         load=(--load "$LOAD_PATH")
     fi
-    torchrun \
-        --nproc_per_node "$NPUS_PER_NODE" \
-        --nnodes "$NNODES" \
-        --node_rank "$NODE_RANK" \
-        --master_addr "$MASTER_ADDR" \
-        --master_port "$MASTER_PORT" \
-        pretrain_transformers.py \
+    mm_torchrun pretrain_transformers.py \
         --use-torch-fsdp2 \
         --fsdp2-config-path "$FSDP2_PATH" \
         --init-model-with-meta-device \

@@ -55,13 +55,7 @@ mm_train_sora() {
     if [ -n "${LOAD_PATH:-}" ]; then
         load=(--load "$LOAD_PATH")
     fi
-    torchrun \
-        --nproc_per_node "$NPUS_PER_NODE" \
-        --nnodes "$NNODES" \
-        --node_rank "$NODE_RANK" \
-        --master_addr "$MASTER_ADDR" \
-        --master_port "$MASTER_PORT" \
-        pretrain_sora.py \
+    mm_torchrun pretrain_sora.py \
         --use-torch-fsdp2 \
         --fsdp2-config-path "$FSDP2_PATH" \
         --ckpt-format torch_dcp \

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.sources import listing
-from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.common.pipeline_layout import INDEX, PipelineLayout
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import fsync_path
 
-INDEX = "model_index.json"
 # the same weights once more, where a folder has safetensors
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 

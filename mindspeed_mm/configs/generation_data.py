@@ -78,6 +78,7 @@ def _read_methods(value: Any) -> Any:
 
 
 _TOKENIZER_KEYS = "dataset_param.tokenizer_config."
+_TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name")  # the class is what the directory says
 
 
 def _read_tokenizers(value: Any) -> Any:
@@ -278,6 +279,8 @@ class GenerationDataConfig(Section):
         raise_all(refusals({**keys.published, **given}, REFUSED, file))
         inert = ("dataloader_param.priority_mode", "dataloader_param.collate_param.")
         no_effect = [*keys.published, *(path for path in given if path.startswith(inert))]
+        tokenizers = config.dataset_param.tokenizer_config or []
+        no_effect += {_TOKENIZER_KEYS + key for item in tokenizers for key in item if key not in _TOKENIZER_READ}
         if kind == "feature":
             no_effect += [path for path in given if path.removeprefix("dataset_param.").startswith(_OF_CLIPS)]
             no_effect = [path for path in no_effect if path != "dataset_param.preprocess_parameters.cfg"]

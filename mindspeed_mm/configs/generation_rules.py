@@ -36,6 +36,11 @@ NO_EFFECT = (
         r"dataset_param\.(use_text_processer|support_chinese)",
         "captions are encoded by the model's own tokenizer and text encoder",
     ),
+    NoEffect(
+        r"dataset_param\.tokenizer_config\..*",
+        "captions are tokenized as the model's diffusers pipeline does it; the longest one is model.json's "
+        "text_encoder.max_length",
+    ),
     NoEffect(r"dataloader_param\.num_workers", "the number of workers comes from --num-workers"),
     NoEffect(r"dataloader_param\.batch_size", "batch sizes come from --micro-batch-size and --global-batch-size"),
     NoEffect(r"dataloader_param\.seed|dataset_param\.basic_parameters\.data_seed", "the seed comes from --seed"),

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.common.pipeline_layout import INDEX, PipelineLayout
 from mindspeed_mm.models.diffusion.objective import Objective
 from mindspeed_mm.models.predictor.family import PredictorFamily
+from mindspeed_mm.models.sora_parts import image_processor_directory
 from mindspeed_mm.models.text_encoder.captions import component_name, tokenizer_directory
 from mindspeed_mm.utils.log import notice
-
-INDEX = "model_index.json"
 
 
 def pipeline_layout(
@@ -107,8 +106,7 @@ def _part(
             directory = Path(described.from_pretrained)
             if name == "image_encoder":
                 return directory
-            places = (directory, directory.parent / "image_processor", directory.parent / "feature_extractor")
-            return next((p for p in places if (p / "preprocessor_config.json").is_file()), beside)
+            return image_processor_directory(directory) or beside
     return beside
 
 

@@ -83,7 +83,7 @@ class SoRAModel(MultiModalModule):
         )
         self.ahead = EncodeAhead(self.prepare, self.encoder, interval)
         self.objective = build_objective(self.described.diffusion, self.family.defaults, self.described.file)
-        self.source_dtype = _source_dtype(self.described, structure)
+        self.source_dtype = to_torch_dtype(self.described.predictor.dtype)
         self.ema_decay = 0.9999 if self.described.use_ema else None
         self.predictor = _build(self.family, structure)
         context = current_build_context()
@@ -315,10 +315,6 @@ def _require_image_encoder(config: SoRAModelConfig, family: PredictorFamily) -> 
             "an encoder of pictures; write its directory as image_encoder.from_pretrained (the folder image_encoder of "
             "a diffusers pipeline)"
         )
-
-
-def _source_dtype(config: SoRAModelConfig, structure: Mapping[str, Any]) -> torch.dtype | None:
-    return to_torch_dtype(config.predictor.dtype) if config.predictor.dtype else None
 
 
 def _build(family: PredictorFamily, structure: Mapping[str, Any]) -> Any:

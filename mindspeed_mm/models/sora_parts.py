@@ -17,6 +17,8 @@ from mindspeed_mm.models.text_encoder.captions import CaptionEncoder, open_capti
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 
+_PROCESSORS = ("image_processor", "feature_extractor")  # as pipelines call them
+
 
 class ImageEncoder:
     """A vision encoder of transformers with its image processor."""
@@ -124,11 +126,17 @@ def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder
     names = said.get("architectures") or []
     found: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), transformers.AutoModel)
     model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype))
-    candidates = (directory, directory.parent / "image_processor", directory.parent / "feature_extractor")
-    place = next((p for p in candidates if (p / "preprocessor_config.json").is_file()), None)
+    place = image_processor_directory(directory)
     if place is None:
         raise ConfigError(
-            f"{file}: no preprocessor_config.json for 'image_encoder' in {', '.join(map(str, candidates))}"
+            f"{file}: no preprocessor_config.json for 'image_encoder' in '{directory}', nor in a folder "
+            f"{' or '.join(_PROCESSORS)} beside it"
         )
     model.requires_grad_(False)
     return ImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place)))
+
+
+def image_processor_directory(encoder: Path) -> Path | None:
+    """The directory of the image processor that belongs to an encoder's: the same, or one beside it; None: neither."""
+    places = (encoder, *(encoder.parent / name for name in _PROCESSORS))
+    return next((place for place in places if (place / "preprocessor_config.json").is_file()), None)

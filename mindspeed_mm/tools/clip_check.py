@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mindspeed_mm.tools.data_check import CHUNK, look_at
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 
-_CHUNK = 16
 _SHOWN = 3
 
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, content: Any) -> int:
         raise ConfigError(f"--rows {options.rows}: expected at least 1")
     count = min(options.rows or total, total)
     wanted = np.unique(np.linspace(0, total - 1, count).astype(int)).tolist()
-    facts = list(_look(dataset, wanted, options.decode, options.num_workers))
+    facts: list[ClipFacts] = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = _summarise(facts, dataset, total, options.global_batch_size)
     folder = Path(options.output or Path(options.data_json).parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,10 +95,10 @@ class _Facts:
         self._dataset, self._wanted, self._decode = dataset, wanted, decode
 
     def __len__(self) -> int:
-        return -(-len(self._wanted) // _CHUNK)
+        return -(-len(self._wanted) // CHUNK)
 
     def __getitem__(self, chunk: int) -> list[ClipFacts]:
-        return [self._of(index) for index in self._wanted[chunk * _CHUNK : (chunk + 1) * _CHUNK]]
+        return [self._of(index) for index in self._wanted[chunk * CHUNK : (chunk + 1) * CHUNK]]
 
     def _of(self, index: int) -> ClipFacts:
         try:
@@ -108,21 +108,6 @@ class _Facts:
         except BadSample as error:
             return ClipFacts(fault=error.reason, note=str(error))
         return ClipFacts(bucket=bucket)
-
-
-def _look(dataset: Any, wanted: Sequence[int], decode: bool, workers: int) -> Iterator[ClipFacts]:
-    from rich.console import Console
-    from rich.progress import track
-    from torch.utils.data import DataLoader
-
-    from mindspeed_mm.data.workers import forked
-
-    rows: Any = _Facts(dataset, wanted, decode)
-    workers = workers if len(rows) > 4 else 0
-    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
-    console = Console(stderr=True)
-    for chunk in track(chunks, "reading rows", len(rows), console=console, disable=not console.is_terminal):
-        yield from chunk
 
 
 def _summarise(facts: Sequence[ClipFacts], dataset: Any, rows: int, batch: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.data.dataset import RecordDataset
     from mindspeed_mm.data.media import SampleSize
 
-_CHUNK = 16
+CHUNK = 16  # rows that a worker takes at once
 _SHOWN = 3
 
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         return clip_check.run(options, content)
     config = DataConfig.from_dict(content, file=options.data_json)
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
-    facts = list(_look(dataset, wanted, options.decode, options.num_workers))
+    facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = summarise(facts, dataset, wanted, config, options)
     folder = Path(options.output or Path(options.data_json).parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ class _Facts:
         self._dataset, self._wanted, self._decode = dataset, wanted, decode
 
     def __len__(self) -> int:
-        return -(-len(self._wanted) // _CHUNK)
+        return -(-len(self._wanted) // CHUNK)
 
     def __getitem__(self, chunk: int) -> list[RowFacts]:
-        return [self._of(index) for index in self._wanted[chunk * _CHUNK : (chunk + 1) * _CHUNK]]
+        return [self._of(index) for index in self._wanted[chunk * CHUNK : (chunk + 1) * CHUNK]]
 
     def _of(self, index: int) -> RowFacts:
         found = self._dataset.prepare(index)
@@ -153,14 +153,19 @@ class _Facts:
         return facts
 
 
-def _look(dataset: RecordDataset, wanted: Sequence[int], decode: bool, workers: int) -> Iterator[RowFacts]:
+def look_at(rows: Any, workers: int) -> Iterator[Any]:
+    """Yield the facts of rows, read by worker processes, beside a progress bar.
+
+    Args:
+        rows: their facts, a chunk at a time: has a length, and `rows[chunk]` is a list.
+        workers: processes; few rows are read in this one.
+    """
     from rich.console import Console
     from rich.progress import track
     from torch.utils.data import DataLoader
 
     from mindspeed_mm.data.workers import forked
 
-    rows: Any = _Facts(dataset, wanted, decode)
     workers = workers if len(rows) > 4 else 0
     chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
     console = Console(stderr=True)

@@ -9,22 +9,10 @@ from typing import Any
 import torch
 
 from tests.support.clips import numbered_frame, write_clip
+from tests.support.tiny_diffusers import diffusers_config
 
 WORDS = ("a", "cat", "dog", "runs", "sleeps", "red", "blue", "fast", "slow", "there", "is")
-_PREDICTOR = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 1,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 64,
-}
+_PREDICTOR = {**diffusers_config("wan"), "num_layers": 1}
 
 
 def write_encoders(folder: Path, seed: int = 0) -> Path:

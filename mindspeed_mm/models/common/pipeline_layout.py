@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+INDEX = "model_index.json"
+
 
 @dataclass(frozen=True)
 class PipelineLayout:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.checkpoint.pipeline_folder import INDEX, is_pipeline
+from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.scalars import DTYPE_NAMES
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.models.common.pipeline_layout import INDEX
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
 from mindspeed_mm.models.sora_parts import FrozenParts, open_parts

@@ -7,22 +7,10 @@ import math
 import torch
 
 from tests.support.predictors import Case
+from tests.support.tiny_diffusers import diffusers_config
 
 NAME = "wan"
-_TINY = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 64,
-}
+_TINY = diffusers_config("wan")
 _SHIFT = 5.0
 
 
