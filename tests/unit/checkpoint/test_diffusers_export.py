@@ -169,16 +169,20 @@ def test_an_exported_pipeline_makes_the_same_pixels(tmp_path: Path, group: Any, 
             param.add_(0.05)
     pipeline.transformer.load_state_dict(model.state_dict())
     export(model, out, str(whole / "transformer"), group, None, layout=layout_of(whole))
-    found, trained = pixels(WanPipeline.from_pretrained(out)), pixels(pipeline)
+    exported = WanPipeline.from_pretrained(out)
+    weights = exported.transformer.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    found, trained = pixels(exported), pixels(pipeline)
     assert found.shape == (1, 5, 3, 32, 32)
-    assert torch.equal(found, trained)
+    # weights mapped from a file are aligned otherwise in memory, and some processors then add in another order
+    torch.testing.assert_close(found, trained, atol=1e-5, rtol=0)
     assert not torch.equal(found, expected)
     assert {p.relative_to(out) for p in out.rglob("*")} == {p.relative_to(whole) for p in whole.rglob("*")}
     assert "; scheduler 0.0 MB, text_encoder " in said[-1] and "loads with from_pretrained" in said[-1]
     assert find_start(str(out)) == Start(out)
     # over the directory that it came from
     export(model, whole, str(whole / "transformer"), group, None, layout=layout_of(whole))
-    assert torch.equal(pixels(WanPipeline.from_pretrained(whole)), trained)
+    torch.testing.assert_close(pixels(WanPipeline.from_pretrained(whole)), trained, atol=1e-5, rtol=0)
 
 
 def test_parts_are_copied_and_not_linked(tmp_path: Path) -> None:
