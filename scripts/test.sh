@@ -2,7 +2,7 @@
 # Run the test suite in the checkout's own .venv (made on the first call). Arguments go to pytest:
 #   bash scripts/test.sh                     the suite that CI runs
 #   bash scripts/test.sh tests/unit -k mask  a part of it
-#   bash scripts/test.sh -m full             the whole layout tables
+# The whole tables (`-m full`) are run by scripts/test_full.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
