@@ -36,6 +36,7 @@ from mindspeed_mm.optimizer.clip import (
     sum_plain_gradients,
 )
 from mindspeed_mm.optimizer.ema import Ema
+from mindspeed_mm.optimizer.groups import is_idle
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
@@ -295,7 +296,7 @@ class FSDP2Backend:
     def _release_idle_towers(self, counts: BatchCounts) -> None:
         """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
         for modalities, parameters in self._towers:
-            if all(m in counts.media for m in modalities) and not any(counts.media[m] for m in modalities):
+            if is_idle(modalities, counts.media):
                 for param in parameters:
                     param.grad = None
 

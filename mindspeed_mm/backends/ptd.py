@@ -30,7 +30,7 @@ from mindspeed_mm.models.transformers.family import traits_of
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
-from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, sum_of_squares, tower_parameters, trained_names
+from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
@@ -192,9 +192,8 @@ class PTDBackend:
         finite = abs(loss) < float("inf") and abs(norm) < float("inf")
         if finite:
             factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), self.args.clip_grad))
-            self._release_idle_towers(reduced.counts)
             scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
-            optimizer.step_with_ready_grads()
+            step_busy_groups(optimizer, reduced.counts.media)
         metrics = {name: float(mean) for name, mean in means_of(names, reduced.device[4:]).items()}
         result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, metrics)
         self.loss_scale.update(overflowed=not finite)
@@ -347,13 +346,6 @@ class PTDBackend:
         """Stages without a loss learn once which figures the last one adds."""
         if self._names is None:
             self._names = sorted(set().union(*self.gather_objects(sorted(self._sums.metrics))))
-
-    def _release_idle_towers(self, counts: BatchCounts) -> None:
-        """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
-        for modalities, params in tower_parameters(self.optimizer):
-            if all(m in counts.media for m in modalities) and not any(counts.media[m] for m in modalities):
-                for param in params:
-                    param.grad = None
 
     def _gather_parameters(self) -> None:
         """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""

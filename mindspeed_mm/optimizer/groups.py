@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,14 @@ def build_param_groups(
         group["params"].append(param)
         group["names"].append(name)
     return list(groups.values())
+
+
+def is_idle(modalities: Sequence[str], media: Mapping[str, int]) -> bool:
+    """Whether the tower that encodes `modalities` had no input in a global batch with these numbers of `media`.
+
+    What is no tower (no modalities) is never idle, and neither is one whose modalities nobody counts.
+    """
+    return bool(modalities) and all(m in media for m in modalities) and not any(media[m] for m in modalities)
 
 
 def _matches(name: str, wanted: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from torch import nn
 
-from mindspeed_mm.optimizer.groups import build_param_groups
+from mindspeed_mm.optimizer.groups import build_param_groups, is_idle
 from mindspeed_mm.utils.errors import ConfigError
 
 _TOWER = "modalities"
@@ -80,11 +80,25 @@ def sum_of_squares(optimizer: Any, dtype: torch.dtype, device: torch.device) -> 
     return norms.square().sum()
 
 
-def tower_parameters(optimizer: Any) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
-    """The parameters that are stepped here of each tower, with what it encodes."""
+def step_busy_groups(optimizer: Any, media: Mapping[str, int]) -> None:
+    """Step with the gradients as they are, but leave alone each tower without input in the whole global batch.
+
+    Its gradients are zero; Adam would still decay its weights, move its moments and count the step, in a count that a
+    parameter group has in common.
+
+    Args:
+        optimizer: from `build_megatron_optimizer`.
+        media: modality → number of media in the global batch; a tower of modalities that are not in it is stepped.
+    """
     if optimizer.is_stub_optimizer:
-        return []
-    return [(tuple(g[_TOWER]), g["params"]) for g in optimizer.param_groups if g.get(_TOWER)]
+        optimizer.step_with_ready_grads()
+        return
+    groups = optimizer.param_groups
+    optimizer.param_groups = [g for g in groups if not is_idle(g[_TOWER], media)]
+    try:
+        optimizer.step_with_ready_grads()
+    finally:
+        optimizer.param_groups = groups
 
 
 def trained_names(model: Sequence[Any]) -> list[str]:
