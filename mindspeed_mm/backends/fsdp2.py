@@ -175,6 +175,7 @@ class FSDP2Backend:
         reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
         squared, loss_sum, denominator = reduced.device[:3].unbind()
         divisor = denominator if sums.is_sum else zero + sums.micro_batches * self.data_parallel_size
+        has_targets = ~(denominator <= 0) if sums.is_sum else torch.ones_like(zero, dtype=torch.bool)
         divisor = divisor.clamp(min=1e-30)
         loss = loss_sum / divisor
         norm = squared.sqrt() / divisor / scale
@@ -183,11 +184,13 @@ class FSDP2Backend:
             self,
             loss,
             norm,
+            has_targets,
             means_of(names, reduced.device[3:]),
             reduced.counts,
             reduced.stop > 0,
         )
-        self._step_optimizer(norm, loss, divisor * scale)
+        stepped = torch.isfinite(norm) & torch.isfinite(loss) & has_targets
+        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (divisor * scale))
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
@@ -300,20 +303,19 @@ class FSDP2Backend:
                 for param in parameters:
                     param.grad = None
 
-    def _step_optimizer(self, norm: torch.Tensor, loss: torch.Tensor, divisor: torch.Tensor) -> None:
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
-        scale = clip_factor(norm, self.args.clip_grad) / divisor
+    def _step_optimizer(self, stepped: torch.Tensor, scale: torch.Tensor) -> None:
+        """Step with the gradients times `scale`, or, where `stepped` is False, leave everything as it is."""
         if self._fused:
             # the fused kernel divides by grad_scale while it reads the gradients, and leaves everything untouched if
             # found_inf is set: no extra pass, no host sync
             self.optimizer.grad_scale = (1.0 / scale).float()  # type: ignore[attr-defined]
-            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~stepped).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif bool(finite):
+        elif bool(stepped):
             scale_gradients(self._parameters, scale.float())
             self.optimizer.step()
         if self.ema is not None:
-            self.ema.update(finite)
+            self.ema.update(stepped)
 
 
 class PendingFSDP2Step:
@@ -324,6 +326,7 @@ class PendingFSDP2Step:
         backend: FSDP2Backend,
         loss: torch.Tensor,
         norm: torch.Tensor,
+        has_targets: torch.Tensor,
         metrics: dict[str, torch.Tensor],
         counts: BatchCounts,
         stop: bool,
@@ -332,19 +335,26 @@ class PendingFSDP2Step:
         self.stop = stop
         self._backend = backend
         self._names = sorted(metrics)
-        self._values = torch.stack([loss, norm, *(metrics[n] for n in self._names)])
+        self._values = torch.stack([loss, norm, has_targets.to(loss), *(metrics[n] for n in self._names)])
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         """Read the figures; the first call also tells schedule and loss scale how the step went."""
         if self._result is None:
-            loss, norm, *metrics = self._values.tolist()
-            skipped = not (abs(loss) < float("inf") and abs(norm) < float("inf"))
-            rate, scale = self._backend.schedule.current_lr, self._backend.loss_scale.scale
-            self._result = StepResult(loss, norm, skipped, rate, scale, dict(zip(self._names, metrics, strict=True)))
-            self._backend.loss_scale.update(overflowed=skipped)
-            if not skipped:
-                self._backend.schedule.step()
+            loss, norm, has_targets, *metrics = self._values.tolist()
+            schedule, loss_scale = self._backend.schedule, self._backend.loss_scale
+            self._result = StepResult.of(
+                loss,
+                norm,
+                has_targets=bool(has_targets),
+                learning_rate=schedule.current_lr,
+                loss_scale=loss_scale.scale,
+                metrics=dict(zip(self._names, metrics, strict=True)),
+            )
+            if has_targets:
+                loss_scale.update(overflowed=self._result.skipped)
+            if not self._result.skipped:
+                schedule.step()
         return self._result
 
 

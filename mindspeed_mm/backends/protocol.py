@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -14,15 +15,19 @@ from mindspeed_mm.data.counting import BatchCounts
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
 ModelProvider = Callable[..., Any]
 
+SkipReason = Literal["", "not finite", "no targets"]
+"""Why a step changed nothing: its loss or gradient was not finite; its global batch held nothing to train on; "": it
+did change something."""
+
 
 @dataclass
 class StepResult:
     """What a training step did.
 
     Attributes:
-        loss: of the step, as the loss type defines it; global.
-        grad_norm: L2 norm of the gradient of exactly that loss, before clipping.
-        skipped: the step changed nothing, because loss or gradient was not finite.
+        loss: of the step, as the loss type defines it; global. Not a number where there were no targets.
+        grad_norm: L2 norm of the gradient of exactly that loss, before clipping. Not a number without targets either.
+        skip_reason: why weights, optimizer state, schedule and averages were left as they are; "": they were not.
         learning_rate: that the step used.
         loss_scale: that the step used (1: none).
         metrics: further figures that the loss function returned, global means.
@@ -30,10 +35,28 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    skipped: bool
+    skip_reason: SkipReason
     learning_rate: float
     loss_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step changed nothing."""
+        return self.skip_reason != ""
+
+    @classmethod
+    def of(cls, loss: float, grad_norm: float, *, has_targets: bool, **rest: Any) -> StepResult:
+        """The result of a step, from its figures.
+
+        Args:
+            has_targets: whether its global batch held anything to train on.
+            rest: learning_rate, loss_scale, metrics.
+        """
+        if not has_targets:
+            return cls(float("nan"), float("nan"), "no targets", **rest)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        return cls(loss, grad_norm, "" if finite else "not finite", **rest)
 
 
 class PendingStep(Protocol):

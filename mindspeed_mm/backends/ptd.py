@@ -189,16 +189,21 @@ class PTDBackend:
         divisor = max(means if means else denominator, 1e-30)
         loss = loss_sum / divisor
         norm = max(squared, 0.0) ** 0.5 / divisor / scale if squared == squared else float("nan")
-        finite = abs(loss) < float("inf") and abs(norm) < float("inf")
-        if finite:
+        result = StepResult.of(
+            loss,
+            norm,
+            has_targets=bool(means) or not denominator <= 0,
+            learning_rate=self.schedule.current_lr,
+            loss_scale=scale,
+            metrics={name: float(mean) for name, mean in means_of(names, reduced.device[4:]).items()},
+        )
+        if not result.skipped:
             factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), self.args.clip_grad))
             scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
             step_busy_groups(optimizer, reduced.counts.media)
-        metrics = {name: float(mean) for name, mean in means_of(names, reduced.device[4:]).items()}
-        result = StepResult(loss, norm, not finite, self.schedule.current_lr, scale, metrics)
-        self.loss_scale.update(overflowed=not finite)
-        if finite:
             self.schedule.step()
+        if result.skip_reason != "no targets":
+            self.loss_scale.update(overflowed=result.skipped)
         return PTDStep(reduced.counts, reduced.stop > 0, result)
 
     @torch.no_grad()

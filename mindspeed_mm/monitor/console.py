@@ -16,7 +16,7 @@ def format_step(record: dict[str, Any]) -> str:
         record: iteration, train_iters, consumed_samples, step_ms, learning_rate, global_batch_size, loss, grad_norm,
             skipped_iterations, nan_iterations; optional: loss_scale, metrics (dict), tokens_per_second,
             media_per_second (by kind), tflops_per_device, mfu, data_wait_ms, data_wait_fraction, padding_fraction,
-            imbalance, rows_left_out, memory_bytes, eta_seconds.
+            imbalance, rows_left_out, iterations_without_targets, memory_bytes, eta_seconds.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     # no further colon may come before the elapsed time, and one a field after it: scripts split on them
@@ -60,6 +60,8 @@ def _extra_figures(record: dict[str, Any]) -> list[str]:
         shown.append(f"imbalance: {record['imbalance']:.2f}")
     if record.get("rows_left_out"):
         shown.append(f"rows left out: {record['rows_left_out']}")
+    if record.get("iterations_without_targets"):
+        shown.append(f"iterations without targets: {record['iterations_without_targets']}")
     if record.get("memory_bytes") is not None:
         shown.append(f"memory (MB): {record['memory_bytes'] / 2**20:.0f}")
     if record.get("eta_seconds") is not None:

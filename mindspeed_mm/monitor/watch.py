@@ -22,8 +22,8 @@ class Outcome(Protocol):
         """Of the step, global."""
 
     @property
-    def skipped(self) -> bool:
-        """Whether it changed nothing, because loss or gradient was not finite."""
+    def skip_reason(self) -> str:
+        """Why it changed nothing: "not finite" (loss or gradient) or "no targets"; "": it changed something."""
 
 
 class Watch:
@@ -63,6 +63,7 @@ class Watch:
         self.rows_left_out = 0
         self.skipped_iterations = 0
         self.nan_iterations = 0
+        self.iterations_without_targets = 0
         self._start_interval()
 
     def wants_result(self, iteration: int) -> bool:
@@ -131,6 +132,7 @@ class Watch:
             "memory_bytes": accelerator.current().max_memory_allocated(),
             "skipped_iterations": self.skipped_iterations,
             "nan_iterations": self.nan_iterations,
+            "iterations_without_targets": self.iterations_without_targets,
             **metrics,
         }
         if self._metrics is not None:
@@ -176,14 +178,15 @@ class Watch:
             self._row_log.close()
 
     def _count_failures(self) -> None:
-        """Count the interval's steps that were skipped, and those of them whose loss itself was not a number.
+        """Count the interval's steps that were skipped, those of them without targets, and those whose loss was NaN.
 
         Gradients that overflow (fp16, while the loss scale finds its height) leave the loss as it is: skipped, not nan.
         """
         for outcome in self._outcomes:
             step = outcome()
-            self.skipped_iterations += step.skipped
-            self.nan_iterations += not math.isfinite(step.loss)
+            self.skipped_iterations += step.skip_reason != ""
+            self.iterations_without_targets += step.skip_reason == "no targets"
+            self.nan_iterations += step.skip_reason == "not finite" and not math.isfinite(step.loss)
 
     def _start_interval(self) -> None:
         self._started = time.perf_counter()

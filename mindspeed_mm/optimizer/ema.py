@@ -42,17 +42,17 @@ class Ema:
         self._steps = torch.zeros((), dtype=accelerator.current().sum_dtype, device=device)
 
     @torch.no_grad()
-    def update(self, finite: torch.Tensor) -> None:
+    def update(self, stepped: torch.Tensor) -> None:
         """Take in the parameters after an optimizer step, without waiting for the device.
 
         Args:
-            finite: scalar bool: False: the step was skipped, and so is this.
+            stepped: scalar bool: False: the step was skipped, and so is this.
         """
-        finite = finite.to(self._steps.device)
-        self._steps += finite
+        stepped = stepped.to(self._steps.device)
+        self._steps += stepped
         share = (9 / (self._steps + 9)).clamp(min=1 - self.max_decay)  # 1 - n / (n + 9)
         share = torch.where(self._steps <= 1, torch.ones_like(share), share)
-        share = torch.where(finite, share, torch.zeros_like(share))
+        share = torch.where(stepped, share, torch.zeros_like(share))
         for parameters, averages in self._chunks():
             differences = torch._foreach_sub(parameters, averages)
             torch._foreach_mul_(differences, share.to(averages[0].dtype))

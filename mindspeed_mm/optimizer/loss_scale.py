@@ -30,7 +30,7 @@ class LossScale:
         self.scale = scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of a step's outcome.
+        """Take note of a step's outcome; a step without targets has none.
 
         Args:
             overflowed: the step was skipped, because its gradients were not finite.

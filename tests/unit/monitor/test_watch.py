@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 @dataclass
 class Step:
     loss: float = 1.0
-    skipped: bool = False
+    skip_reason: str = ""
 
 
 def lines(folder: Path, steps: list[Step], interval: int) -> list[dict[str, Any]]:
@@ -86,10 +86,22 @@ def test_figures_that_nobody_knows_are_not_shown(tmp_path: Path, capsys: pytest.
 )
 def test_steps_that_are_not_logged_count_too(tmp_path: Path, interval: int, skipped: list[int], nan: list[int]) -> None:
     """Overflowed gradients (the second step) are a skipped iteration; only a loss that is no number is a nan one."""
-    steps = [Step(), Step(2.0, True), Step(), Step(NAN, True), Step(INF, True), Step()]
+    bad = "not finite"
+    steps = [Step(), Step(2.0, bad), Step(), Step(NAN, bad), Step(INF, bad), Step()]
     found = lines(tmp_path, steps, interval)
     assert [line["skipped_iterations"] for line in found] == skipped
     assert [line["nan_iterations"] for line in found] == nan
+
+
+def test_a_step_without_targets_is_skipped_and_counted_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss is no number, as there was nothing to take a mean of; that is no nan iteration."""
+    first, second = lines(tmp_path, [Step(), Step(NAN, "no targets")], 1)
+    assert (second["skipped_iterations"], second["nan_iterations"], second["loss"]) == (1, 0, None)
+    assert (first["iterations_without_targets"], second["iterations_without_targets"]) == (0, 1)
+    before, after = capsys.readouterr().out.splitlines()
+    assert "without targets" not in before and "| iterations without targets: 1 |" in after
 
 
 def test_each_line_tells_the_scale_of_its_own_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
