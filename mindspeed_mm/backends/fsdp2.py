@@ -370,7 +370,17 @@ def _sharded_root(model: nn.Module) -> nn.Module:
 
 
 def _precision_overrides(config: Fsdp2Config, args: Any) -> dict[str, Any]:
-    """--bf16 and --fp16 choose the compute dtype where fsdp2.yaml does not; parameters are kept in float32."""
+    """--bf16 and --fp16 choose the compute dtype where fsdp2.yaml does not; parameters are kept in float32.
+
+    Raises:
+        ConfigError: --accumulate-allreduce-grads-in-fp32 beside another reduce_dtype.
+    """
+    reduce_dtype = to_torch_dtype(config.reduce_dtype)
+    if args.accumulate_allreduce_grads_in_fp32 and reduce_dtype not in (None, torch.float32):
+        raise ConfigError(
+            f"--accumulate-allreduce-grads-in-fp32: fsdp2.yaml's reduce_dtype is {config.reduce_dtype}; write "
+            "reduce_dtype: fp32, or leave the flag out"
+        )
     flag = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     if flag and config.param_dtype is None:
         notice(f"--{flag}: computed in {flag}, as fsdp2.yaml names no param_dtype; master weights stay float32")

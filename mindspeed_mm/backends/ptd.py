@@ -283,7 +283,7 @@ class PTDBackend:
     def _ddp_config(self) -> DistributedDataParallelConfig:
         args = self.args
         return DistributedDataParallelConfig(
-            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32 or self.compute_dtype == "bf16",
+            grad_reduce_in_fp32=True,  # what --accumulate-allreduce-grads-in-fp32 asks for, in every compute dtype
             overlap_grad_reduce=args.overlap_grad_reduce,
             overlap_param_gather=args.overlap_param_gather,
             use_distributed_optimizer=args.use_distributed_optimizer,

@@ -73,7 +73,9 @@ class Fsdp2Config(Section):
     param_dtype: DtypeName | None = Field(
         None, description="dtype of gathered parameters and of the computation; null = --bf16/--fp16, else fp32"
     )
-    reduce_dtype: DtypeName | None = Field(None, description="dtype of gradient reduction; null = param_dtype")
+    reduce_dtype: DtypeName | None = Field(
+        None, description="dtype that gradients are summed in, over ranks and deferred micro-batches; null = fp32"
+    )
     output_dtype: DtypeName | None = Field(None, description="dtype that forward outputs are cast to; null = no cast")
     cast_forward_inputs: Bool = Field(True, description="cast a unit's forward inputs to param_dtype")
     reshard_after_forward: Annotated[bool | int, BeforeValidator(_read_reshard)] = Field(

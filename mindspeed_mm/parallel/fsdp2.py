@@ -58,12 +58,18 @@ class ShardPlan:
 def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[nn.Parameter]) -> ShardPlan:
     """Translate fsdp2.yaml into fully_shard's policies.
 
+    Where the file names no reduce_dtype, gradients that are computed in 16 bits are summed in float32, over ranks and,
+    where they wait for the step's last micro-batch, over micro-batches.
+
     Raises:
         ConfigError: reshard_after_forward is an int that is no proper divisor of the shard group's size.
     """
+    param_dtype, reduce_dtype = to_torch_dtype(config.param_dtype), to_torch_dtype(config.reduce_dtype)
+    if reduce_dtype is None and param_dtype in (torch.bfloat16, torch.float16):
+        reduce_dtype = torch.float32
     mp_policy = MixedPrecisionPolicy(
-        param_dtype=to_torch_dtype(config.param_dtype),
-        reduce_dtype=to_torch_dtype(config.reduce_dtype),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         output_dtype=to_torch_dtype(config.output_dtype),
         cast_forward_inputs=config.cast_forward_inputs,
     )

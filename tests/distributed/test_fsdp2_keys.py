@@ -356,10 +356,11 @@ def gradient_of_256_and_1(path: str) -> float:
     [
         ({}, True),
         ({"reduce_dtype": "bf16"}, False),
-        ({"param_dtype": "bf16"}, False),
+        ({"param_dtype": "bf16"}, True),
         ({"param_dtype": "bf16", "reduce_dtype": "fp32"}, True),
+        ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, False),
     ],
-    ids=["fp32", "reduced in bf16", "bf16", "bf16, reduced in fp32"],
+    ids=["fp32", "reduced in bf16", "bf16", "bf16, reduced in fp32", "bf16, reduced in bf16"],
 )
 @pytest.mark.parametrize("sharding_size", [1, 2])
 def test_reduce_dtype(
@@ -368,6 +369,48 @@ def test_reduce_dtype(
     for gradient in ranks2.run(gradient_of_256_and_1, written(sharding_size=sharding_size, **content)):
         assert (gradient == 257) == exact
         assert gradient in (256, 257, 258)
+
+
+def norms_over_micro_batches(path: str) -> tuple[float, float]:
+    """Norm of a gradient after 32 micro-batches, and of the sum in float64 of the gradients that bf16 makes of each."""
+    model, plain = sharded(path), Toy().bfloat16()
+    weight, draws = model.vision.stem.weight, torch.Generator().manual_seed(dist.get_rank())
+    exact = torch.zeros(SIZE, dtype=torch.float64)
+    for i, batch in enumerate(torch.rand(32, SIZE, generator=draws)):
+        fsdp2.set_gradient_sync(model, i == 31, model.fsdp2_config.defer_gradient_sync)
+        model(batch).sum().backward()
+        plain(batch.bfloat16()).sum().backward()
+        exact += plain.vision.stem.weight.grad
+        plain.zero_grad()
+    dist.all_reduce(exact)
+    return float(weight.grad.full_tensor().norm()), float(exact.norm())
+
+
+@covers("reduce_dtype", "defer_gradient_sync")
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"sharding_size": 1},
+        {"sharding_size": 2, "defer_gradient_sync": True},
+        {"sharding_size": 2, "defer_gradient_sync": True, "reduce_dtype": "bf16"},
+    ],
+    ids=["HSDP", "deferred", "deferred, summed in bf16 as the file says"],
+)
+def test_gradients_of_micro_batches_are_summed_in_fp32(
+    ranks2: RankPool, written: Callable[..., str], content: dict[str, Any]
+) -> None:
+    norm, exact = ranks2.run(norms_over_micro_batches, written(param_dtype="bf16", **content))[0]
+    found = abs(norm / exact - 1)
+    assert found < 1e-6 if "reduce_dtype" not in content else 1e-4 < found < 1e-2
+
+
+@covers("reduce_dtype")
+def test_the_flag_for_fp32_gradients_refuses_another_reduce_dtype() -> None:
+    flags = SimpleNamespace(bf16=True, fp16=False, accumulate_allreduce_grads_in_fp32=True)
+    for fits in (None, "fp32"):
+        assert backend_module._precision_overrides(Fsdp2Config(reduce_dtype=fits), flags) == {"param_dtype": "bf16"}
+    with pytest.raises(ConfigError, match=r"in-fp32: fsdp2.yaml's reduce_dtype is bf16; write reduce_dtype: fp32, or"):
+        backend_module._precision_overrides(Fsdp2Config(reduce_dtype="bf16"), flags)
 
 
 # --- memory

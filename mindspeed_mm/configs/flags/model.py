@@ -76,9 +76,7 @@ class PrecisionArguments:
     ] = 2
     accumulate_allreduce_grads_in_fp32: Annotated[
         bool,
-        no_effect(fsdp2="fsdp2.yaml's reduce_dtype says how gradients are reduced")(
-            "gradients accumulated and reduced in fp32"
-        ),
+        flag("gradients accumulated and reduced in fp32, which is the default; refuses another reduce_dtype"),
     ] = False
     downcast_to_bf16: Annotated[
         bool, flag("round the weights that a run starts from through bfloat16; they stay float32")
