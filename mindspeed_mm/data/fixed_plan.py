@@ -130,17 +130,25 @@ class FixedPlanner:
         }
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Take a position; after a run with packs, the one after the last row that went into a pack or waits."""
-        packs = state.get("packing")
-        if packs is None:
+        """Take a position: the epoch and the first whole global batch at or after the place of the state.
+
+        A run with another global batch size, or with another `drop_last`, counts other positions; epoch and place mean
+        the same in all. After a run with packs it is the place after the last row that went into a pack or waits.
+        """
+        size = self.layout.global_batch_size
+        if (packs := state.get("packing")) is not None:
+            epoch, place = self.order.locate(int(packs["next"]))
+        elif "place" in state:
+            epoch, place = int(state["epoch"]), int(state["place"])
+        else:  # consumed samples only: those of a run with these sizes
             self._position = int(state["position"])
             if self._position < 0:
                 raise DataError(f"consumed_samples {self._position}: expected 0 or more")
             return
-        epoch, place = self.order.locate(int(packs["next"]))
-        size = self.layout.global_batch_size
-        per_epoch = self.samples_per_epoch
         place = -(-place // size) * size
+        if epoch:
+            self.order.find_end()
+        per_epoch = self.samples_per_epoch
         self._position = place if per_epoch is None else epoch * per_epoch + min(place, per_epoch)
 
     def batches(self) -> Iterator[GlobalBatch]:

@@ -48,6 +48,10 @@ class Order(ABC):
     def locate(self, position: int) -> tuple[int, int]:
         """Return the epoch of a position, and the place within it."""
 
+    @abstractmethod
+    def find_end(self) -> int:
+        """Return the rows of an epoch, looking for the end of the data if it must."""
+
     def rows_from(self, position: int) -> Iterator[int]:
         """Yield rows without end, from a position on."""
         epoch, place = self.locate(position)
@@ -115,6 +119,10 @@ class FixedOrder(Order):
         """Return the epoch of a position, and the place within it."""
         return divmod(position, self._num_rows)
 
+    def find_end(self) -> int:
+        """Return the rows of an epoch."""
+        return self._num_rows
+
 
 class StreamOrder(Order):
     """Rows that are found on the way: shuffled within a buffer, which works on row numbers only.
@@ -157,6 +165,12 @@ class StreamOrder(Order):
         if self._exists(position):
             return 0, position
         return divmod(position, self._found)
+
+    def find_end(self) -> int:
+        """Return the rows of an epoch, looking for the end of the data if it must."""
+        while not self._complete:
+            self._exists(self._found)
+        return self._found
 
     def _drawn(self, epoch: int) -> Iterator[int]:
         stream = _stream(self.seed, epoch)

@@ -97,7 +97,8 @@ class PackPlanner:
     def _position_of(self, state: Mapping[str, Any]) -> int:
         if "place" not in state:
             return int(state["position"])
-        return int(state["epoch"]) * (self.order.num_rows or 0) + int(state["place"])
+        epoch = int(state["epoch"])
+        return epoch * (self.order.find_end() if epoch else 0) + int(state["place"])
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield global batches from the state on, without end."""

@@ -89,6 +89,84 @@ def test_s03_another_order_every_epoch(way: str) -> None:
     assert loader_of_six(1) == ids != loader_of_six(2)
 
 
+NINE = LENGTHS[:9]
+
+
+def loader_of_nine(way: str, batch: int, drop_last: bool = False, **options: Any) -> Any:
+    """9 rows, shuffled, in global batches of a size."""
+    options = {**WAYS[way], **options}
+    param, batching = options.pop("param", {}), options.pop("batching", None)
+    dataset = FakeRows(NINE, 100, **options)
+    return build_mm_dataloader(
+        dataset, {**param, "drop_last": drop_last}, batching=batching, micro_batch_size=1, global_batch_size=batch
+    )
+
+
+def handed_over(first: Any, second: Any, micro_batches: int) -> None:
+    """Read some of one loader, and let the other go on from there."""
+    rows(first, micro_batches)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "packs" not in way])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_w05_another_batch_size_at_an_epochs_end(way: str, before: int, after: int, drop_last: bool) -> None:
+    """W05: stopped after whole epochs, resumed with another global batch size: every row once in the next one."""
+    epoch = 9 // before * before if drop_last else -(-9 // before) * before
+    kept = 9 // after * after if drop_last else 9
+    for epochs in (1, 2):
+        second = loader_of_nine(way, after, drop_last)
+        handed_over(loader_of_nine(way, before, drop_last), second, epochs * epoch)
+        assert second.state_dict()["epoch"] == epochs
+        whole = -(-kept // after) * after
+        found = [row for row in flat(rows(second, 2 * whole)) if row >= 0]
+        for part in (found[:kept], found[kept:]):
+            assert len(set(part)) == kept and (drop_last or sorted(part) == list(range(9)))
+        assert second.state_dict()["epoch"] == epochs + 2
+
+
+@pytest.mark.parametrize("way", ["rows", "stream"])
+def test_w05_another_batch_size_within_an_epoch(way: str) -> None:
+    """W05: the saved epoch goes on with the next whole batch after the saved place, with drop_last or without."""
+    order = flat(rows(loader_of_nine(way, 1), 18))
+    second = loader_of_nine(way, 3)
+    handed_over(loader_of_nine(way, 4), second, 12 + 4)
+    assert flat(rows(second, 3)) == order[9 + 6 : 9 + 9]
+    third = loader_of_nine(way, 4, drop_last=True)
+    handed_over(loader_of_nine(way, 4), third, 12)
+    assert flat(rows(third, 8)) == order[9:17]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "packs" in way])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+def test_w05_another_batch_size_with_packs(way: str, before: int, after: int) -> None:
+    """W05: each row was trained as often as the order has had it, but for those that wait for a pack."""
+    first, second = loader_of_nine(way, before), loader_of_nine(way, after)
+    trained = Counter(flat(rows(first, 5 * before)))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    trained.update(flat(rows(second, 6 * after)))
+    packs, order = second.state_dict()["packing"], second.sampler.planner.order
+    waiting = order.rows_at([position for position, _ in packs["pending"]])
+    assert trained + Counter(waiting) == Counter(take(order.rows_from(0), packs["next"]))
+    assert packs["next"] > 18
+
+
+@pytest.mark.parametrize("way", ["stream", "packs of a stream"])
+def test_w05_a_stream_changes_between_rows_and_packs_in_a_later_epoch(way: str) -> None:
+    """W05: the end of a stream is found again: the saved epoch goes on, not the first one."""
+    other = loader_of_nine("packs of a stream" if way == "stream" else "stream", 1)
+    if way == "stream":
+        handed_over(loader_of_nine(way, 4), other, 12 + 4)
+        assert other.state_dict()["packing"]["next"] == 9 + 4
+    else:
+        first = loader_of_nine(way, 1)
+        handed_over(first, other, 9)
+        following = first.state_dict()["packing"]["next"]
+        order = flat(rows(loader_of_nine("stream", 1), following + 3))
+        assert following > 9 and flat(rows(other, 3)) == order[following:]
+
+
 def write_texts(folder: Path, words: list[int]) -> Path:
     """Plain text rows of so many words, as a file for `attr.pretrain`."""
     lines = [json.dumps({"text": " ".join([f"w{row}"] * count)}) for row, count in enumerate(words)]
@@ -138,6 +216,30 @@ def test_p04_plain_texts_are_cut_into_pieces(tmp_path: Path, qwen3_dir: Path) ->
         lengths = batch["documents"][0].unique(return_counts=True)[1].tolist()
         seen.update(zip(batch["row_ids"].tolist(), lengths[-len(batch["row_ids"]) :]))
     assert set(seen) == {(row, length) for row, lengths in pieces.items() for length in lengths}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_w05_a_mixture(tmp_path: Path, qwen3_dir: Path, streaming: bool) -> None:
+    """W05: data sets that are drawn in turns: all 9 rows of the mixture in the epoch after the resume."""
+    for name, words in (("one", [3] * 5), ("two", [4] * 5)):
+        (tmp_path / name).mkdir()
+        write_texts(tmp_path / name, words).rename(tmp_path / f"{name}.jsonl")
+    described = {
+        "dataset_type": "huggingface",
+        "basic_parameters": {
+            "dataset": "one.jsonl,two.jsonl", "dataset_dir": str(tmp_path), "streaming": streaming, "buffer_size": 4,
+            "stage": "pretrain", "mix_strategy": "interleave_under",
+        },
+        "preprocess_parameters": {"model_name_or_path": str(qwen3_dir)},
+        "attr": {"formatting": "alpaca", "prompt": "text", "pretrain": True},
+    }  # fmt: skip
+    dataset: Any = build_mm_dataset(described)
+    first, second = (
+        build_mm_dataloader(dataset, {"drop_last": False}, micro_batch_size=1, global_batch_size=batch)
+        for batch in (4, 3)
+    )
+    handed_over(first, second, 12)
+    assert sorted(flat(rows(second, 9))) == list(range(9))
 
 
 def test_t06_a_sample_that_just_fits_a_pack() -> None:
