@@ -16,6 +16,8 @@ from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from mindspeed_mm.data.media_reader import MediaLimits
 
+#: frames a second that a processor is told of a video's file: its frames are numbered by microseconds
+TICKS = 1_000_000
 _PATH_KEY = "dataset_param.preprocess_parameters.model_name_or_path"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -177,13 +179,22 @@ class DefaultAdapter:
         return Foreseen(token * (patches // _number(part, "merge_size", 1) ** 2), patches, patches**2 // groups)
 
     def video_metadata(self, clip: Clip) -> dict[str, Any]:
-        """Tell length and rate of the file, and which of its frames were taken, by their real timestamps."""
-        indices = [round(second * clip.source_fps) for second in clip.timestamps]
-        return {"total_num_frames": clip.source_frames, "fps": clip.source_fps, "frames_indices": indices}
+        """Tell when each frame is shown, and how fast they follow each other.
+
+        transformers takes the number of a frame in its file, and divides it by the file's rate. Files whose frames are
+        uneven have no such rate, so frames are numbered by microseconds.
+        """
+        length = len(clip.timestamps) * TICKS / clip.fps
+        return {"total_num_frames": length, "fps": float(TICKS), "frames_indices": in_ticks(clip.timestamps)}
 
     def video_options(self, clip: Clip) -> dict[str, Any]:
         """None are needed."""
         return {}
+
+
+def in_ticks(times: Sequence[float]) -> list[int]:
+    """Return the numbers of frames that a processor is told, of the seconds at which they are shown."""
+    return [round(second * TICKS) for second in times]
 
 
 def has_processor(path: str) -> bool:

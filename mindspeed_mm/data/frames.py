@@ -12,7 +12,7 @@ from mindspeed_mm.data.containers import Deadline, decode
 #: containers round timestamps, in seconds
 _SLACK = 0.003
 #: frames between which a decoder may change the order (the most that H.264 and HEVC allow)
-_REORDERED = 16
+REORDERED = 16
 
 TimedFrame = tuple[float, Any]
 
@@ -35,7 +35,7 @@ class FrameSource:
         self.end: float | None = None
         self._container, self._stream, self._deadline = container, stream, deadline
         self._first, self._spacing, self._unit = first, spacing, float(stream.time_base)
-        self._worth = 2 * _REORDERED * spacing  # a jump over less saves nothing
+        self._worth = 2 * REORDERED * spacing  # a jump over less saves nothing
         self._keys: list[int] | None = None
 
     def every(self, count: int) -> Iterator[TimedFrame]:
@@ -72,7 +72,7 @@ class FrameSource:
     def _jump(self, held: float, wanted: float) -> Iterator[TimedFrame] | None:
         """Go on from the last key frame before `wanted` if that skips enough; None if decoding on is as good.
 
-        The index holds decoding times, which come before presentation times by up to `_REORDERED` frames.
+        The index holds decoding times, which come before presentation times by up to `REORDERED` frames.
         """
         margin = self._worth / 2
         if wanted - held < self._worth:

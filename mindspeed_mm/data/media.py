@@ -41,6 +41,7 @@ class Geometry:
         frames: sampled frames of a video.
         fps: sampled frames a second.
         samples: length of a sound at the model's rate.
+        times: of each frame, the second at which it is shown; empty: evenly at `fps`.
     """
 
     kind: Kind
@@ -49,6 +50,12 @@ class Geometry:
     frames: int = 0
     fps: float = 0.0
     samples: int = 0
+    times: tuple[float, ...] = ()
+
+    @property
+    def timestamps(self) -> tuple[float, ...]:
+        """`times`, with those of evenly shown frames."""
+        return self.times or tuple(number / self.fps for number in range(self.frames))
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Clip:
 
     Attributes:
         frames: [frames, height, width, 3] uint8, RGB, upright.
-        timestamps: of each frame, in seconds from the beginning.
+        timestamps: of each frame, the second at which it is shown, counted from the beginning; what the model is told.
         fps: sampled frames a second.
         source_fps: frames a second of the file.
         source_frames: frames of the file.

@@ -129,7 +129,7 @@ class MediaReader:
         facts = self._video_facts(file, rule)
         plan = plan_frames(facts, rule)
         width, height = _fitted(file, facts.width, facts.height, self._video, "video")
-        return Geometry("video", height, width, plan.count, plan.fps)
+        return Geometry("video", height, width, plan.count, plan.fps, times=plan.told)
 
     def open(self, ref: MediaRef, folders: Sequence[str], where: object) -> Image.Image | Clip | np.ndarray:
         """Decode a medium.
@@ -192,19 +192,19 @@ class MediaReader:
         """A clip of pictures has the size of its first one."""
         width, height = self._facts("image", files[0], lambda: image_size(files[0]))
         width, height = _fitted(files[0], width, height, self._video, "video")
-        fps = (ref.fps or self._pictures_fps) * len(files) / len(ref.frames)
-        return Geometry("video", height, width, self._frames.padded(len(files)), fps)
+        taken, total, count = len(files), len(ref.frames), self._frames.padded(len(files))
+        fps = ref.fps or self._pictures_fps
+        times = tuple(min(number, taken - 1) * total // taken / fps for number in range(count))
+        return Geometry("video", height, width, count, fps * taken / total, times=times)
 
     def _open_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> Clip:
         geometry = self._look_pictures(ref, files)
-        size, total = (geometry.width, geometry.height), len(ref.frames)
+        size = geometry.width, geometry.height
         images = np.empty((geometry.frames, geometry.height, geometry.width, 3), np.uint8)
         for number, file in enumerate(files):
             images[number] = np.asarray(read_image(file, size, self._fast))
         images[len(files) :] = images[len(files) - 1]
-        fps = ref.fps or self._pictures_fps
-        times = [number * total // len(files) / fps for number in range(len(files))]
-        return Clip(images, times + times[-1:] * (geometry.frames - len(files)), geometry.fps, fps, total)
+        return Clip(images, geometry.times, geometry.fps, ref.fps or self._pictures_fps, len(ref.frames))
 
 
 def _fitted(file: MediaFile, width: int, height: int, limits: PixelLimits, kind: str) -> tuple[int, int]:

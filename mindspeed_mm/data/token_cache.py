@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
     from mindspeed_mm.data.files import RowSource
 
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK = 64
 #: seconds after which a process of a node asks whether it looks into the same folder as the one that makes the cache
 PATIENCE = 60.0

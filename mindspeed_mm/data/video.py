@@ -9,7 +9,9 @@ variable frame rate comes out right. A clip lasts D seconds and has N frames.
 3. No more frames are taken than there are: if N or more are wanted, every frame is taken once, the last one too.
 4. What is shown at a time is the last frame that began before it or up to 3 ms after (containers round timestamps).
 5. The last frame is repeated until their number is a multiple of the temporal patch.
-6. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame stands for
+6. The model is told the times at which its frames are shown: those of rule 1 or 2, or, where every frame is taken,
+   those at which they begin.
+7. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame stands for
    the missing ones; if these are more than half of the wanted ones, the clip can't be used.
 
 **What they look like.** Turned as the display matrix says, in steps of 90 degrees; mirroring in that matrix, and pixels
@@ -21,18 +23,19 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.data.containers import decode, header_seconds, open_container, packets_of, use_one_thread
-from mindspeed_mm.data.frames import FrameSource
+from mindspeed_mm.data.containers import Deadline, decode, header_seconds, open_container, packets_of, use_one_thread
+from mindspeed_mm.data.frames import REORDERED, FrameSource
 from mindspeed_mm.data.media import Clip
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.log import notice
 
 _COVER = 0x400  # FFmpeg's disposition of an attached picture
+_TOLERANCE = 1.5  # frames that a header may be off
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,29 @@ class VideoLength:
     Attributes:
         seconds: from the beginning of the first frame to the end of the last one.
         frames: its frames; an estimate if not `counted`.
-        counted: whether `frames` is known and not estimated.
+        counted: whether `frames` is known and not estimated, and their times with it.
         last: when its last frame begins, if its timestamps have been read; else frames are taken to be even.
+        begins: when each frame begins, [frames] float64, if its timestamps have been read and are of use.
     """
 
     seconds: float
     frames: int
     counted: bool
     last: float | None = None
+    begins: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def spacing(self) -> float:
+        """Seconds from one frame to the next, on average; how long the last one is shown doesn't count."""
+        if not self.last:
+            return self.seconds / self.frames
+        return self.last / (self.frames - 1)
+
+    def begin(self, number: int) -> float:
+        """Return the second at which a frame begins; behind the last frame, the end."""
+        if number >= self.frames:
+            return self.seconds
+        return number * self.spacing if self.begins is None else float(self.begins[number])
 
 
 @dataclass(frozen=True)
@@ -104,29 +122,52 @@ class FramePlan:
         wanted: number of frames before the last one is repeated.
         count: number of frames with these repeats.
         fps: wanted frames a second.
+        told: the second of each of the `count` frames, as the model is told it.
     """
 
     times: Sequence[float] | None
     wanted: int
     count: int
     fps: float
+    told: tuple[float, ...] = ()
 
 
 def plan_frames(facts: VideoFacts, rule: FrameRule) -> FramePlan:
-    """Say which frames of a video are taken (rules 1, 2, 3 and 5 of this file)."""
-    seconds, frames = facts.length.seconds, facts.length.frames
-    natural = max(1, math.ceil(seconds * rule.fps - 1e-6))
+    """Say which frames of a video are taken (rules 1, 2, 3, 5 and 6 of this file)."""
+    length, (wanted, is_natural) = facts.length, _wanted(facts.length, rule)
+    every = wanted >= length.frames
+    if every:
+        wanted = length.frames
+        times = [length.begin(number) for number in range(wanted)]
+        fps = length.frames / length.seconds if length.begins is None else _rate_of(times, length, rule.multiple)
+    else:
+        fps = rule.fps if is_natural else wanted / length.seconds
+        times = [number / fps for number in range(wanted)]
+    count = rule.padded(wanted)
+    told = (*times, *times[-1:] * (count - wanted))
+    return FramePlan(None if every else times, wanted, count, fps, told)
+
+
+def _wanted(length: VideoLength, rule: FrameRule) -> tuple[int, bool]:
+    """How many frames rules 1 and 2 want, and whether that is rule 1."""
+    natural = max(1, math.ceil(length.seconds * rule.fps - 1e-6))
     wanted = min(max(natural, rule.min_frames), rule.most)
-    if wanted >= frames:
-        return FramePlan(None, frames, rule.padded(frames), frames / seconds)
-    fps = rule.fps if wanted == natural else wanted / seconds
-    return FramePlan([number / fps for number in range(wanted)], wanted, rule.padded(wanted), fps)
+    return wanted, wanted == natural
+
+
+def _rate_of(times: Sequence[float], length: VideoLength, multiple: int) -> float:
+    """Frames a second of uneven frames: as far as the middles of their temporal patches are from each other."""
+    patches = np.reshape(times[: len(times) // multiple * multiple], (-1, multiple)).mean(axis=1)
+    if len(patches) > 1 and patches[-1] > patches[0]:
+        return float(multiple * (len(patches) - 1) / (patches[-1] - patches[0]))
+    return 1 / length.spacing
 
 
 def look_video(file: MediaFile, rule: FrameRule, timeout: float) -> VideoFacts:
     """Read what a video's header says; its first frame is decoded, because only that tells which side is up.
 
-    Files whose header doesn't give the length, or whose frames aren't evenly spaced, are read through without decoding.
+    Files whose header doesn't give the length, or whose frames aren't evenly spaced, are read through without decoding;
+    so are those whose last frame comes late or is shown for long.
 
     Raises:
         BadSample: The file isn't a video, or not even its first frame can be decoded.
@@ -138,25 +179,39 @@ def look_video(file: MediaFile, rule: FrameRule, timeout: float) -> VideoFacts:
             raise file.fault("has no frame that can be decoded", "video can't be decoded")
         turns = round(frame.rotation / 90) % 4
         width, height = (frame.height, frame.width) if turns % 2 else (frame.width, frame.height)
-        facts = VideoFacts(width, height, turns, frame.pts or 0, _header_length(container, stream))
-    length = facts.length
-    if not length.counted and plan_frames(facts, rule).wanted >= length.frames - 1:
-        facts = replace(facts, length=count_frames(file, timeout))
+        length = _header_length(container, stream, frame, deadline)
+        facts = VideoFacts(width, height, turns, frame.pts or 0, length)
+    if not length.counted and _wanted(length, rule)[0] >= length.frames - 1:
+        length = count_frames(file, timeout)
+        if _wanted(length, rule)[0] < length.frames:  # facts are remembered
+            length = replace(length, begins=None)
+        facts = replace(facts, length=length)
     return facts
 
 
 def count_frames(file: MediaFile, timeout: float) -> VideoLength:
-    """Find out a video's length by reading it through, without decoding."""
+    """Find out a video's length, and when its frames begin, by reading it through, without decoding."""
     with open_container(file, "video", timeout) as (container, deadline):
         stream = _video_stream(container, file)
-        packets = [(packet.pts, packet.duration or 0) for packet in packets_of(container, stream, deadline)]
-        unit, rate = float(stream.time_base), _rate(stream)
+        packets = [
+            (packet.pts, packet.duration or 0)
+            for packet in packets_of(container, stream, deadline)
+            if not packet.is_discard
+        ]
+        unit, rate, said = float(stream.time_base), _rate(stream), float(header_seconds(stream) or 0)
+        promised = stream.frames if len(_index(stream)) == stream.frames else 0
     count = max(len(packets), 1)
+    if count < promised and said:  # the end is gone: the header says what there was
+        return VideoLength(said, promised, True)
     if not packets or any(begin is None for begin, _ in packets):  # AVI: packets without time
         return VideoLength(count / rate, count, True)
-    end, lasting = max(packets)
-    begin = (end - min(packets)[0]) * unit
-    return VideoLength(begin + (lasting * unit or 1 / rate), count, True, begin)
+    packets.sort()
+    begins = np.array([begin - packets[0][0] for begin, _ in packets]) * unit
+    last = float(begins[-1])
+    seconds = last + (packets[-1][1] * unit or 1 / rate)
+    if count == promised:  # durations stand in the order of decoding; their sum is right whatever the order
+        seconds = max(seconds, said)
+    return VideoLength(seconds, count, True, last, begins)
 
 
 def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[int, int], timeout: float) -> Clip:
@@ -170,28 +225,28 @@ def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[i
         timeout: Seconds that it may take.
 
     Returns:
-        A clip of exactly `plan.count` frames.
+        A clip of exactly `plan.count` frames, with the times that `plan` tells.
 
     Raises:
         BadSample: Fewer than half of the wanted frames can be decoded, or it takes too long.
     """
-    length, times = facts.length, []
+    length, good = facts.length, 0
     images = np.empty((plan.count, size[1], size[0], 3), np.uint8)
     with open_container(file, "video", timeout) as (container, deadline):
         stream = _video_stream(container, file)
-        source = FrameSource(container, stream, facts.first, length.seconds / length.frames, deadline)
+        source = FrameSource(container, stream, facts.first, length.spacing, deadline)
         chosen = source.every(plan.wanted) if plan.times is None else source.shown_at(plan.times)
         previous = None
-        for number, (time, frame) in enumerate(chosen):
-            images[number] = images[number - 1] if frame is previous else _rgb(frame, size, facts.turns)
+        for read, (_, frame) in enumerate(chosen):
+            images[read] = images[read - 1] if frame is previous else _rgb(frame, size, facts.turns)
             previous = frame
-            times.append(time)
-    good = len(times)
+            good = read + 1
+    there = good
     if plan.times is not None and source.end is not None:
         good = _reached(plan.times, source.end, length)
         if 2 * good < plan.wanted and not length.counted:  # perhaps its last frame is a long one
             good = _reached(plan.times, source.end, count_frames(file, timeout))
-    if 2 * good < plan.wanted or not times:
+    if 2 * good < plan.wanted or not there:
         raise file.fault(
             f"is damaged: {good} of {plan.wanted} wanted frames can be decoded; at least half are needed",
             "video can't be decoded",
@@ -199,14 +254,13 @@ def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[i
     if good < plan.wanted:
         what = f"is damaged: {plan.wanted - good} of {plan.wanted} wanted frames repeat the last good one"
         notice(f"{file.where}: {file.label} {what} (this is said once)", "video damaged")
-    images[len(times) :] = images[len(times) - 1]
-    times += times[-1:] * (plan.count - len(times))
-    return Clip(images, times, plan.fps, length.frames / length.seconds, length.frames)
+    images[there:] = images[there - 1]
+    return Clip(images, plan.told, plan.fps, 1 / length.spacing, length.frames)
 
 
 def _reached(times: Sequence[float], end: float, length: VideoLength) -> int:
     """How many of the wanted times lie within what could be decoded, whose last frame begins at `end`."""
-    spacing = length.seconds / length.frames
+    spacing = length.spacing
     last = length.seconds - spacing if length.last is None else length.last
     if end >= last - 1.5 * spacing:
         return len(times)
@@ -229,7 +283,12 @@ def _rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 25)
 
 
-def _header_length(container: Any, stream: Any) -> VideoLength:
+def _index(stream: Any) -> list[Any]:
+    """Entries of the file's index for frames that are shown."""
+    return [entry for entry in getattr(stream, "index_entries", ()) if not entry.is_discard]
+
+
+def _header_length(container: Any, stream: Any, first: Any, deadline: Deadline) -> VideoLength:
     """The length as the header says it; no frames in it: the file has to be read through."""
     unknown = VideoLength(1.0, 0, False)
     seconds = float(header_seconds(stream) or (container.duration or 0) / 1e6)
@@ -237,14 +296,31 @@ def _header_length(container: Any, stream: Any) -> VideoLength:
         return unknown
     if not stream.frames:
         return VideoLength(seconds, max(1, round(seconds * _rate(stream))), False)
-    entries = [entry for entry in getattr(stream, "index_entries", ()) if not entry.is_discard]
-    if entries:
-        # The index has decoding times only; where they are even, presentation times are.
-        steps = np.diff([entry.timestamp for entry in entries])
-        if len(steps) and steps.max() > 3 * max(steps.min(), 1):
+    times = np.array([entry.timestamp for entry in _index(stream)])
+    if not len(times):
+        return VideoLength(seconds, stream.frames, True)
+    # The index has decoding times only; where they are even, presentation times are, but for the last ones.
+    steps = np.diff(times)
+    even = len(times) == stream.frames
+    if len(steps):
+        step = (times[-1] - times[0]) / len(steps)
+        if steps.max() > 3 * max(steps.min(), 1):
             return unknown
-        return VideoLength(seconds, len(entries), len(entries) == stream.frames)
-    return VideoLength(seconds, stream.frames, True)
+        if even and seconds / float(stream.time_base) > (len(times) + _TOLERANCE) * step:  # the last one is a long one
+            return unknown
+        if even and first.pts is not None and first.pts != times[0]:
+            last = _last_begin(container, stream, times, deadline)
+            if last is not None and abs(last - first.pts - len(steps) * step) > _TOLERANCE * step:
+                return unknown
+        even = even and steps.max() - steps.min() <= max(2, step / 10)
+    return VideoLength(seconds, len(times), even)
+
+
+def _last_begin(container: Any, stream: Any, times: np.ndarray, deadline: Deadline) -> int | None:
+    """The timestamp of the last frame, from the last packets of the file; None: they can't be read."""
+    container.seek(int(times[-REORDERED - 1 :][0]), stream=stream, any_frame=True)
+    begins = [packet.pts for packet in packets_of(container, stream, deadline) if packet.pts is not None]
+    return max(begins, default=None)
 
 
 def _rgb(frame: Any, size: tuple[int, int], turns: int) -> np.ndarray:

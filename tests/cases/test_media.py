@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media import Clip, Geometry, MediaRef
 from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
+from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.log import forget_notices
 from tests.support.clips import read_number, tone, write_clip, write_wav
+from tests.support.families import families
+from tests.support.tiny import tiny_qwen2_5_vl_dir
+from tests.unit.data.generation.generation_maker import opened, write_rows
 
 ROW = "rows.json, row 3"
 #: what Qwen2.5-VL's processors accept
@@ -269,3 +278,107 @@ def test_short_silent_and_empty_sounds(tmp_path: Path) -> None:
     silent = row.open("audio", "silent.wav")
     assert len(silent) == 8_000 and not silent.any()
     assert row.refused("audio", "header.wav") == "sound is empty"
+
+
+LONG_LAST = [("mp4", "0"), ("mp4", "2"), ("mkv", "2"), ("webm", None)]
+
+
+@pytest.mark.parametrize(("suffix", "reordered"), LONG_LAST)
+def test_a_last_frame_that_is_shown_for_long(tmp_path: Path, suffix: str, reordered: str | None) -> None:
+    """W02: 60 frames in 2 s, the last one shown for 20 s: frames by time, the last one repeated; no damage is said."""
+    options = {} if reordered is None else {"bf": reordered}
+    codec = "libx264" if reordered else "libvpx"
+    write_clip(tmp_path / f"a.{suffix}", frames=60, rate=30, last=20.0, options=options, codec=codec)
+    row = Row(tmp_path)
+    clip, foreseen = row.open("video", f"a.{suffix}"), row.look("video", f"a.{suffix}")
+    expected = [0, 15, 30, 45, *[59] * 40]
+    assert foreseen.frames == len(clip.frames) == 44
+    assert [read_number(frame) for frame in clip.frames] == expected
+    assert list(clip.timestamps) == list(foreseen.times) == [half / 2 for half in range(len(expected))]
+    every = Row(tmp_path, video_fps=32.0).look("video", f"a.{suffix}")
+    assert every.fps == pytest.approx(30.0, rel=1e-2), "of the frames taken"
+
+
+def test_a_damaged_tail_is_not_a_long_last_frame(tmp_path: Path) -> None:
+    """W02: the same file cut after a quarter of its frames is refused, and after three quarters its end is repeated."""
+    content = write_clip(
+        tmp_path / "a.mp4", frames=60, rate=30, last=4.0, options={"bf": "0"}, index_first=True
+    ).read_bytes()
+    import av
+
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        places = sorted(entry.pos for entry in container.streams.video[0].index_entries)
+    (tmp_path / "cut.mp4").write_bytes(content[: places[15]])
+    assert Row(tmp_path).refused("video", "cut.mp4") == "video can't be decoded"
+
+
+@pytest.mark.parametrize(("suffix", "reordered"), LONG_LAST)
+def test_a_clip_to_make_whose_last_frame_is_long(tmp_path: Path, suffix: str, reordered: str | None) -> None:
+    """W02: a generation model gets the frames by time, at the clip's own rate or its train_fps."""
+    options = {} if reordered is None else {"bf": reordered}
+    codec = "libx264" if reordered else "libvpx"
+    write_clip(tmp_path / f"a.{suffix}", frames=60, rate=30, last=20.0, options=options, codec=codec)
+    data = write_rows(tmp_path / "rows.json", [{"path": f"a.{suffix}", "cap": "a"}])
+    keys: dict[str, Any] = {"basic_data_folder": str(tmp_path), "basic_on_bad_sample": "raise", "zero_start": True}
+    for fps, frames, expected in ((None, 33, list(range(33))), (10, 33, [*range(0, 60, 3), *[59] * 13])):
+        video = opened(data, train_fps=fps, num_frames=frames, **keys)[0]["video"]
+        pixels = ((video.permute(1, 2, 3, 0) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
+        assert [read_number(picture) for picture in pixels] == expected
+
+
+def test_a_cut_of_uneven_frames(tmp_path: Path) -> None:
+    """W02: frames a to b - 1 of a file are those, however long each is shown."""
+    times = [0, 0.1, 0.2, 5.0, *(5.0 + number / 10 for number in range(1, 12))]
+    write_clip(tmp_path / "a.mkv", times=times)
+    row = {"path": "a.mkv", "cap": "a", "cut": [3, 12]}
+    data = write_rows(tmp_path / "rows.json", [row])
+    keys: dict[str, Any] = {"basic_data_folder": str(tmp_path), "basic_on_bad_sample": "raise", "train_fps": 10}
+    video = opened(data, num_frames=1, buckets=[[1, 32, 64]], zero_start=True, **keys)[0]["video"]
+    pixels = ((video.permute(1, 2, 3, 0) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
+    assert [read_number(picture) for picture in pixels] == [3]
+
+
+UNEVEN = [0.0, 0.1, 0.2, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("family", "suffix"), [("qwen3_vl", "mp4"), ("qwen3_vl", "mkv"), ("glm4v", "mp4"), ("qwen2_5_vl", "mp4")]
+)
+def test_the_model_is_told_the_files_own_timestamps(tmp_path: Path, family: str, suffix: str) -> None:
+    """W12: frames at 0, 0.1, 0.2 and 5.0 s, all taken: 0.1 and 2.6 s are written and foreseen."""
+    from transformers import AutoProcessor
+
+    write_clip(tmp_path / f"a.{suffix}", times=UNEVEN)
+    make = families()[family].make if family in families() else tiny_qwen2_5_vl_dir
+    hf_dir = make(tmp_path / "hf")
+    adapter = find_adapter(SimpleNamespace(init_from_hf_path=str(hf_dir)))
+    processor = AutoProcessor.from_pretrained(hf_dir)
+    # Matroska's header has no number of frames: they are counted where about as many are wanted
+    row = Row(tmp_path, adapter.limits(processor), video_fps=2.0 if suffix == "mp4" else 30.0)
+    tokenizer = Tokenizer(processor, adapter, {})
+    geometry, clip = row.look("video", f"a.{suffix}"), row.open("video", f"a.{suffix}")
+    assert [read_number(frame) for frame in clip.frames] == [0, 1, 2, 3]
+    assert list(clip.timestamps) == list(geometry.times) == pytest.approx(UNEVEN)
+    tensors, (text,) = tokenizer.process([("video", clip)])
+    foreseen = tokenizer.foresee(geometry)
+    assert foreseen is not None and foreseen.text == text
+    if family == "qwen3_vl":
+        assert re.findall(r"<([\d.]+) seconds>", text) == ["0.1", "2.6"]
+    elif family == "glm4v":
+        assert re.findall(r"\d+(?:\.\d+)?", text) == ["0", "0"], "whole seconds of the first frame of each two"
+    else:
+        assert tensors["second_per_grid_ts"].tolist() == pytest.approx([2.55]), "from the middle of two to the next"
+
+
+def test_times_of_sampled_and_repeated_frames(tmp_path: Path) -> None:
+    """W12: frames that are sampled by time are told with it; the one that fills up a pair has no time of its own."""
+    from transformers.video_utils import VideoMetadata
+
+    write_clip(tmp_path / "a.mp4", frames=63, rate=30)
+    clip = Row(tmp_path).open("video", "a.mp4")
+    assert list(clip.timestamps) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
+    told = VideoMetadata(**DefaultAdapter().video_metadata(clip))
+    assert told.timestamps == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0] and told.sampled_fps == 2.0
+    clip = Row(tmp_path, video_fps=30.0, video_maxlen=200).open("video", "a.mp4")
+    assert list(clip.timestamps)[:63] == pytest.approx([number / 30 for number in range(63)])
+    assert VideoMetadata(**DefaultAdapter().video_metadata(clip)).sampled_fps == pytest.approx(30.0)

@@ -45,6 +45,7 @@ def write_clip(
     gop: int = 12,
     options: dict[str, str] | None = None,
     index_first: bool = False,
+    last: float | None = None,
 ) -> Path:
     """Write a clip of numbered frames.
 
@@ -60,6 +61,7 @@ def write_clip(
         gop: Frames from one key frame to the next.
         options: Further options of the encoder.
         index_first: mp4: write the index before the pictures, so that a cut file still opens.
+        last: Seconds that the last frame is shown; None: as long as the others.
     """
     import av
 
@@ -76,11 +78,16 @@ def write_clip(
             stream.set_display_rotation(rotation)
         track = container.add_stream("aac", rate=44_100, layout="stereo") if sound else None
         begins = times if times is not None else [number / rate for number in range(frames)]
+        packets: list[Any] = []
         for number, time in enumerate(begins):
             frame = av.VideoFrame.from_ndarray(numbered_frame(number, *size), format="rgb24")
             frame.pts, frame.time_base = round(time * 90_000), base
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+            packets += stream.encode(frame)
+        packets += stream.encode(None)
+        if last is not None:
+            in_order = path.suffix == ".mp4"  # of decoding: where durations are all that the container has
+            (packets[-1] if in_order else max(packets, key=lambda packet: packet.pts)).duration = round(last * 90_000)
+        container.mux(packets)
         if track is not None:
             _mux_sound(container, track, np.tile(tone(440, sound, 44_100), (2, 1)), 44_100)
     return path

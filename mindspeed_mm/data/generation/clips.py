@@ -1,10 +1,11 @@
 """Frames of a clip: which times are shown, and those frames as pixels.
 
 **Which times.** Seconds count from the clip's first frame, or that of its `cut`. A step is
-`frame_interval × speed_factor ÷ train_fps`, and never less than `speed_factor` of the clip's own frames: none is taken
-twice. A clip that lasts D seconds gives the frames at 0, step, 2·step, … below D. Where it gives fewer than are wanted
-and `auto_interval` is on, the step becomes smaller, down to the clip's own frames. What is shown at a time is the last
-frame that began before it, by the file's own timestamps.
+`frame_interval × speed_factor ÷ train_fps`, and never less than `speed_factor` of the clip's own frames: of evenly
+spaced frames none is taken twice. A clip that lasts D seconds gives the frames at 0, step, 2·step, … below D. Where it
+gives fewer than are wanted and `auto_interval` is on, the step becomes smaller, down to the clip's own frames. What is
+shown at a time is the last frame that began before it, by the file's own timestamps; one that is shown for long may
+come several times.
 
 **Where they begin.** A clip that lasts longer than its bucket begins at any of its own frames, drawn from the sample's
 key; in evaluation, in the middle. `zero_start`: at its beginning. `keep_last`: so that its last frame is the last one.
@@ -23,7 +24,7 @@ from mindspeed_mm.data.generation.buckets import Bucket
 from mindspeed_mm.data.generation.transforms import cover_size, crop_of, scaled_crop
 from mindspeed_mm.data.images import image_size, read_image
 from mindspeed_mm.data.media_files import MediaFile
-from mindspeed_mm.data.video import FramePlan, FrameRule, VideoFacts, look_video, read_clip
+from mindspeed_mm.data.video import FramePlan, FrameRule, VideoFacts, VideoLength, look_video, read_clip
 
 TOO_SHORT = "clip too short"
 _TINY = 1e-6
@@ -38,7 +39,8 @@ class ClipFacts:
     Attributes:
         width, height: of the part of the picture that is used, in pixels.
         begin, seconds: where the clip begins in its file, and how long it lasts.
-        spacing: seconds from one of its frames to the next, on average; 0: a picture.
+        spacing: seconds from one of its frames to the next, on average (how long the last one is shown doesn't
+            count); 0: a picture.
     """
 
     width: int
@@ -87,9 +89,9 @@ class ClipReader:
             return self.look(row, file).facts
         assert row.width is not None and row.height is not None
         if row.ref.kind == "image":
-            return _cut(row, file, row.width, row.height, 0.0, 0.0)
+            return _cut(row, file, row.width, row.height, None)
         assert row.frames is not None and row.fps is not None
-        return _cut(row, file, row.width, row.height, row.frames / row.fps, 1 / row.fps)
+        return _cut(row, file, row.width, row.height, VideoLength(row.frames / row.fps, row.frames, True))
 
     def look(self, row: Annotation, file: MediaFile) -> Clip:
         """Read a file's header.
@@ -99,10 +101,9 @@ class ClipReader:
         """
         if row.ref.kind == "image":
             width, height = image_size(file)
-            return Clip(row, file, _cut(row, file, width, height, 0.0, 0.0), None, (width, height))
+            return Clip(row, file, _cut(row, file, width, height, None), None, (width, height))
         found = look_video(file, _ALL_FRAMES, self._param.media_timeout)
-        length = found.length
-        facts = _cut(row, file, found.width, found.height, length.seconds, length.seconds / length.frames)
+        facts = _cut(row, file, found.width, found.height, found.length)
         return Clip(row, file, facts, found, (found.width, found.height))
 
     def step(self, facts: ClipFacts, wanted: int) -> float:
@@ -173,15 +174,17 @@ class ClipReader:
         return read_clip(clip.file, clip.found, plan, size, self._param.media_timeout).frames[:, rows, columns]
 
 
-def _cut(row: Annotation, file: MediaFile, width: int, height: int, seconds: float, spacing: float) -> ClipFacts:
+def _cut(row: Annotation, file: MediaFile, width: int, height: int, length: VideoLength | None) -> ClipFacts:
+    """The part of a file that a row names; without a length it is a picture."""
     try:
         left, right, top, bottom = crop_of(row.crop, width, height)
     except ValueError as error:
         raise file.fault(str(error), "crop out of the picture") from None
-    begin, end = 0.0, seconds
-    if row.cut is not None and spacing:
-        begin, end = row.cut[0] * spacing, min(seconds, row.cut[1] * spacing)
+    if length is None:
+        return ClipFacts(right - left, bottom - top)
+    begin, end = 0.0, length.seconds
+    if row.cut is not None:
+        begin, end = length.begin(row.cut[0]), length.begin(row.cut[1])
         if begin >= end:
-            frames = round(seconds / spacing)
-            raise file.fault(f"has {frames} frames, and 'cut' is {list(row.cut)}", "cut out of the clip")
-    return ClipFacts(right - left, bottom - top, begin, end - begin, spacing)
+            raise file.fault(f"has {length.frames} frames, and 'cut' is {list(row.cut)}", "cut out of the clip")
+    return ClipFacts(right - left, bottom - top, begin, end - begin, length.spacing)

@@ -29,7 +29,7 @@ def _geometry(opened: Image.Image | Clip | np.ndarray) -> Geometry:
     if isinstance(opened, Clip):
         assert opened.frames.dtype == np.uint8 and len(opened.timestamps) == len(opened.frames)
         assert list(opened.timestamps) == sorted(opened.timestamps)
-        return Geometry("video", *opened.frames.shape[1:3], opened.frames.shape[0], opened.fps)
+        return Geometry("video", *opened.frames.shape[1:3], opened.frames.shape[0], opened.fps, times=opened.timestamps)
     if isinstance(opened, np.ndarray):
         return Geometry("audio", samples=len(opened))
     assert opened.mode == "RGB"

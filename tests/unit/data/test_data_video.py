@@ -89,7 +89,7 @@ def test_a_variable_frame_rate_is_sampled_by_time(tmp_path: Path) -> None:
         clip = _read(path, _rule())
         expected = [int(np.searchsorted(begins, half / 2 + 0.003, side="right")) - 1 for half in range(13)]
         assert [read_number(frame) for frame in clip.frames] == expected, name
-        assert np.allclose(clip.timestamps, [begins[number] for number in expected], atol=2e-3), name
+        assert list(clip.timestamps) == [half / 2 for half in range(13)], "when they are shown"
     assert _numbers(tmp_path / "clip.mp4", _rule(fps=30.0)) == list(range(24))
 
 
@@ -114,7 +114,7 @@ def test_filmed_clips_equal_a_plain_reading(name: str) -> None:
     assert clip.source_frames == len(frames) and 2 * len(frames) / clip.source_fps <= len(clip.frames)
     for number, picture in enumerate(clip.frames):
         shown = int(np.searchsorted(times, number / 2 + 0.003, side="right")) - 1
-        assert clip.timestamps[number] == pytest.approx(times[shown])
+        assert times[shown] - 0.003 <= clip.timestamps[number] == number / 2
         assert np.array_equal(picture, frames[shown]), number
 
 

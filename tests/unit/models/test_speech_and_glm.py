@@ -189,7 +189,7 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
     assert foreseen is not None
     if geometry.kind == "video":
         assert [int(second) for second in re.findall(r"\d+", foreseen.text)] == expected
-        content: Any = Clip(np.zeros((6, 56, 56, 3), np.uint8), [0.0] * 6, 1.5, 1.5, 6)
+        content: Any = Clip(np.zeros((6, 56, 56, 3), np.uint8), geometry.timestamps, 1.5, 1.5, 6)
     elif geometry.kind == "image":
         content = Image.new("RGB", (geometry.width, geometry.height))
     else:

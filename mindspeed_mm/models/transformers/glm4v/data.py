@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mindspeed_mm.data.adapter import TICKS, in_ticks
 from mindspeed_mm.data.media import Foreseen, Geometry
 from mindspeed_mm.data.media_reader import MediaLimits
 from mindspeed_mm.models.transformers.qwen3_vl.data import TimedVideoAdapter
 
 
 class GlmAdapter(TimedVideoAdapter):
-    """Seconds in the text are those of frames evenly spaced at the sampled rate, known before a clip is decoded."""
+    """Seconds in the text are those at which frames are shown, known before a clip is decoded."""
 
     def limits(self, processor: Any) -> MediaLimits:
         """Take no more frames than the processor takes of its longest video; longer ones get them further apart."""
@@ -19,14 +20,14 @@ class GlmAdapter(TimedVideoAdapter):
         return replace(super().limits(processor), video_max_frames=int(part.max_duration * part.fps))
 
     def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
-        """Write a video as the processor does, from the number of its frames and their rate."""
+        """Write a video as the processor does, from the times of its frames."""
         if geometry.kind != "video":
             return super().foresee(processor, geometry)
         part = processor.video_processor
         patches = part.get_num_of_video_patches(geometry.frames, geometry.height, geometry.width, {})
         groups = -(-geometry.frames // part.temporal_patch_size)
         tokens = patches // groups // part.merge_size**2
-        seconds = [2 * group / geometry.fps for group in range(groups)]
+        seconds = [tick / TICKS for tick in in_ticks(geometry.timestamps)[::2]][:groups]
         text = "".join(processor.replace_frame_token_id(second, num_image_tokens=tokens) for second in seconds)
         return Foreseen(text, patches, patches**2 // groups)
 
