@@ -78,22 +78,21 @@ TABLE = [Case(*row) for row in itertools.product(KINDS, LAYOUTS, (False, True))]
 
 
 # layouts of four ranks in the suite: they are slow on two cores
-FOUR_RANKS = {"vl": ("TP2 SP PP2 VPP2",), "text": ("PP2 DP2",)}
+FOUR_RANKS = {"vl": "TP2 SP PP2 VPP2", "text": "PP2 DP2"}
 
 
 def is_in_subset(case: Case) -> bool:
-    """A vision-language model in each layout of up to two ranks, a text model in every other; some of four ranks.
+    """Each layout of up to two ranks once, a vision-language and a text model in turn; one of four ranks for each.
 
-    Tied and recomputed in turn.
+    Tied and recomputed in turn too.
     """
     number, is_text = list(LAYOUTS).index(case.layout), case.kind.startswith("text")
     if LAYOUTS[case.layout][0] == 4:
-        if case.layout not in FOUR_RANKS["text" if is_text else "vl"]:
-            return False
-    elif is_text and number % 2:
-        return False
-    turn = number // 2 if is_text else number
-    return ("tied" in case.kind) == (turn % 2 != is_text) and case.recompute == (turn // 2 % 2 != is_text)
+        chosen = case.layout == FOUR_RANKS["text" if is_text else "vl"]
+    else:
+        chosen = is_text == bool(number % 2)
+    turn = number // 2
+    return chosen and ("tied" in case.kind) == bool(turn % 2) and case.recompute == bool(turn // 2 % 2)
 
 
 SUBSET = [case for case in TABLE if is_in_subset(case)]
