@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ WRAP = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
 WORDS = "red green blue small large round square picture left right above below what where".split()  # noqa: SIM905
 
 
-def prepare(folder: Path, rows: int = 64, seed: int = 0) -> tuple[Path, Path]:
+def prepare(folder: Path, rows: int = 64, seed: int = 0, smallest: bool = False) -> tuple[Path, Path]:
     """Make a Qwen2.5-VL of 4.9 M parameters with weights, and a sharegpt file with 0, 1 and 2 images a row.
+
+    Args:
+        folder: what is in it already stays as it is.
+        smallest: a model of 0.2 M parameters instead.
 
     Returns:
         (HF directory, data file).
@@ -39,6 +45,9 @@ def prepare(folder: Path, rows: int = 64, seed: int = 0) -> tuple[Path, Path]:
     build_qwen2_5_vl_processor(tokenizer, hf_dir)
     text = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
     vision = {"hidden_size": 96, "intermediate_size": 256, "depth": 4, "num_heads": 4, "out_hidden_size": 256}
+    if smallest:
+        text |= {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
+        vision |= {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "out_hidden_size": 64}
     save_model_dir(qwen2_5_vl_config(tokenizer, text=text, vision=vision), tokenizer, hf_dir, seed)
     (data_dir / "images").mkdir(parents=True)
     content = []
@@ -108,6 +117,11 @@ def write_files(folder: Path, hf_dir: Path, data_file: Path, model: dict[str, An
     return {name: path for name, (path, _) in files.items()}
 
 
+def add_smallest(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark its smallest form, which CI runs: it takes seconds and proves that the benchmark still works."""
+    parser.add_argument("--smallest", action="store_true", help="as little as runs every part once; says nothing")
+
+
 def launch_words(files: dict[str, Path], save: Path | None, **flags: Any) -> list[str]:
     """Command-line words of a run; True is a bare flag."""
     settings: dict[str, Any] = {
@@ -138,6 +152,16 @@ def alternate(contenders: dict[str, Callable[[], Sequence[float]]], rounds: int)
         for name, run in contenders.items():
             times[name] += list(run())
     return times
+
+
+def timed(run: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each of `times` calls."""
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return taken
 
 
 def median(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ the norm of its gradient. Ours and the HF Trainer get the same rows, at 1 row x 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -26,19 +27,23 @@ ROWS = 16
 
 def main() -> None:
     """Print the relative distance of each from exact."""
-    from common import prepare
+    from common import add_smallest, prepare
 
     from tests.support.reference import rows_as_inputs, train_reference
 
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_smallest(parser)
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="correctness-"))
-    hf_dir, data_file = prepare(folder, rows=ROWS)
+    hf_dir, data_file = prepare(folder, rows=ROWS, smallest=options.smallest)
+    splits = (4,) if options.smallest else (1, 4)
     inputs = rows_as_inputs(hf_dir, data_file)
     losses, norms, _ = train_reference(hf_dir, inputs, steps=1)
     print(f"exact: loss {losses[0]:.7f}, gradient norm {norms[0]:.7f}")
-    for micro in (1, 4):
+    for micro in splits:
         loss, norm = ours(folder, hf_dir, data_file, micro)
         show(f"ours, {micro} x {ROWS // micro}", loss, norm, losses[0], norms[0])
-    for micro in (1, 4):
+    for micro in splits:
         loss, norm = trainer(folder, hf_dir, inputs, micro)
         show(f"HF Trainer, {micro} x {ROWS // micro}", loss, norm, losses[0], norms[0])
 

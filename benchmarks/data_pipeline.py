@@ -16,20 +16,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import WORDS, alternate, data_param, median
+from common import WORDS, add_smallest, alternate, data_param, median
 from PIL import Image
 
-ROUNDS = 5
+
+@dataclass
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        rounds: of every comparison.
+        images: of each size that are decoded.
+        rows: of the file with many rows.
+        texts: of the long-tailed mix.
+        steps: planned with and without balance.
+        ranks: for which they are planned.
+    """
+
+    rounds: int = 5
+    images: int = 60
+    rows: int = 100_000
+    texts: int = 2000
+    steps: int = 20
+    ranks: tuple[int, ...] = (8, 64)
+
+
+SMALLEST = Sizes(rounds=1, images=2, rows=2_000, texts=40, steps=1, ranks=(8,))
 
 
 def main() -> None:
     """Run the parts that are named, all without a name; print their figures."""
-    parts: dict[str, Callable[[Path], None]] = {
+    parts: dict[str, Callable[[Path, Sizes], None]] = {
         "images": images,
         "padding": padding,
         "balance": balance,
@@ -38,12 +61,14 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], help="which; none = all")
-    chosen = parser.parse_args().parts or list(parts)
+    add_smallest(parser)
+    options = parser.parse_args()
+    sizes = SMALLEST if options.smallest else Sizes()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
+        for name in options.parts or parts:
             print(f"== {name}", flush=True)
-            parts[name](Path(folder))
+            parts[name](Path(folder), sizes)
 
 
 def model_dir(folder: Path) -> Path:
@@ -102,7 +127,7 @@ def row_of(image: Path | str) -> dict[str, Any]:
     return {"messages": turns, "images": [str(image)]}
 
 
-def images(folder: Path) -> None:
+def images(folder: Path, sizes: Sizes) -> None:
     """Images a second of one core: whole samples of ours against a plain loop with the same processor, same pixels."""
     from transformers import AutoProcessor
 
@@ -121,8 +146,8 @@ def images(folder: Path) -> None:
         return [count / (time.perf_counter() - started)]
 
     for size, count, limits in (
-        ((512, 384), 60, {}),
-        ((4000, 3000), 6, {"image_max_pixels": 589_824}),
+        ((512, 384), sizes.images, {}),
+        ((4000, 3000), sizes.images // 10 or 1, {"image_max_pixels": 589_824}),
     ):
         files = photographs(folder / "photographs", count, size)
         rows = [row_of(file) for file in files]
@@ -156,7 +181,7 @@ def images(folder: Path) -> None:
                 "fast": lambda n=count, d=fast: timed(d.__getitem__, n),
                 "decode": lambda n=count, o=opened: timed(o, n),
             },
-            ROUNDS,
+            sizes.rounds,
         )
         rate = {name: median(values) for name, values in speeds.items()}
         print(
@@ -172,13 +197,13 @@ def long_tailed(rng: random.Random, most: int) -> int:
     return max(1, min(most, int(rng.lognormvariate(3.6, 1.1))))
 
 
-def padding(folder: Path) -> None:
+def padding(folder: Path, sizes: Sizes) -> None:
     """Share of padding over two epochs of a long-tailed mix of lengths, with and without packing."""
     from mindspeed_mm.data import build_mm_dataloader
 
     rng = random.Random(2)
     rows = []
-    for _ in range(2000):
+    for _ in range(sizes.texts):
         question = " ".join(rng.choices(WORDS, k=long_tailed(rng, 500)))
         answer = " ".join(rng.choices(WORDS, k=long_tailed(rng, 400)))
         rows.append(
@@ -207,7 +232,7 @@ def padding(folder: Path) -> None:
             )
 
 
-class Sizes:
+class SizedRows:
     """Rows of a mixed data set of which only the sizes are known: long texts, one picture to several, short clips."""
 
     def __init__(self, rows: int) -> None:
@@ -230,7 +255,7 @@ class Sizes:
         return [self._sizes[index]]
 
 
-def balance(folder: Path) -> None:
+def balance(folder: Path, sizes: Sizes) -> None:
     """Largest ÷ mean cost over ranks, with and without balance, on a mix of text, pictures and clips.
 
     The cost of Qwen2.5-VL 3B, from the numbers of its config.json.
@@ -248,9 +273,9 @@ def balance(folder: Path) -> None:
     text |= {"num_key_value_heads": 2, "vocab_size": 151936}
     Qwen2_5_VLConfig(text_config=text).save_pretrained(folder / "cost")
     costs = CostModel.from_config(folder / "cost")
-    data = Sizes(40_000)
+    data = SizedRows(40_000)
     micro_batches = 4
-    for ranks in (8, 64):
+    for ranks in sizes.ranks:
         layout = Layout(2, 2 * micro_batches * ranks, ranks)
         packs = Layout(1, micro_batches * ranks, ranks)
 
@@ -267,7 +292,7 @@ def balance(folder: Path) -> None:
         }
         for name, planner in planners.items():
             step, micro = [], []
-            for batch, _ in zip(planner.batches(), range(20), strict=False):
+            for batch, _ in zip(planner.batches(), range(sizes.steps), strict=False):
                 cost = np.array(
                     [
                         [
@@ -280,7 +305,7 @@ def balance(folder: Path) -> None:
                 step.append(cost.sum(1).max() / cost.sum(1).mean())
                 micro.append((cost.max(0) / cost.mean(0)).mean())
             print(
-                f"{ranks} ranks, {name}: max ÷ mean over ranks of a step {np.mean(step):.3f} (worst of 20: "
+                f"{ranks} ranks, {name}: max ÷ mean over ranks of a step {np.mean(step):.3f} (worst of {sizes.steps}: "
                 f"{max(step):.3f}), of a micro-step {np.mean(micro):.3f}"
             )
 
@@ -316,12 +341,12 @@ loader.close()
 """
 
 
-def memory(folder: Path) -> None:
-    """Private memory of the run's process and its two workers over one epoch of 100,000 rows with an image each."""
+def memory(folder: Path, sizes: Sizes) -> None:
+    """Private memory of the run's process and its two workers over one epoch of many rows with an image each."""
     files = photographs(folder / "photographs", 200, (64, 64))
     file = folder / "many.jsonl"
     with open(file, "w", encoding="utf-8") as out:
-        for index in range(100_000):
+        for index in range(sizes.rows):
             row = row_of(files[index % len(files)])
             row["messages"][1]["content"] = f"picture {index}"
             out.write(json.dumps(row) + "\n")
@@ -355,18 +380,18 @@ loader.close()
 """
 
 
-def start(folder: Path) -> None:
-    """Seconds to the first batch of 100,000 rows with images, after imports."""
+def start(folder: Path, sizes: Sizes) -> None:
+    """Seconds to the first batch of many rows with images, after imports."""
     file = folder / "many.jsonl"
     if not file.exists():
         files = photographs(folder / "photographs", 200, (64, 64))
-        file.write_text("".join(json.dumps(row_of(files[i % 200])) + "\n" for i in range(100_000)), encoding="utf-8")
+        file.write_text("".join(json.dumps(row_of(files[i % 200])) + "\n" for i in range(sizes.rows)), encoding="utf-8")
     for packed in (False, True):
         for workers in (0, 2):
             words = [sys.executable, "-c", _START, str(model_dir(folder)), str(file), str(workers), str(packed)]
             taken = [
                 float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
-                for _ in range(3)
+                for _ in range(min(3, sizes.rounds))
             ]
             print(f"{'packed' if packed else 'padded'}, {workers} workers: first batch after {median(taken):.2f} s")
 

@@ -29,25 +29,30 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).parent)]
 
 RANKS = 2
 CONTENDERS = ("whole", "transformers", "ours")
 
 
-def make_models(folder: Path) -> dict[str, Path]:
-    """Write the HF directories, with random weights."""
+def make_models(folder: Path, smallest: bool = False) -> dict[str, Path]:
+    """Write the HF directories, with random weights; the smallest are of a few MB and float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     common = {"num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False, "head_dim": 64}
+    layers, width = (2, 8) if smallest else (19, 1)
     dense = Qwen3Config(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=19, num_attention_heads=16, **common
+        hidden_size=1024 // width,
+        intermediate_size=3072 // width,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        **common,
     )
     moe = Qwen3MoeConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        moe_intermediate_size=620,
-        num_hidden_layers=8,
+        hidden_size=512 // width,
+        intermediate_size=1024 // width,
+        moe_intermediate_size=620 // width,
+        num_hidden_layers=min(8, layers),
         num_attention_heads=8,
         num_experts=32,
         num_experts_per_tok=4,
@@ -74,7 +79,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         ("dense fp32", Qwen3ForCausalLM, dense, torch.float32),
         ("MoE fp32", Qwen3MoeForCausalLM, moe, torch.float32),
         ("dense bf16", Qwen3ForCausalLM, dense, torch.bfloat16),
-    ):
+    )[: 2 if smallest else 3]:
         path = made[name] = folder / name.replace(" ", "_")
         if not (path / "config.json").exists():
             torch.manual_seed(0)
@@ -188,15 +193,20 @@ def measure(context: Any, contender: str, path: Path) -> tuple[float, float, flo
 
 def main() -> None:
     """Measure all and print a table."""
+    from common import add_smallest
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the models are kept; without it, made anew and removed")
+    add_smallest(parser)
     options = parser.parse_args()
+    if options.smallest:
+        options.rounds = 1
     folder = options.folder or Path(tempfile.mkdtemp(prefix="load-weights-"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers", "transformers.modeling_utils"])
     try:
-        models = make_models(folder)
+        models = make_models(folder, options.smallest)
         print(f"{'model':<12}{'contender':<14}{'seconds':>9}{'peak MB':>9}   ÷ whole (time, memory)")
         for name, path in models.items():
             found: dict[str, list[tuple[float, float, float]]] = {c: [] for c in CONTENDERS}

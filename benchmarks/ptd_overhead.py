@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ACCUMULATION = 4
+BLOCK = 8
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"use_distributed_optimizer": True},
     "dp2": {"use_distributed_optimizer": True},
@@ -37,26 +37,30 @@ TRAINED = {"image_encoder": {"vision_encoder": {"freeze": False}, "vision_projec
 
 def main() -> None:
     """Run the layouts asked for and print medians and ratios."""
+    from common import add_smallest, prepare
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layout", choices=[*LAYOUTS, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--block", type=int, default=BLOCK, help="steps that a contender makes in its turn")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--worker", choices=list(LAYOUTS))
+    add_smallest(parser)
     options = parser.parse_args()
+    if options.smallest:
+        options.layout, options.rounds, options.block = "pp2", 1, 1
     if options.worker:
-        compare(options.worker, options.folder, options.rounds)
+        compare(options.worker, options.folder, options.rounds, options.block)
         return
     from importlib.metadata import version
 
-    from common import prepare
-
     folder = options.folder or Path(tempfile.mkdtemp(prefix="ptd-overhead-"))
-    prepare(folder)
+    prepare(folder, smallest=options.smallest)
     names = ("torch", "megatron-core", "transformers")
     print(", ".join(f"{n} {version(n)}" for n in names) + f"; {os.cpu_count()} cores, one thread a rank", flush=True)
     for layout in LAYOUTS if options.layout == "all" else [options.layout]:
         words = [str(Path(__file__).resolve()), "--worker", layout, "--folder", str(folder)]
-        words += ["--rounds", str(options.rounds)]
+        words += ["--rounds", str(options.rounds), "--block", str(options.block)]
         ranks = 1 if layout == "1" else 2
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         subprocess.run(
@@ -72,19 +76,21 @@ class BareLoop:
     def __init__(self, ours: Any, batches: list[dict[str, Any]], micro_batch: int) -> None:
         """
         Args:
-            ours: whose layout, weights and schedule flags are taken over.
+            ours: an `OurLoop`, whose layout, weights and schedule flags are taken over.
         """
-        import copy
-
-        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from step_overhead import endless
+        from our_loop import endless
 
-        args, backend = ours.args, ours.backend
-        self.chunk = self._copy(backend)
-        self.config = copy.copy(backend._config)
-        self.chunk.config = self.config
-        self.model = DistributedDataParallel(self.config, backend._ddp_config(), self.chunk)
+        args = ours.args
+        self.chunk = self._copy(ours.backend.chunks[0])
+        self.config = self.chunk.config
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        self.model = DistributedDataParallel(self.config, ddp, self.chunk)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -103,27 +109,29 @@ class BareLoop:
         self.batches, self.args, self.micro_batch = endless(batches), args, micro_batch
 
     @staticmethod
-    def _copy(backend: Any) -> Any:
+    def _copy(source: Any) -> Any:
+        """A chunk with the same structure and weights, and a configuration of its own."""
+        import copy
+
         import torch
 
         from mindspeed_mm.backends.ptd import materialize_chunk
         from mindspeed_mm.models.vlm_model import VLModel
 
-        source = backend.chunks[0]
         with torch.device("meta"):
             chunk = VLModel(source.hf_config, source.family, source.sizes, source.stage, source.hf_twin())
         materialize_chunk(chunk, torch.device("cpu"))
         chunk.load_state_dict(source.state_dict())
         chunk.seq_length, chunk.model_type = source.seq_length, source.model_type
+        chunk.config = copy.copy(source.config)
         return chunk
 
-    def block(self) -> list[float]:
-        """Seconds of each of BLOCK steps."""
+    def step(self) -> None:
+        """One optimizer step."""
         import torch
         import torch.distributed as dist
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from step_overhead import BLOCK
 
         def loss_func(output: dict[str, Any]) -> Any:
             tokens = output["denominator"].int()
@@ -134,44 +142,33 @@ class BareLoop:
             batch.pop("num_rows", None)
             return model(**self.chunk.prepare(batch)), loss_func
 
-        times = []
-        for _ in range(BLOCK):
-            started = time.perf_counter()
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            reported = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=self.batches,
-                model=self.model,
-                num_microbatches=ACCUMULATION,
-                seq_length=self.args.seq_length,
-                micro_batch_size=self.micro_batch,
-                forward_only=False,
-            )
-            _, norm, _ = self.optimizer.step()
-            if reported:
-                figures = torch.stack([r["loss"] for r in reported]).sum(0)
-                dist.all_reduce(figures, group=parallel_state.get_data_parallel_group())
-                (figures[0] / figures[1]).item(), float(norm)
-            times.append(time.perf_counter() - started)
-        return times
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reported = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=self.batches,
+            model=self.model,
+            num_microbatches=self.args.num_microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.micro_batch,
+            forward_only=False,
+        )
+        _, norm, _ = self.optimizer.step()
+        if reported:
+            figures = torch.stack([r["loss"] for r in reported]).sum(0)
+            dist.all_reduce(figures, group=parallel_state.get_data_parallel_group())
+            (figures[0] / figures[1]).item(), float(norm)
 
 
-def compare(layout: str, folder: Path, rounds: int) -> None:
-    """Median of our step ÷ median of the bare loop's."""
-    import torch
-    from common import alternate, collated_batches, median, prepare
-    from step_overhead import MICRO_BATCH, OurLoop
+def our_ptd_loop(folder: Path, layout: str, batches: list[dict[str, Any]], accumulation: int, replicas: int) -> Any:
+    """Our loop on the Megatron backend over prepared micro-batches."""
+    from step_overhead import our_loop
 
-    torch.set_num_threads(1)
-    hf_dir, data_file = prepare(folder)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    replicas = world if layout == "dp2" else 1
-    batches = collated_batches(hf_dir, data_file, MICRO_BATCH)[rank % replicas :: replicas]
-    ours = OurLoop(
+    return our_loop(
         folder,
+        f"run_{layout}",
         batches,
-        ACCUMULATION,
+        accumulation,
         "pretrain_vlm.py",
         data_parallel=replicas,
         model={"model_id": "qwen2_5_vl", **TRAINED},
@@ -180,9 +177,22 @@ def compare(layout: str, folder: Path, rounds: int) -> None:
         seq_length=512,
         **LAYOUTS[layout],
     )
+
+
+def compare(layout: str, folder: Path, rounds: int, block: int) -> None:
+    """Median of our step ÷ median of the bare loop's."""
+    import torch
+    from common import collated_batches, median, prepare, timed
+    from step_overhead import MICRO_BATCH
+
+    torch.set_num_threads(1)
+    hf_dir, data_file = prepare(folder)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    replicas = world if layout == "dp2" else 1
+    batches = collated_batches(hf_dir, data_file, MICRO_BATCH)[rank % replicas :: replicas]
+    ours = our_ptd_loop(folder, layout, batches, ACCUMULATION, replicas)
     bare = BareLoop(ours, batches, MICRO_BATCH)
-    ours.block(), bare.block()
-    times = alternate({"ours": ours.block, "bare": bare.block}, rounds)
+    times = ours.alternate(block, rounds, {"bare": lambda: timed(bare.step, block)})
     if rank == 0:
         mine, theirs = median(times["ours"]), median(times["bare"])
         print(

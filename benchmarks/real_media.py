@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import data_param, launch_words, write_files
+from common import add_smallest, data_param, launch_words, write_files
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,14 +32,18 @@ def main() -> None:
     """Run what the flags name; print figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps; 0: no training")
+    parser.add_argument("--rows", type=int, default=128, help="of the data set")
     parser.add_argument("--packing", action="store_true", help="pack rows, 1024 tokens a pack")
     parser.add_argument("--speech", type=Path, help="folder with sound files to decode")
+    add_smallest(parser)
     options = parser.parse_args()
+    if options.smallest:
+        options.steps, options.rows = 1, 8
     if options.speech:
         decode_speech(options.speech)
     if options.steps:
         with tempfile.TemporaryDirectory() as folder:
-            train(Path(folder), options.steps, options.packing)
+            train(Path(folder), options.steps, options.rows, options.packing)
 
 
 def clips() -> list[Path]:
@@ -106,7 +110,7 @@ def rows(folder: Path, count: int) -> list[dict[str, Any]]:
     return made
 
 
-def train(folder: Path, steps: int, packing: bool) -> None:
+def train(folder: Path, steps: int, count: int, packing: bool) -> None:
     """Train and print the log's first and last figures."""
     from mindspeed_mm.tools.tiny_models import (
         build_byte_bpe_tokenizer,
@@ -115,7 +119,7 @@ def train(folder: Path, steps: int, packing: bool) -> None:
         save_model_dir,
     )
 
-    data = rows(folder, 128)
+    data = rows(folder, count)
     (folder / "rows.json").write_text(json.dumps(data), encoding="utf-8")
     texts = [turn["content"] for row in data for turn in row["messages"]] * 20
     tokenizer = build_byte_bpe_tokenizer(texts, 320, folder / "hf")
@@ -133,7 +137,7 @@ def train(folder: Path, steps: int, packing: bool) -> None:
         files, folder / "run", train_iters=steps, micro_batch_size=1, global_batch_size=batch, num_workers=1,
         seq_length=1024, log_interval=5, log_row_ids=True, eval_interval=0,
     )  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29513"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     started = time.perf_counter()
     subprocess.run(
         [*command, "pretrain_transformers.py", *words], cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}

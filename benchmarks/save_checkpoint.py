@@ -31,13 +31,18 @@ TARGET = 0.1
 
 def main() -> None:
     """Run both kinds of saves in the same processes and print what they took."""
+    from common import add_smallest
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=40, help=f"each of {HIDDEN} x {HIDDEN} parameters")
     parser.add_argument("--saves", type=int, default=6, help="of each kind, the first included")
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for such things")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_smallest(parser)
     options = parser.parse_args()
+    if options.smallest:
+        options.layers, options.saves = 2, 2
     if options.worker:
         measure(options.folder, options.layers, options.saves)
         return

@@ -4,7 +4,8 @@
     python benchmarks/step_overhead.py --part step --ranks 2
 
 All contenders of a ratio run in turn in the same processes (or, for the start, as processes in turn). Our step is the
-whole of it: forward_backward, the reduction, the optimizer, the log line and metrics.jsonl every step.
+whole of it: everything that the training loop does from one step's begin to the next's, with the log line and
+metrics.jsonl every step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,33 +36,39 @@ BLOCK = 8  # steps: every micro-batch of the data set once, for every contender
 
 def main() -> None:
     """Run the parts asked for and print their medians and ratios."""
+    from common import add_smallest
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", choices=["step", "trainer", "start", "all"], default="all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--block", type=int, default=BLOCK, help="steps that a contender makes in its turn")
     parser.add_argument("--worker", choices=["step", "serve-ours", "serve-trainer", "start-trainer"])
     parser.add_argument("--folder", type=Path)
+    add_smallest(parser)
     options = parser.parse_args()
-    if options.worker == "start-trainer":
-        first_step_of_trainer(options.folder)
-        return
-    if options.worker == "step":
-        step_against_bare_loop(options.folder, options.rounds)
-        return
+    if options.smallest:
+        options.rounds = options.block = 1
+    folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="step-overhead-"))
+    workers = {
+        "start-trainer": partial(first_step_of_trainer, folder),
+        "step": partial(step_against_bare_loop, folder, options.rounds, options.block),
+        "serve-ours": partial(serve_ours, folder, options.block),
+        "serve-trainer": partial(serve_trainer, folder, options.block),
+    }
     if options.worker:
-        serve_blocks(options.worker, options.folder)
+        workers[options.worker]()
         return
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="step-overhead-"))
     from common import prepare
 
-    prepare(folder)
+    prepare(folder, smallest=options.smallest)
     print(versions())
     if options.part in ("step", "all"):
-        launch("step", folder, options.rounds, options.ranks)
+        launch("step", folder, options.rounds, options.block, options.ranks)
     if options.part in ("trainer", "all"):
-        step_against_trainer(folder, options.rounds)
+        step_against_trainer(folder, options.rounds, options.block)
     if options.part in ("start", "all"):
-        time_to_first_step(folder, max(3, options.rounds // 2))
+        time_to_first_step(folder, 1 if options.smallest else max(3, options.rounds // 2))
 
 
 def versions() -> str:
@@ -72,76 +79,50 @@ def versions() -> str:
     return ", ".join(f"{n} {version(n)}" for n in names) + f"; {os.cpu_count()} cores, one thread a rank"
 
 
-def launch(part: str, folder: Path, rounds: int, ranks: int) -> None:
+def launch(part: str, folder: Path, rounds: int, block: int, ranks: int) -> None:
     """Run a part in `ranks` processes of one thread each."""
-    words = [str(Path(__file__).resolve()), "--worker", part, "--folder", str(folder), "--rounds", str(rounds)]
+    words = [str(Path(__file__).resolve()), "--worker", part, "--folder", str(folder)]
+    words += ["--rounds", str(rounds), "--block", str(block)]
     command = [sys.executable, *words]
     if ranks > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-class OurLoop:
-    """Our backend and loop over prepared micro-batches."""
+def our_loop(
+    folder: Path,
+    name: str,
+    batches: list[dict[str, Any]],
+    accumulation: int,
+    script: str = "pretrain_transformers.py",
+    data_parallel: int = int(os.environ.get("WORLD_SIZE", "1")),
+    model: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Any:
+    """Our loop over prepared micro-batches.
 
-    def __init__(
-        self,
-        folder: Path,
-        batches: list[dict[str, Any]],
-        accumulation: int,
-        script: str = "pretrain_transformers.py",
-        data_parallel: int = int(os.environ.get("WORLD_SIZE", "1")),
-        model: dict[str, Any] | None = None,
-        **flags: Any,
-    ) -> None:
-        """
-        Args:
-            script: entry script whose callbacks are used.
-            data_parallel: number of ranks with rows of their own.
-            model: further keys of model.json.
-            flags: further flags.
-        """
-        from common import launch_words, prepare, write_files
+    Args:
+        name: of the run's folder, which must be new.
+        script: entry script whose callbacks are used.
+        data_parallel: number of ranks with rows of their own.
+        model: further keys of model.json.
+        flags: further flags.
+    """
+    from common import launch_words, prepare, write_files
+    from our_loop import OurLoop
 
-        from mindspeed_mm import training
-        from mindspeed_mm.data.adapter import DefaultAdapter
-        from mindspeed_mm.data.counting import CountingIterator
-        from mindspeed_mm.initialize import create_backend, describe_run, prepare_process
+    from mindspeed_mm.data.adapter import DefaultAdapter
 
-        hf_dir, data_file = prepare(folder)
-        rank = int(os.environ.get("RANK", "0"))
-        words = launch_words(
-            write_files(folder / f"files{rank}", hf_dir, data_file, model),
-            folder / f"run{rank}",
-            micro_batch_size=MICRO_BATCH,
-            global_batch_size=MICRO_BATCH * accumulation * data_parallel,
-            train_iters=100_000,
-            **flags,
-        )
-        entry = load_entry_script(script)
-        self.args = describe_run(words, roads=entry.model_provider.backends)
-        prepare_process(self.args)
-        self.backend = create_backend(self.args)
-        self.backend.setup(self.args)
-        self.forward_step = entry.forward_step
-        self.backend.build_model(entry.model_provider, load_weights=True)
-        self.backend.build_optimizer(self.backend.model)
-        self.data = CountingIterator(endless(batches), MICRO_BATCH, DefaultAdapter())
-        self.progress = training.Progress()
-        self.watch = training._open_watch(self.backend, self.args, resumed=False)
-        self.training = training
-        training._collect_garbage(self.args)  # as pretrain does before the first step
-
-    def block(self) -> list[float]:
-        """Seconds of each of BLOCK steps."""
-        times = []
-        for _ in range(BLOCK):
-            started = time.perf_counter()
-            with redirect_stdout(io.StringIO()):
-                pending = self.training.train_step(self.forward_step, self.data, self.backend, self.args, False)
-                self.training._account(pending, self.progress, self.watch, self.backend, self.args)
-            times.append(time.perf_counter() - started)
-        return times
+    files = write_files(folder / f"files{os.environ.get('RANK', '0')}", *prepare(folder), model)
+    words = launch_words(
+        files,
+        folder / name,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * accumulation * data_parallel,
+        train_iters=100_000,
+        **flags,
+    )
+    return OurLoop(script, words, batches, MICRO_BATCH, DefaultAdapter())
 
 
 class BareLoop:
@@ -151,6 +132,7 @@ class BareLoop:
         import torch
         import torch.distributed as dist
         from common import prepare
+        from our_loop import endless
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from transformers import Qwen2_5_VLForConditionalGeneration
@@ -168,52 +150,46 @@ class BareLoop:
         self.model, self.batches, self.accumulation = model, endless(batches), accumulation
         self.world = dist.get_world_size()
 
-    def block(self) -> list[float]:
-        """Seconds of each of BLOCK steps."""
+    def step(self) -> None:
+        """One optimizer step."""
         import torch
         import torch.distributed as dist
 
-        times = []
-        for _ in range(BLOCK):
-            started = time.perf_counter()
-            micro = [dict(next(self.batches)) for _ in range(self.accumulation)]
-            tokens = torch.tensor(float(sum((b["labels"][:, 1:] != -100).sum() for b in micro)))
-            dist.all_reduce(tokens)
-            total = torch.zeros(())
-            for i, batch in enumerate(micro):
-                self.model.set_is_last_backward(i == len(micro) - 1)
-                labels = batch.pop("labels")
-                batch.pop("num_rows", None)
-                logits = self.model(**batch, use_cache=False).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
-                )
-                loss = loss * self.world / tokens
-                loss.backward()
-                total += loss.detach()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            dist.all_reduce(total)
-            (total / self.world).item(), norm.full_tensor().item()
-            times.append(time.perf_counter() - started)
-        return times
+        micro = [dict(next(self.batches)) for _ in range(self.accumulation)]
+        tokens = torch.tensor(float(sum((b["labels"][:, 1:] != -100).sum() for b in micro)))
+        dist.all_reduce(tokens)
+        total = torch.zeros(())
+        for i, batch in enumerate(micro):
+            self.model.set_is_last_backward(i == len(micro) - 1)
+            labels = batch.pop("labels")
+            batch.pop("num_rows", None)
+            logits = self.model(**batch, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+            )
+            loss = loss * self.world / tokens
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        (total / self.world).item(), norm.full_tensor().item()
 
 
-def step_against_bare_loop(folder: Path, rounds: int) -> None:
+def step_against_bare_loop(folder: Path, rounds: int, block: int) -> None:
     """Median of our step ÷ median of the bare loop's, on every rank's own micro-batches."""
     import torch
-    from common import alternate, collated_batches, median, prepare
+    from common import collated_batches, median, prepare, timed
 
     torch.set_num_threads(1)
     hf_dir, data_file = prepare(folder)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # every rank's micro-batches hold images: the bare loop can't do without
     batches = [b for b in collated_batches(hf_dir, data_file, MICRO_BATCH) if "pixel_values" in b][rank::world]
-    ours = OurLoop(folder, batches, ACCUMULATION)
+    ours = our_loop(folder, "run_step", batches, ACCUMULATION)
     bare = BareLoop(folder, batches, ACCUMULATION)
-    ours.block(), bare.block()
-    times = alternate({"ours": ours.block, "bare": bare.block}, rounds)
+    times = ours.alternate(block, rounds, {"bare": lambda: timed(bare.step, block)})
     if rank == 0:
         mine, theirs = median(times["ours"]), median(times["bare"])
         print(
@@ -222,14 +198,14 @@ def step_against_bare_loop(folder: Path, rounds: int) -> None:
         )
 
 
-def step_against_trainer(folder: Path, rounds: int) -> None:
+def step_against_trainer(folder: Path, rounds: int, block: int) -> None:
     """Median of our step ÷ median of the HF Trainer's, one process each, in turn, over the same micro-batches.
 
     A process each: the Trainer would wrap its model in DDP if it found our process group.
     """
     from common import alternate, median
 
-    ours, theirs = BlockServer("serve-ours", folder), BlockServer("serve-trainer", folder)
+    ours, theirs = BlockServer("serve-ours", folder, block), BlockServer("serve-trainer", folder, block)
     ours.block(), theirs.block()
     times = alternate({"ours": ours.block, "trainer": theirs.block}, rounds)
     ours.close(), theirs.close()
@@ -243,15 +219,22 @@ def step_against_trainer(folder: Path, rounds: int) -> None:
 class BlockServer:
     """A process that runs a block of steps whenever it is asked to."""
 
-    def __init__(self, worker: str, folder: Path) -> None:
+    def __init__(self, worker: str, folder: Path, block: int) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", worker, "--folder", str(folder)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        )
+        self._errors = folder / f"{worker}.txt"
+        with open(self._errors, "w") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--block", str(block)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+            )
 
     def block(self) -> list[float]:
-        """Seconds of each of BLOCK steps."""
+        """Seconds of each step of a block."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("go\n")
@@ -259,7 +242,7 @@ class BlockServer:
         for line in self.process.stdout:
             if line.startswith("times "):
                 return json.loads(line.removeprefix("times "))
-        raise RuntimeError(f"{self.process.args} ended")
+        raise RuntimeError(f"{self.process.args} ended:\n{self._errors.read_text()[-2000:]}")
 
     def close(self) -> None:
         """End the process."""
@@ -268,16 +251,31 @@ class BlockServer:
         self.process.wait()
 
 
-def serve_blocks(worker: str, folder: Path) -> None:
-    """Run blocks of steps on request (see BlockServer)."""
+def serve_ours(folder: Path, block: int) -> None:
+    """Run blocks of our steps on request (see BlockServer)."""
     import torch
     from common import collated_batches, prepare
 
     torch.set_num_threads(1)
-    batches = collated_batches(*prepare(folder), MICRO_BATCH)
-    loop = {"serve-ours": OurLoop, "serve-trainer": TrainerLoop}[worker](folder, batches, ACCUMULATION)
+    ours = our_loop(folder, "run_serve", collated_batches(*prepare(folder), MICRO_BATCH), ACCUMULATION)
+
+    def answer(times: list[float]) -> bool:
+        print("times " + json.dumps(times), file=sys.__stdout__, flush=True)
+        return bool(sys.stdin.readline())
+
+    if sys.stdin.readline():
+        ours.blocks(block, answer)
+
+
+def serve_trainer(folder: Path, block: int) -> None:
+    """Run blocks of the HF Trainer's steps on request (see BlockServer)."""
+    import torch
+    from common import collated_batches, prepare
+
+    torch.set_num_threads(1)
+    loop = TrainerLoop(folder, collated_batches(*prepare(folder), MICRO_BATCH), ACCUMULATION)
     for _ in sys.stdin:
-        print("times " + json.dumps(loop.block()), flush=True)
+        print("times " + json.dumps(loop.block(block)), flush=True)
 
 
 class TrainerLoop:
@@ -293,8 +291,8 @@ class TrainerLoop:
         self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32)
         self.batches = [{k: v for k, v in b.items() if k != "num_rows"} for b in batches]
 
-    def block(self) -> list[float]:
-        """Seconds of each of BLOCK steps, from one step's end to the next's."""
+    def block(self, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps, from one step's end to the next's."""
         from transformers import Trainer, TrainerCallback
 
         ends: list[float] = []
@@ -305,12 +303,12 @@ class TrainerLoop:
 
         class InOrder(Trainer):
             def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-                return range((BLOCK + 1) * ACCUMULATION)
+                return range((steps + 1) * ACCUMULATION)
 
         trainer = InOrder(
             model=self.model,
-            args=trainer_arguments(self.folder, self.accumulation, BLOCK + 1),
-            train_dataset=Prepared(self.batches, (BLOCK + 1) * self.accumulation),
+            args=trainer_arguments(self.folder, self.accumulation, steps + 1),
+            train_dataset=Prepared(self.batches, (steps + 1) * self.accumulation),
             data_collator=lambda items: items[0],
             callbacks=[Clock()],
         )
@@ -373,7 +371,8 @@ def time_to_first_step(folder: Path, rounds: int) -> None:
     )
     ours = [sys.executable, str(ROOT / "pretrain_transformers.py"), *words]
     theirs = [sys.executable, str(Path(__file__).resolve()), "--worker", "start-trainer", "--folder", str(folder)]
-    first_line_seconds(ours), first_line_seconds(theirs)
+    if rounds > 1:
+        first_line_seconds(ours), first_line_seconds(theirs)
     contenders = {"ours": lambda: [first_line_seconds(ours)], "trainer": lambda: [first_line_seconds(theirs)]}
     times = alternate(contenders, rounds)
     mine, other = median(times["ours"]), median(times["trainer"])
@@ -436,24 +435,6 @@ def first_step_of_trainer(folder: Path) -> None:
         callbacks=[FirstStep()],
     )
     trainer.train()
-
-
-def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Cycle through `batches`."""
-    while True:
-        yield from batches
-
-
-def load_entry_script(name: str) -> Any:
-    """An entry script as a module."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""Our training loop, run by `training.train`, over prepared micro-batches; others have turns between its steps."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class OurLoop:
+    """A run that an entry script's callbacks and flags describe, ready to train.
+
+    Attributes:
+        args: the run's Namespace.
+        backend: with model and optimizer built.
+    """
+
+    def __init__(
+        self, script: str, words: list[str], batches: list[dict[str, Any]], rows: int, adapter: Any = None
+    ) -> None:
+        """
+        Args:
+            script: entry script whose callbacks are used.
+            words: of its command line.
+            batches: collated micro-batches, gone through in a circle.
+            rows: of each.
+            adapter: knows the media in them.
+        """
+        from mindspeed_mm.data.counting import CountingIterator
+        from mindspeed_mm.data.providers import RunData
+        from mindspeed_mm.initialize import create_backend, describe_run, prepare_process
+
+        entry = load_entry_script(script)
+        provider = entry.model_provider
+        kind = provider.reads_model_json
+        self.args = describe_run(words, model_kind=kind, data_kind=kind, roads=provider.backends)
+        prepare_process(self.args)
+        self.backend = create_backend(self.args)
+        self.backend.setup(self.args)
+        self.backend.build_model(provider, load_weights=True)
+        self.backend.build_optimizer(self.backend.model)
+        self._forward_step = entry.forward_step
+        self._data = RunData(CountingIterator(endless(batches), rows, adapter), None, None, None, lambda: None)
+
+    def train(self, before_step: Callable[[int], bool]) -> None:
+        """Train by `training.train` until `before_step` says no.
+
+        Args:
+            before_step: called between steps on every rank, with the number of steps done; returns whether to go on.
+        """
+        from mindspeed_mm.monitor.profiling import MemorySnapshots
+        from mindspeed_mm.training import Progress, train
+
+        gc.freeze()  # as `pretrain` does before the first step; for whoever else trains in this process, too
+        gc.enable()
+        backend = _Watched(self.backend, before_step)
+        memory = MemorySnapshots(self.args.tools.memory_profile, self.backend.data_parallel_rank)
+        with suppress(_Over), redirect_stdout(io.StringIO()):
+            train(self._forward_step, self._data, backend, self.args, Progress(), memory)  # type: ignore[arg-type]
+
+    def blocks(self, steps: int, between: Callable[[list[float]], bool]) -> None:
+        """Train in blocks.
+
+        Args:
+            steps: of a block.
+            between: called after each with the seconds of its steps, from one step's begin to the next's; returns
+                whether there is to be another.
+        """
+        times: list[float] = []
+        started = 0.0
+
+        def before_step(done: int) -> bool:
+            nonlocal started
+            if done:
+                times.append(time.perf_counter() - started)
+            goes_on = True
+            if len(times) == steps:
+                goes_on = between(times.copy())
+                times.clear()
+            started = time.perf_counter()
+            return goes_on
+
+        self.train(before_step)
+
+    def alternate(
+        self, steps: int, rounds: int, others: dict[str, Callable[[], list[float]]]
+    ) -> dict[str, list[float]]:
+        """Seconds of our steps ("ours") and of the others', `rounds` blocks each, in turn, after one that warms up."""
+        times: dict[str, list[float]] = {"ours": [], **{name: [] for name in others}}
+        done = 0
+
+        def between(block: list[float]) -> bool:
+            nonlocal done
+            taken = {"ours": block, **{name: run() for name, run in others.items()}}
+            for name, seconds in taken.items():
+                times[name] += seconds if done else []
+            done += 1
+            return done <= rounds
+
+        self.blocks(steps, between)
+        return times
+
+
+class _Over(Exception):
+    """Nobody wants another step."""
+
+
+class _Watched:
+    """A backend that says when a step is about to begin: `forward_backward` is called once in each, on every rank."""
+
+    def __init__(self, backend: Any, before_step: Callable[[int], bool]) -> None:
+        self._backend, self._before_step, self._steps = backend, before_step, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward_backward(self, *args: Any) -> None:
+        if not self._before_step(self._steps):
+            raise _Over
+        self._steps += 1
+        self._backend.forward_backward(*args)
+
+
+def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Cycle through `batches`."""
+    while True:
+        yield from batches
+
+
+def load_entry_script(name: str) -> Any:
+    """An entry script as a module."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
