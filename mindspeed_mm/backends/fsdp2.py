@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
-from mindspeed_mm.backends.sums import StepSums, means_of, reduce_step_sums
+from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
@@ -72,6 +72,7 @@ class FSDP2Backend:
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
+        self._reducer = StepReducer(self.state)
         self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
@@ -169,28 +170,13 @@ class FSDP2Backend:
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
         squared = zero if squared is None else squared.to(self.state.device)
         sums, self._sums = self._sums, self._new_sums()
-        names = sorted(sums.metrics)
-        values = torch.cat([torch.stack([squared, sums.loss, sums.denominator]), sums.figures(names)])
         counts.cost = self.flops(counts) or counts.tokens
-        reduced = reduce_step_sums(values, counts, self._modalities(counts), stop_requested, self.state)
-        squared, loss_sum, denominator = reduced.device[:3].unbind()
-        divisor = denominator if sums.is_sum else zero + sums.micro_batches * self.data_parallel_size
-        has_targets = ~(denominator <= 0) if sums.is_sum else torch.ones_like(zero, dtype=torch.bool)
-        divisor = divisor.clamp(min=1e-30)
-        loss = loss_sum / divisor
-        norm = squared.sqrt() / divisor / scale
+        reduced = self._reducer.reduce(sums, squared, counts, stop_requested)
+        norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
         self._release_idle_towers(reduced.counts)
-        pending = PendingFSDP2Step(
-            self,
-            loss,
-            norm,
-            has_targets,
-            means_of(names, reduced.device[3:]),
-            reduced.counts,
-            reduced.stop > 0,
-        )
-        stepped = torch.isfinite(norm) & torch.isfinite(loss) & has_targets
-        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (divisor * scale))
+        pending = PendingFSDP2Step(self, reduced, norm)
+        stepped = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets
+        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (reduced.divisor * scale))
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
@@ -208,14 +194,13 @@ class FSDP2Backend:
         for _ in range(num_microbatches):
             output, loss_func = forward_step(data_iterator, self.model)
             sums.add(loss_func(output))
-        values = torch.stack([sums.loss, sums.denominator])
-        summed = reduce_step_sums(values, BatchCounts(), [], False, self.state).device.tolist()
+        loss_sum, denominator = self._reducer.reduce_loss(sums)
         self.model.train()
         for module in self._root.modules():
             # forward without backward leaves the root whole; a later step must not find it stale
             if hasattr(module, "reshard") and hasattr(module, "unshard"):
                 module.reshard()
-        return (summed[0], summed[1] if sums.is_sum else float(sums.micro_batches * self.data_parallel_size))
+        return loss_sum, denominator
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -293,9 +278,6 @@ class FSDP2Backend:
     def _new_sums(self) -> StepSums:
         return StepSums(self._sum_dtype, self.state.device)
 
-    def _modalities(self, counts: BatchCounts) -> list[str]:
-        return sorted(counts.media)
-
     def _release_idle_towers(self, counts: BatchCounts) -> None:
         """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
         for modalities, parameters in self._towers:
@@ -321,37 +303,22 @@ class FSDP2Backend:
 class PendingFSDP2Step:
     """A launched step; see PendingStep in the protocol."""
 
-    def __init__(
-        self,
-        backend: FSDP2Backend,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
-        has_targets: torch.Tensor,
-        metrics: dict[str, torch.Tensor],
-        counts: BatchCounts,
-        stop: bool,
-    ) -> None:
-        self.counts = counts
-        self.stop = stop
+    def __init__(self, backend: FSDP2Backend, reduced: ReducedStep, norm: torch.Tensor) -> None:
+        self.counts = reduced.counts
+        self.stop = reduced.stop
         self._backend = backend
-        self._names = sorted(metrics)
-        self._values = torch.stack([loss, norm, has_targets.to(loss), *(metrics[n] for n in self._names)])
+        self._reduced = reduced
+        self._figures = reduced.figures(norm)
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         """Read the figures; the first call also tells schedule and loss scale how the step went."""
         if self._result is None:
-            loss, norm, has_targets, *metrics = self._values.tolist()
             schedule, loss_scale = self._backend.schedule, self._backend.loss_scale
-            self._result = StepResult.of(
-                loss,
-                norm,
-                has_targets=bool(has_targets),
-                learning_rate=schedule.current_lr,
-                loss_scale=loss_scale.scale,
-                metrics=dict(zip(self._names, metrics, strict=True)),
+            self._result = self._reduced.result(
+                self._figures.tolist(), learning_rate=schedule.current_lr, loss_scale=loss_scale.scale
             )
-            if has_targets:
+            if self._result.skip_reason != "no targets":
                 loss_scale.update(overflowed=self._result.skipped)
             if not self._result.skipped:
                 schedule.step()

@@ -151,7 +151,8 @@ def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | Non
     """Bring what a `loss_func` returned into one form.
 
     Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics). A metric is a number, averaged over
-    micro-batches and ranks, or a pair (sum, denominator), summed over them and then divided.
+    micro-batches and ranks, or a pair (sum, denominator), summed over them and then divided. Beside a mean a metric
+    `loss` that is a pair says what it is the mean of; a step whose denominators are all 0 has no targets.
 
     Returns:
         (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and

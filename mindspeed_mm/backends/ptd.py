@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
-from mindspeed_mm.backends.sums import StepSums, means_of, reduce_step_sums
+from mindspeed_mm.backends.sums import StepReducer, StepSums
 from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
@@ -80,7 +80,7 @@ class PTDBackend:
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self._sum_dtype = accelerator.current().sum_dtype
-        self._names: list[str] | None = None
+        self._reducer = StepReducer(self._whole)
         self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
@@ -175,36 +175,22 @@ class PTDBackend:
         squared = sum_of_squares(optimizer, self._sum_dtype, self.state.device)
         if not self.args.use_distributed_optimizer:
             squared = squared / self.data_parallel_size  # every replica has the whole gradient
-        self._agree_on_names()
-        names = self._names or []
-        sums, self._sums = self._sums, self._new_sums()
-        own = self._own_part(sums, names)
         counts.cost = self.flops(counts) or counts.tokens
         told = counts
         if not self.is_row_rank:
-            told = BatchCounts(media=dict.fromkeys(counts.media, 0), wait_seconds=counts.wait_seconds)
-        values = torch.cat([squared.reshape(1), own])
-        reduced = reduce_step_sums(values, told, sorted(counts.media), stop_requested, self._whole)
-        squared, loss_sum, denominator, means = reduced.device[:4].tolist()
-        divisor = max(means if means else denominator, 1e-30)
-        loss = loss_sum / divisor
-        norm = max(squared, 0.0) ** 0.5 / divisor / scale if squared == squared else float("nan")
-        result = StepResult.of(
-            loss,
-            norm,
-            has_targets=bool(means) or not denominator <= 0,
-            learning_rate=self.schedule.current_lr,
-            loss_scale=scale,
-            metrics={name: float(mean) for name, mean in means_of(names, reduced.device[4:]).items()},
-        )
+            told = BatchCounts(wait_seconds=counts.wait_seconds)
+        reduced = self._reducer.reduce(self._take_own_sums(), squared, told, stop_requested)
+        norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
+        divisor, *figures = torch.cat([reduced.divisor.reshape(1), reduced.figures(norm)]).tolist()
+        result = reduced.result(figures, learning_rate=self.schedule.current_lr, loss_scale=scale)
         if not result.skipped:
-            factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), self.args.clip_grad))
+            factor = float(clip_factor(torch.tensor(result.grad_norm, dtype=torch.float64), self.args.clip_grad))
             scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
             step_busy_groups(optimizer, reduced.counts.media)
             self.schedule.step()
         if result.skip_reason != "no targets":
             self.loss_scale.update(overflowed=result.skipped)
-        return PTDStep(reduced.counts, reduced.stop > 0, result)
+        return PTDStep(reduced.counts, reduced.stop, result)
 
     @torch.no_grad()
     def evaluate(
@@ -215,13 +201,11 @@ class PTDBackend:
         for chunk in self.model:
             chunk.eval()
         self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
-        sums, self._sums = self._sums, self._new_sums()
-        reduced = reduce_step_sums(self._own_part(sums, []), BatchCounts(), [], False, self._whole)
-        loss_sum, denominator, means = reduced.device.tolist()
+        loss_sum, denominator = self._reducer.reduce_loss(self._take_own_sums())
         for chunk in self.model:
             chunk.train()
         self._follow_parameters()
-        return loss_sum, means if means else denominator
+        return loss_sum, denominator
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -335,22 +319,16 @@ class PTDBackend:
     def _new_sums(self) -> StepSums:
         return StepSums(self._sum_dtype, self.state.device)
 
-    def _own_part(self, sums: StepSums, names: Sequence[str]) -> torch.Tensor:
-        """Loss, denominator, micro-batches with a mean, and metrics, as this rank adds them to the whole: zeros unless
-        it is the first tensor-parallel rank of a stage with a loss."""
-        means = torch.zeros_like(sums.loss) + (0 if sums.is_sum else sums.micro_batches)
-        own = torch.cat([torch.stack([sums.loss, sums.denominator, means]), sums.figures(names)])
-        return own if sums.micro_batches and not self.tensor_rank else torch.zeros_like(own)
+    def _take_own_sums(self) -> StepSums:
+        """What this rank adds to the whole, and begin anew: a stage with a loss adds that of its first tensor-parallel
+        rank, others nothing."""
+        sums, self._sums = self._sums, self._new_sums()
+        return self._new_sums() if self.tensor_rank else sums
 
     def _add(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
         loss = self._sums.add(output)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
-
-    def _agree_on_names(self) -> None:
-        """Stages without a loss learn once which figures the last one adds."""
-        if self._names is None:
-            self._names = sorted(set().union(*self.gather_objects(sorted(self._sums.metrics))))
 
     def _gather_parameters(self) -> None:
         """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.backends.protocol import normalise_loss_output
+from mindspeed_mm.backends.protocol import StepResult, normalise_loss_output
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.utils.errors import ConfigError
 
 _SUMMED = ("rows", "tokens", "positions", "targets", "squared_lengths", "patches", "rows_left_out")
 
@@ -20,10 +21,12 @@ class StepSums:
     """Sums over the micro-batches of a step, on this rank.
 
     Attributes:
-        loss, denominator: float scalars on the device.
+        loss: float scalar on the device.
+        denominator: float scalar on the device: what a sum is to be divided by. Of means it only tells whether there
+            was anything to train on: their targets where the loss function says how many, else 1 of each.
         metrics: further figures of the loss function, each [2]: a sum, and what it is to be divided by.
-        micro_batches: whose loss was added.
-        is_sum: whether losses are sums with a denominator; else they are means.
+        is_pair: whether the loss function returned a metric as a pair (sum, denominator), or as a number.
+        sums, means: micro-batches whose loss was a sum with a denominator, or a mean.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,109 +34,229 @@ class StepSums:
         self.loss = torch.zeros((), dtype=dtype, device=device)
         self.denominator = self.loss.clone()
         self.metrics: dict[str, torch.Tensor] = {}
-        self.micro_batches = 0
-        self.is_sum = True
+        self.is_pair: dict[str, bool] = {}
+        self.sums = self.means = 0
 
     def add(self, output: Any) -> torch.Tensor:
-        """Add what a `loss_func` returned; returns the loss, with its graph."""
+        """Add what a `loss_func` returned; returns the loss, with its graph.
+
+        Raises:
+            ConfigError: it has returned another form for an earlier micro-batch of the step.
+        """
         loss, denominator, metrics = normalise_loss_output(output)
-        self.micro_batches += 1
-        self.is_sum = denominator is not None
+        if denominator is None:
+            self.means += 1
+            own = metrics.get("loss")
+            denominator = own[1] if _is_pair(own) else 1.0
+        else:
+            self.sums += 1
+        _refuse_sums_and_means(self.sums, self.means)
+        if isinstance(denominator, torch.Tensor):
+            denominator = denominator.detach().to(self.denominator)
         self.loss = self.loss + loss.detach().to(self.loss)
-        if denominator is not None:
-            self.denominator = self.denominator + denominator.detach().to(self.denominator)
+        self.denominator = self.denominator + denominator
         for name, value in metrics.items():
             if name == "loss":
                 continue  # the loop's own figure, computed from the sums
             figure = self._figure(value)
             if figure is not None:
+                _refuse_two_forms(name, {self.is_pair.setdefault(name, _is_pair(value)), _is_pair(value)})
                 self.metrics[name] = self.metrics.get(name, 0) + figure
         return loss
 
-    def figures(self, names: Sequence[str]) -> torch.Tensor:
-        """[2 * names], zeros for a metric that no micro-batch had; `means_of` reads their sums over ranks."""
+    def figures(self, names: Iterable[str]) -> torch.Tensor:
+        """[2 * names], zeros for a metric that no micro-batch had."""
         zeros = self.loss.new_zeros(2)
         return torch.cat([zeros[:0], *(self.metrics.get(name, zeros) for name in names)])
 
     def _figure(self, value: Any) -> torch.Tensor | None:
         """A (sum, denominator) pair as [2]; a number is the mean of one micro-batch; anything else is no figure."""
-        is_pair = isinstance(value, tuple) and len(value) == 2
-        parts = value if is_pair else (value, self.loss.new_ones(()))
+        parts = value if _is_pair(value) else (value, self.loss.new_ones(()))
         numbers = [torch.as_tensor(part, dtype=self._dtype).detach().to(self._device) for part in parts]
         if any(number.numel() != 1 for number in numbers):
             return None
         return torch.cat([number.reshape(1) for number in numbers])
 
 
-def means_of(names: Sequence[str], figures: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each metric's sum over its denominator.
-
-    Args:
-        figures: [2 * names], what `StepSums.figures` gives, summed over ranks.
-    """
-    sums, denominators = figures.view(-1, 2).unbind(1)
-    return dict(zip(names, (sums / denominators.clamp(min=1e-30)).unbind(), strict=True))
-
-
 @dataclass
-class ReducedSums:
-    """Global sums of a step.
+class ReducedStep:
+    """A step over all ranks; tensors are on the device.
 
     Attributes:
-        device: float vector on the device, in the order handed in.
+        squared_norm: float scalar, of the sum of gradients.
+        divisor: float scalar: what makes the sums of gradients and losses the step's.
+        loss: float scalar, divided.
+        has_targets: bool scalar: whether the global batch held anything to train on.
+        names: of the metrics.
+        metrics: [2 * names] float: of each its sum, and what it is to be divided by.
         counts: known on the host.
-        stop: ranks that asked to stop.
+        stop: whether any rank was asked to stop.
     """
 
-    device: torch.Tensor
+    squared_norm: torch.Tensor
+    divisor: torch.Tensor
+    loss: torch.Tensor
+    has_targets: torch.Tensor
+    names: Sequence[str]
+    metrics: torch.Tensor
     counts: BatchCounts
-    stop: float
+    stop: bool
+
+    def figures(self, norm: torch.Tensor) -> torch.Tensor:
+        """What `result` makes a StepResult of, on the device: [3 + 2 * names].
+
+        Args:
+            norm: of the step's gradient.
+        """
+        return torch.cat([torch.stack([self.loss, norm, self.has_targets.to(norm)]), self.metrics])
+
+    def result(self, figures: Sequence[float], *, learning_rate: float, loss_scale: float) -> StepResult:
+        """The step's result; a metric that no micro-batch of any rank had is left out.
+
+        Args:
+            figures: what `figures` returned, read by the host.
+        """
+        loss, norm, has_targets, *metrics = figures
+        pairs = zip(self.names, metrics[::2], metrics[1::2], strict=True)
+        return StepResult.of(
+            loss,
+            norm,
+            has_targets=bool(has_targets),
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            metrics={name: total / denominator for name, total, denominator in pairs if denominator},
+        )
 
 
-def reduce_step_sums(
-    device_values: torch.Tensor, counts: BatchCounts, modalities: list[str], stop_requested: bool, state: ParallelState
-) -> ReducedSums:
-    """Sum a step's figures over all data-parallel ranks.
+class StepReducer:
+    """Sums a step's figures over all ranks.
+
+    A rank knows only the metrics and the kinds of media that it has met itself. Names are therefore agreed on: a step
+    in which any rank meets a new one tells so in its reduction, and only then do all ranks gather the new names and
+    add up what belongs to them. In every other step a rank adds zeros for names that it doesn't have.
 
     Figures that are known on the host (rows, tokens, media, a stop request) must be known there again at once: which
     tower is idle decides what the optimizer touches. Where the device is the host, everything travels in one vector;
     elsewhere the host's part goes through the host group, which runs beside the device's queue instead of waiting for
     it.
-
-    Args:
-        device_values: [k] float, on the device.
-        counts: this rank's. What is told of each rank by itself (`wait_seconds`, `cost`) has a place of its own in the
-            vector, which is zero on the others.
-        modalities: names in `counts.media`, the same on every rank.
     """
-    ranks, rank = state.data_parallel_size, state.data_parallel_rank
-    told = [*(getattr(counts, name) for name in _SUMMED), float(stop_requested)]
-    told += [counts.media.get(m, 0) for m in modalities]
-    host = torch.zeros(len(told) + 2 * ranks, dtype=torch.float64)
-    host[: len(told)] = torch.tensor(told, dtype=torch.float64)
-    waits, costs = host[len(told) :].view(2, ranks)
-    waits[rank], costs[rank] = counts.wait_seconds, counts.cost
-    if device_values.device.type == "cpu":
-        together = torch.cat([device_values.double(), host])
+
+    def __init__(self, state: ParallelState) -> None:
+        """
+        Args:
+            state: sums are taken over its data-parallel group, whose ranks are those of its host group.
+        """
+        self._state = state
+        self._is_pair: dict[str, bool] = {}  # agreed on: each metric, in their order in the device's vector
+        self._media: list[str] = []
+
+    def reduce(
+        self, sums: StepSums, squared_norm: torch.Tensor, counts: BatchCounts, stop_requested: bool
+    ) -> ReducedStep:
+        """Sum the figures of a training step.
+
+        Args:
+            squared_norm: float scalar on the device: this rank's part.
+            counts: this rank's. What is told of each rank by itself (`wait_seconds`, `cost`) has a place of its own in
+                the vector, which is zero on the others.
+
+        Raises:
+            ConfigError: the loss function returned different forms.
+        """
+        for name in sums.is_pair.keys() & self._is_pair.keys():
+            _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
+        has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
+        ranks, rank = self._state.data_parallel_size, self._state.data_parallel_rank
+        told = [sums.sums, sums.means, has_new, stop_requested]
+        told += [getattr(counts, name) for name in _SUMMED]
+        told += [counts.media.get(kind, 0) for kind in self._media]
+        host = torch.zeros(len(told) + 2 * ranks, dtype=torch.float64)
+        host[: len(told)] = torch.tensor(told, dtype=torch.float64)
+        waits, costs = host[len(told) :].view(2, ranks)
+        waits[rank], costs[rank] = counts.wait_seconds, counts.cost
+
+        own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
+        device, host = self._sum(torch.cat([own, sums.figures(self._is_pair)]), host)
+
+        waits, costs = host[len(told) :].view(2, ranks)
+        with_sum, means, with_new, stop, *numbers = map(int, host[: len(told)].tolist())
+        _refuse_sums_and_means(with_sum, means)
+        media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
+        if with_new:
+            figures, new_media = self._agree(sums, counts.media)
+            device, media = torch.cat([device, figures]), media | new_media
+        summed = BatchCounts(
+            **dict(zip(_SUMMED, numbers, strict=False)),
+            media=media,
+            row_ids=counts.row_ids,
+            wait_seconds=float(waits.max()),
+            cost=float(costs.sum()),
+            imbalance=imbalance(costs),
+        )
+        squared, loss, denominator = device[:3].unbind()
+        divisor = (torch.full_like(denominator, means) if means else denominator).clamp(min=1e-30)
+        has_targets = ~(denominator <= 0)  # one that is no number is no lack of targets
+        names = list(self._is_pair)
+        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, device[3:], summed, stop > 0)
+
+    def reduce_loss(self, sums: StepSums) -> tuple[float, float]:
+        """(loss sum, denominator) over all ranks, of an evaluation.
+
+        Raises:
+            ConfigError: the loss function returned a sum in one micro-batch and a mean in another.
+        """
+        host = torch.tensor([sums.sums, sums.means], dtype=torch.float64)
+        device, host = self._sum(torch.stack([sums.loss, sums.denominator]), host)
+        with_sum, means = host.tolist()
+        _refuse_sums_and_means(with_sum, means)
+        loss, denominator = device.tolist()
+        return loss, denominator if denominator <= 0 or not means else means
+
+    def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both vectors summed over all ranks."""
+        state = self._state
+        if device.device.type == "cpu":
+            together = torch.cat([device.double(), host])
+            if state.data_parallel_size > 1:
+                dist.all_reduce(together, group=state.data_parallel_group)
+            return together[: len(device)], together[len(device) :]
         if state.data_parallel_size > 1:
-            dist.all_reduce(together, group=state.data_parallel_group)
-        device_values, host = together[: len(device_values)], together[len(device_values) :]
-    elif state.data_parallel_size > 1:
-        work = dist.all_reduce(host, group=state.host_group, async_op=True)
-        dist.all_reduce(device_values, group=state.data_parallel_group)
-        work.wait()
-    waits, costs = host[len(told) :].view(2, ranks)
-    *numbers, stop = host[: len(_SUMMED) + 1].tolist()
-    media = dict(zip(modalities, map(int, host[len(_SUMMED) + 1 : len(told)].tolist()), strict=True))
-    summed = BatchCounts(
-        **dict(zip(_SUMMED, map(int, numbers), strict=True)),
-        media=media,
-        row_ids=counts.row_ids,
-        wait_seconds=float(waits.max()),
-        cost=float(costs.sum()),
-        imbalance=imbalance(costs),
-    )
-    return ReducedSums(device_values, summed, stop)
+            work = dist.all_reduce(host, group=state.host_group, async_op=True)
+            dist.all_reduce(device, group=state.data_parallel_group)
+            work.wait()
+        return device, host
+
+    def _agree(self, sums: StepSums, media: Mapping[str, int]) -> tuple[torch.Tensor, dict[str, int]]:
+        """Learn the names that are new to any rank; all ranks call.
+
+        Returns:
+            the sums of these metrics over all ranks, [2 * names], and those of these kinds of media.
+        """
+        state = self._state
+        own = (
+            {name: pair for name, pair in sums.is_pair.items() if name not in self._is_pair},
+            {kind: number for kind, number in media.items() if kind not in self._media},
+        )
+        everyone = [own]
+        if state.data_parallel_size > 1:
+            everyone = [own] * state.data_parallel_size
+            dist.all_gather_object(everyone, own, group=state.host_group)
+        forms: dict[str, set[bool]] = {}
+        totals: dict[str, int] = {}
+        for metrics, kinds in everyone:
+            for name, pair in metrics.items():
+                forms.setdefault(name, set()).add(pair)
+            for kind, number in kinds.items():
+                totals[kind] = totals.get(kind, 0) + number
+        names = sorted(forms)
+        for name in names:
+            _refuse_two_forms(name, forms[name])
+            self._is_pair[name] = True in forms[name]
+        self._media += sorted(totals)
+        figures = sums.figures(names)
+        if names and state.data_parallel_size > 1:
+            dist.all_reduce(figures, group=state.data_parallel_group)
+        return figures, totals
 
 
 def imbalance(costs: torch.Tensor) -> float:
@@ -144,3 +267,25 @@ def imbalance(costs: torch.Tensor) -> float:
     """
     having = costs[costs > 0]
     return float(having.max() / having.mean()) if len(having) else 1.0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def _refuse_sums_and_means(sums: float, means: float) -> None:
+    if sums and means:
+        raise ConfigError(
+            "loss_func returned (loss_sum, num_tokens, metrics) for one micro-batch of a step and a mean, (loss, "
+            "metrics) or a bare tensor, for another; a step can't be divided by tokens and by micro-batches at once: "
+            "return the same form for every micro-batch, with num_tokens 0 where there are none"
+        )
+
+
+def _refuse_two_forms(name: str, forms: set[bool]) -> None:
+    if len(forms) > 1:
+        raise ConfigError(
+            f"loss_func returned its metric '{name}' as a number for one micro-batch and as a pair (sum, denominator) "
+            "for another; the one is averaged over micro-batches and the other divided by its denominators: return "
+            "the same form for every micro-batch"
+        )

@@ -125,8 +125,8 @@ class TransformersModel(MultiModalModule):
         Returns:
             a dict: `loss` (float32 scalar with graph: a sum, or a mean if `denominator` is None), `denominator`
             (float32 scalar: what the sum is to be divided by over the global batch), `metrics` (name → (sum,
-            denominator)): `router_aux_loss` where the load-balancing loss is trained; its gradient, times its
-            coefficient, is in that of `loss`, its value isn't.
+            denominator)): beside a mean `loss`, the pair that it is made of; `router_aux_loss` where the load-balancing
+            loss is trained; its gradient, times its coefficient, is in that of `loss`, its value isn't.
         """
         targets: Targets | None = batch.pop("targets", None)
         shares: SampleShares | None = batch.pop("sample_shares", None)
@@ -156,8 +156,9 @@ class TransformersModel(MultiModalModule):
             balance = self._router_loss.take(shares)
             loss_sum = AddGradient.apply(loss_sum, self._router_loss.coefficient * balance)
             metrics["router_aux_loss"] = (balance.detach(), shares.weights.sum())
-        loss, denominator = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
-        return {"loss": loss, "denominator": denominator, "metrics": metrics}
+        output = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
+        output["metrics"].update(metrics)
+        return output
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the inner model; see FSDP2Mixin.fully_shard."""

@@ -349,8 +349,7 @@ class VLModel(MegatronModule):
             return self.text_decoder.logits(hidden)
         chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
         loss_sum = self.text_decoder.loss_sum(hidden, targets, chunk)
-        loss, denominator = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
-        return {"loss": loss, "denominator": denominator, "metrics": {}}
+        return finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
 
     def _encode_images(self, media: Mapping[str, Any], received: torch.Tensor | None) -> torch.Tensor | None:
         """The output of the stage's part of tower and projector; without media, of a pass over one patch of zeros.

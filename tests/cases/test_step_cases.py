@@ -12,6 +12,8 @@ from tests.support.workers import RankPool
 BACKENDS = ("fsdp2", "ptd")
 TRAINED, EMPTY = [[Micro(2.0)], [Micro(1.0)]], [[Micro(0.0, factor=0.0)], [Micro(0.0, factor=0.0)]]
 HALF = [[Micro(0.0, factor=0.0)], [Micro(1.0)]]
+# the same where the loss function returns means, beside which it may say how many targets they are of
+MEANS = {0: Micro(None, {"loss": (0.0, 0.0)}, 0.0), 1: Micro(None, {"loss": (1.0, 1.0)}), None: Micro(None, factor=0.0)}
 
 
 @pytest.fixture
@@ -50,3 +52,14 @@ def test_w03_a_global_batch_without_targets_is_a_skipped_step(
         assert states[1] == states[0] and states[3] == states[2]
         assert states[0][0] != states[2][0] != states[4][0]
         assert results[1].loss != results[1].loss and results[2].loss == results[2].loss
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_w03_so_it_is_where_the_loss_is_a_mean(pools: dict[str, RankPool], kind: str) -> None:
+    """W03: also where the loss function returns a mean of targets; one that doesn't say how many is always of some."""
+    plan = [[[MEANS[0], MEANS[1]]] * 2, [[MEANS[0]] * 2] * 2, [[MEANS[0]] * 2, [MEANS[1]] * 2], [[MEANS[None]]] * 2]
+    for ranks in pools[kind].run(states_and_results, kind, plan, {}):
+        states, results = zip(*ranks, strict=True)
+        assert [r.skip_reason for r in results] == ["", "no targets", "", ""]
+        assert states[1] == states[0] != states[2] != states[3]
+        assert results[0].loss == 1.5 and results[0].metrics == {}

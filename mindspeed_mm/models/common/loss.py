@@ -183,8 +183,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 def finish_loss(
     weighted_sum: torch.Tensor, denominator: torch.Tensor, loss_type: LossType, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn a micro-batch's sum into what a `loss_func` returns.
+) -> dict[str, Any]:
+    """Turn a micro-batch's sum into what a model returns, and its `loss_func` passes on.
 
     Args:
         weighted_sum: float32 scalar from `weighted_cross_entropy` or `ChunkedCrossEntropy`.
@@ -192,13 +192,16 @@ def finish_loss(
         group: the data-parallel group, for token_loss.
 
     Returns:
-        (sum, denominator) for the loss types whose denominator is the global batch's, else (mean, None): a mean that
-        is averaged over micro-batches and ranks.
+        `loss` and `denominator` (a sum and what it is to be divided by over the global batch, or a mean and None: it
+        is averaged over micro-batches and ranks), and `metrics`: beside a mean the pair `loss` that it was made of,
+        which tells of a step without targets.
     """
     if loss_type in ("per_token_loss", "per_sample_loss", "square_loss"):
-        return weighted_sum, denominator
+        return {"loss": weighted_sum, "denominator": denominator, "metrics": {}}
+    own = (weighted_sum.detach(), denominator)
     if loss_type == "token_loss" and dist.is_initialized():
         everywhere = denominator.clone()
         dist.all_reduce(everywhere, group=group)
         denominator = everywhere / dist.get_world_size(group)
-    return weighted_sum / denominator.clamp(min=torch.finfo(torch.float32).tiny), None
+    mean = weighted_sum / denominator.clamp(min=torch.finfo(torch.float32).tiny)
+    return {"loss": mean, "denominator": None, "metrics": {"loss": own}}

@@ -56,7 +56,10 @@ def test_loss_types(loss_type: str, chunk: int | None) -> None:
         total = weighted_cross_entropy(head(picked), targets.tokens, targets.weights)
     else:
         total = ChunkedCrossEntropy.apply(picked, head.weight, head.bias, targets.tokens, targets.weights, chunk)
-    loss, denominator = finish_loss(total, targets.denominator, loss_type)  # type: ignore[arg-type]
+    finished = finish_loss(total, targets.denominator, loss_type)  # type: ignore[arg-type]
+    loss, denominator = finished["loss"], finished["denominator"]
+    said = denominator if denominator is not None else finished["metrics"]["loss"][1]
+    assert said is targets.denominator  # by it a step without targets is known
     if denominator is not None:
         loss = loss / denominator
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
