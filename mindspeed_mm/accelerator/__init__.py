@@ -12,6 +12,7 @@ import os
 import torch
 
 from mindspeed_mm.accelerator.base import Accelerator
+from mindspeed_mm.utils.device import set_default_device
 
 __all__ = ["Accelerator", "current", "prepare_megatron", "resolve_backend"]
 
@@ -69,3 +70,6 @@ def resolve_backend(requested: str | None, needs_cpu_tensors: bool = False) -> s
     A backend that this machine's device can't use becomes the device's own, with one notice.
     """
     return current().resolve_backend(requested, needs_cpu_tensors)
+
+
+set_default_device(lambda: current().device())

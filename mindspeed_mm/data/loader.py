@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.configs.data_config import DataloaderParam
 from mindspeed_mm.data.collate import NOTES
 from mindspeed_mm.data.notes import Note, NoteCounter
@@ -100,7 +100,7 @@ class MMDataLoader:
                 self.sampler.planner.order.seed,
                 prefetch_factor=self._param.prefetch_factor or 2,
                 persistent_workers=self._param.persistent_workers,
-                pin_memory=self._param.pin_memory and torch.accelerator.is_available(),
+                pin_memory=self._param.pin_memory and accelerator.current().name != "cpu",
             )
         self._running = start(self._loader)  # workers that are alive are used again
         self._turn += 1

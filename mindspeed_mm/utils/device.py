@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,28 +11,43 @@ import torch
 from mindspeed_mm.utils.dtypes import DTYPE_NAMES, to_torch_dtype
 
 
+def _what_torch_sees() -> torch.device:
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return seen or torch.device("cpu")
+
+
+_default: Callable[[], torch.device] = _what_torch_sees
+
+
+def set_default_device(device: Callable[[], torch.device]) -> None:
+    """Let `move_to_device` ask `device` where a batch goes that is given no device."""
+    global _default
+    _default = device
+
+
 def move_to_device(
     value: Any, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
 ) -> Any:
-    """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`, without waiting for the copy.
+    """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`.
+
+    Nothing waits for a copy to an accelerator, whose queue keeps the order; a copy to the host is waited for.
 
     A dict is changed in place as well, so that the published `move_to_device(batch, get_args().params_dtype)` has its
     effect: a dtype, or its name, in the place of the device.
 
     Args:
-        device: None: the current accelerator, or the host where there is none.
+        device: None: the device of this process, as MM_DEVICE or what is there decides.
         dtype: of floating-point tensors, or its name (bf16, fp16, fp32); None: unchanged.
     """
     if isinstance(device, torch.dtype) or device in DTYPE_NAMES:
         device, dtype = None, device
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return _moved(value, device, to_torch_dtype(dtype))
+    return _moved(value, _default() if device is None else torch.device(device), to_torch_dtype(dtype))
 
 
-def _moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
+def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if dtype is not None and value.is_floating_point() else None, non_blocking=True)
+        as_dtype = dtype if dtype is not None and value.is_floating_point() else None
+        return value.to(device, as_dtype, non_blocking=device.type != "cpu")
     if isinstance(value, dict):
         for key in value:
             value[key] = _moved(value[key], device, dtype)

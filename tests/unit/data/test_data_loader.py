@@ -97,6 +97,18 @@ def test_four_text_only_rows_and_one_with_an_image_train_together(param: Any, im
     assert (batch["mm_token_type_ids"].sum(1) > 0).tolist() == [False] * 4 + [True]
 
 
+def test_pinning_follows_the_device_of_this_process(
+    param: Any, rows: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MM_DEVICE=cpu on a host with an accelerator: pinned memory would wake the accelerator for nothing."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    config = DataloaderParam(pin_memory=True)
+    loader = build_mm_dataloader(build_mm_dataset(param(rows)), config, micro_batch_size=2, global_batch_size=2)
+    iter(loader)
+    assert loader._loader is not None and not loader._loader.pin_memory
+    loader.close()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_hands_out_the_samplers_rows(param: Any, rows: list[Any], workers: int) -> None:
     """In this process and in workers: the same endless sequence, epoch after epoch."""

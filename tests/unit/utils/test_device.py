@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.utils.device import move_to_device
 
 
@@ -46,3 +47,31 @@ def test_a_device_moves_and_leaves_dtypes() -> None:
     assert dtypes(moved) == [torch.int64, torch.float32, torch.float64, torch.float32]
     assert moved["ids"].is_meta and moved["pixels"][0].is_meta and moved["inner"]["held"].pixels.is_meta
     assert dtypes(move_to_device(batch(), "cpu", "fp16")) == [torch.int64, *[torch.float16] * 3]
+
+
+def test_a_copy_to_the_host_is_waited_for() -> None:
+    """An asynchronous one would hand out memory that the device has not written yet."""
+    seen: list[tuple[str, bool]] = []
+
+    class Moves(torch.Tensor):
+        def to(self, device: torch.device, dtype: object = None, non_blocking: bool = False) -> torch.Tensor:  # type: ignore[override]
+            seen.append((device.type, non_blocking))
+            return self
+
+    for device in ("cpu", "meta"):
+        move_to_device(torch.ones(1).as_subclass(Moves), device)
+    assert seen == [("cpu", False), ("meta", True)]
+
+
+def test_mm_device_decides_where_a_batch_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MM_DEVICE=cpu on a host with an accelerator, which torch sees (meta plays it)."""
+    monkeypatch.setenv("MM_DEVICE", "cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    accelerator.current.cache_clear()
+    try:
+        moved = {"ids": torch.arange(3)}
+        move_to_device(moved, "bf16")
+        assert moved["ids"].device == torch.device("cpu")
+    finally:
+        accelerator.current.cache_clear()
