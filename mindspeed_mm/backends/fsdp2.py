@@ -27,7 +27,7 @@ from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
-from mindspeed_mm.optimizer.build import build_optimizer
+from mindspeed_mm.optimizer.build import build_optimizer, step_fused
 from mindspeed_mm.optimizer.clip import (
     all_parameters,
     clip_factor,
@@ -40,7 +40,7 @@ from mindspeed_mm.optimizer.groups import is_idle
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
-from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
+from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -117,6 +117,7 @@ class FSDP2Backend:
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
             model.fsdp2_overrides = self._overrides
             model.fully_shard(process_group=self.state.data_parallel_group, fsdp2_config_path=args.fsdp2_config_path)
+        limit_waiting(args.distributed_timeout_minutes)
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
         self.model = model
         self._root = _sharded_root(model)
@@ -288,11 +289,7 @@ class FSDP2Backend:
     def _step_optimizer(self, stepped: torch.Tensor, scale: torch.Tensor) -> None:
         """Step with the gradients times `scale`, or, where `stepped` is False, leave everything as it is."""
         if self._fused:
-            # the fused kernel divides by grad_scale while it reads the gradients, and leaves everything untouched if
-            # found_inf is set: no extra pass, no host sync
-            self.optimizer.grad_scale = (1.0 / scale).float()  # type: ignore[attr-defined]
-            self.optimizer.found_inf = (~stepped).float()  # type: ignore[attr-defined]
-            self.optimizer.step()
+            step_fused(self.optimizer, 1.0 / scale, ~stepped)
         elif bool(stepped):
             scale_gradients(self._parameters, scale.float())
             self.optimizer.step()

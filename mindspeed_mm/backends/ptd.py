@@ -6,6 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.sizes import ParallelSizes
-from mindspeed_mm.parallel.state import ParallelState, initialize_parallel
+from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import info_rank0
 
@@ -137,12 +138,13 @@ class PTDBackend:
         if load_weights:
             self._fill(chunks[0])
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
-        self._tied = tied_embedding(chunks, self.state)
+        self._tied = tied_embedding(chunks, self.state, args.distributed_timeout_minutes)
         self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
+        limit_waiting(args.distributed_timeout_minutes)
         self._connect_schedule()
         if self._twin is not None:
             self._flops_model = flops_model(self._twin, traits_of(self._twin))
@@ -388,8 +390,12 @@ class TiedEmbedding:
             other.main_grad.copy_(total)
 
 
-def tied_embedding(chunks: list[Any], state: ParallelState) -> TiedEmbedding:
-    """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call."""
+def tied_embedding(chunks: list[Any], state: ParallelState, timeout_minutes: float) -> TiedEmbedding:
+    """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call.
+
+    Args:
+        timeout_minutes: after which a collective of these ranks raises that one of them never joins.
+    """
     tied = [
         c.shared_embedding_or_output_weight()
         for c in chunks
@@ -401,7 +407,7 @@ def tied_embedding(chunks: list[Any], state: ParallelState) -> TiedEmbedding:
     own_group = None
     for ranks in sorted({ranks for ranks, _ in everywhere}):
         having = [rank for rank in ranks if everywhere[rank][1]]
-        group = dist.new_group(having) if having else None
+        group = dist.new_group(having, timeout=timedelta(minutes=timeout_minutes)) if having else None
         if state.rank in having:
             own_group = group
     return TiedEmbedding(tied, own_group)

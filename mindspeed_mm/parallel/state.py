@@ -58,15 +58,13 @@ def initialize_parallel(
     """
     device = accelerator.current()
     device.set_device()
+    timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         _default_rendezvous()
-        dist.init_process_group(
-            backend=accelerator.resolve_backend(backend, needs_cpu_tensors),
-            timeout=timedelta(minutes=timeout_minutes),
-        )
+        dist.init_process_group(backend=accelerator.resolve_backend(backend, needs_cpu_tensors), timeout=timeout)
     world = dist.group.WORLD
     assert world is not None
-    host_group = world if device.name == "cpu" else dist.new_group(backend="gloo")
+    host_group = world if device.name == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     return ParallelState(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -76,6 +74,16 @@ def initialize_parallel(
         host_group=host_group,
         device=device.device(),
     )
+
+
+def limit_waiting(timeout_minutes: float) -> None:
+    """Let a collective of any group of this process raise after `timeout_minutes`.
+
+    Device meshes and Megatron-core make groups that take no timeout of ours, and wait as long as torch likes to.
+    """
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in list(dist.distributed_c10d._world.pg_map):
+        change(timedelta(minutes=timeout_minutes), group)
 
 
 def _default_rendezvous() -> None:
