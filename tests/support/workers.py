@@ -197,6 +197,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: collecting after each function then looks at that function's objects only
+    frozen = gc.get_freeze_count()
     environment = dict(os.environ)
 
     generation = 0
@@ -226,7 +227,14 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
             reply = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(reply)
         del reply
-        gc.collect()
+        if gc.get_freeze_count() > frozen:
+            # A training run freezes its model and its groups; left so, each keeps its memory and the groups' threads.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+            frozen = gc.get_freeze_count()
+        else:
+            gc.collect()
 
 
 def _reset_state() -> None:
