@@ -38,6 +38,10 @@ from mindspeed_mm.configs.sections import (
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
+#: what Pillow accepts where nobody says otherwise
+MEDIA_MAX_PIXELS = 178_956_970
+MEDIA_MAX_PIXELS_IS = "an image, or a frame of a video, with more pixels in its file can't be used: it costs memory"
+
 
 def _read_names(value: Any) -> Any:
     """Comma separated text of names, an entry as a registry has them, or a list of both."""
@@ -241,6 +245,7 @@ class PreprocessParameters(Section):
         "pil", description="fast: large JPEG files are decoded at a smaller size; pixels differ slightly"
     )
     media_timeout: Annotated[Float, Field(gt=0)] = Field(60.0, description="seconds that reading one medium may take")
+    media_max_pixels: Count = Field(MEDIA_MAX_PIXELS, description=MEDIA_MAX_PIXELS_IS)
 
 
 class DatasetParam(Section):

@@ -7,7 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from mindspeed_mm.configs.data_config import DataloaderParam, read_row_limit
+from mindspeed_mm.configs.data_config import (
+    MEDIA_MAX_PIXELS,
+    MEDIA_MAX_PIXELS_IS,
+    DataloaderParam,
+    read_row_limit,
+)
 from mindspeed_mm.configs.generation_rules import (
     GENERATION_SAMPLERS,
     GENERATION_SAMPLERS_NOT_YET,
@@ -195,6 +200,7 @@ class GenerationPreprocessParameters(Section):
     use_aesthetic: Bool = Field(False, description="must be false: scores aren't written into captions")
     train_pipeline: TrainPipeline = Field(TrainPipeline(), description="steps from frames to the model's input")
     media_timeout: Annotated[Float, Field(gt=0)] = Field(60.0, description="seconds that reading one clip may take")
+    media_max_pixels: Count = Field(MEDIA_MAX_PIXELS, description=MEDIA_MAX_PIXELS_IS)
 
     @model_validator(mode="after")
     def _frames_in_order(self) -> GenerationPreprocessParameters:

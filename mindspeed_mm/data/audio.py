@@ -18,6 +18,8 @@ from mindspeed_mm.data.containers import decode, header_seconds, open_container,
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.log import notice
 
+#: floats beyond ±1 are clipped as a player does it; beyond this, 24 dB above the loudest sound, they are no sound's
+_FAR_OUT = 16.0
 #: formats and encodings that together give the exact length of a sound without decoding it
 _EXACT_FORMATS = frozenset(("wav", "w64", "aiff", "au", "caf", "flac", "mov"))
 _EXACT_CODECS = ("pcm_", "flac", "alac")
@@ -97,7 +99,8 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
         [rule.samples(facts)] float32 between -1 and 1.
 
     Raises:
-        BadSample: Less than half of the sound can be decoded, or it takes too long.
+        BadSample: Less than half of the sound can be decoded, or it takes too long; samples are NaN or infinite, or far
+            out of range.
     """
     wanted, whole = rule.samples(facts), rule.whole(facts)
     heard = min(wanted, whole)
@@ -117,7 +120,9 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
             count += len(piece)
             if count >= needed:
                 break
-        sound = _resampled(np.concatenate(pieces)[:needed], facts.rate, rule.rate) if pieces else np.empty(0)
+        whole_samples = np.concatenate(pieces)[:needed] if pieces else np.empty(0, np.float32)
+        _check_samples(file, whole_samples, facts.rate)
+        sound = _resampled(whole_samples, facts.rate, rule.rate) if pieces else whole_samples
     if 2 * min(len(sound), heard) < heard:
         seconds = f"{count / facts.rate:.2f} of {min(needed, facts.length) / facts.rate:.2f} s"
         raise file.fault(f"is damaged: {seconds} can be decoded; at least half is needed", "sound can't be decoded")
@@ -127,6 +132,25 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
     kept = sound[:heard]
     np.clip(kept, -1, 1, out=out[: len(kept)])
     return out
+
+
+def _check_samples(file: MediaFile, samples: np.ndarray, rate: int) -> None:
+    """Refuse what is no sound between -1 and 1: files of floats can hold anything."""
+    finite = np.isfinite(samples)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        raise file.fault(
+            f"holds samples that are no numbers: {np.count_nonzero(~finite)} of {len(samples)} are NaN or infinite, "
+            f"the first at {place / rate:.3f} s",
+            "sound isn't finite",
+        )
+    peak = float(np.abs(samples).max(initial=0.0))
+    if peak > _FAR_OUT:
+        raise file.fault(
+            f"holds samples up to {peak:.6g}, and floats of a sound lie between -1 and 1; scale them (16-bit numbers "
+            "by 1/32768)",
+            "sound out of range",
+        )
 
 
 def _sound_stream(container: Any, file: MediaFile) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from mindspeed_mm.configs.data_config import MEDIA_MAX_PIXELS
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.errors import BadSample
 
@@ -73,54 +75,89 @@ def fit_size(width: int, height: int, limits: PixelLimits) -> tuple[int, int] | 
     return min(sides[0], longest), min(sides[1], longest)
 
 
-def image_size(file: MediaFile) -> tuple[int, int]:
+def image_size(file: MediaFile, most: int = MEDIA_MAX_PIXELS) -> tuple[int, int]:
     """Return width and height of an image as `read_image` shows it; no pixels are decoded (but of a PNG
     file with text behind its pixels).
 
+    Args:
+        file: The image.
+        most: Pixels that a file may have.
+
     Raises:
-        BadSample: The file isn't an image, or holds more pixels than PIL accepts.
+        BadSample: The file isn't an image, or has more pixels than `most`.
     """
-    with _reading(file) as opened:
+    with _reading(file, most) as opened:
         if opened.format == "PNG" and _has_late_chunks(opened):
             return _load_upright(opened).size
         return opened.size[::-1] if _orientation(opened) in _SIDEWAYS else opened.size
 
 
-def read_image(file: MediaFile, size: tuple[int, int] | None = None, fast: bool = False) -> Image.Image:
+def read_image(
+    file: MediaFile, size: tuple[int, int] | None = None, fast: bool = False, most: int = MEDIA_MAX_PIXELS
+) -> Image.Image:
     """Decode an image: upright by EXIF, first frame, RGB with transparency over white.
 
     Args:
         file: The image.
         size: Width and height to scale it to (bicubic); None leaves it.
         fast: JPEG files at least twice as large as `size` are decoded at a half, a quarter or an eighth.
+        most: Pixels that a file may have.
 
     Raises:
-        BadSample: The file can't be decoded, or only a part of it.
+        BadSample: The file can't be decoded, or only a part of it; it has more pixels than `most`, or pixels that are
+            no numbers.
     """
-    with _reading(file) as opened:
+    with _reading(file, most) as opened:
         if fast and size is not None and opened.format == "JPEG":
             opened.draft(None, size[::-1] if _orientation(opened) in _SIDEWAYS else size)
-        picture = to_rgb(_load_upright(opened))
+        picture = _load_upright(opened)
+        if size is not None and picture.mode in ("1", "L") and "transparency" not in picture.info:
+            picture = picture.convert("L").resize(size)  # the same values, in a third of the memory
+        picture = to_rgb(picture)
     return picture if size is None or size == picture.size else picture.resize(size)
 
 
+_PIL = threading.RLock()
+
+
 @contextlib.contextmanager
-def _reading(file: MediaFile) -> Iterator[Any]:
-    """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample."""
+def _reading(file: MediaFile, most: int) -> Iterator[Any]:
+    """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample.
+
+    PIL's own limit is `most` while the file is decoded: some formats say only then how large they are.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(file.open()) as opened:
+        with _own_limit(), Image.open(file.open()) as opened:
+            file.check_pixels("image", *opened.size, most)
+            Image.MAX_IMAGE_PIXELS = most
             yield opened
     except (BadSample, MemoryError):
         raise
     except Image.DecompressionBombError as error:
-        raise file.fault(f"is too large to be decoded as an image: {error}", "image too large") from None
+        raise file.fault(
+            f"is too large to be decoded as an image (preprocess_parameters.media_max_pixels is {most}): {error}",
+            "image too large",
+        ) from None
     except UnidentifiedImageError:
         raise file.fault(f"is not an image: {file.beginning()}", "image can't be decoded") from None
     except Exception as error:
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise file.fault(f"can't be decoded as an image: {said}", "image can't be decoded") from None
+
+
+@contextlib.contextmanager
+def _own_limit() -> Iterator[None]:
+    """Take PIL's limit, which is the process's, out of force; afterwards it is as it was."""
+    from PIL import Image
+
+    with _PIL:
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = before
 
 
 def _orientation(opened: Image.Image) -> int:
@@ -168,6 +205,9 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
     Transparency is laid over white; 16-bit grey is scaled to 8 bits; floating-point grey between 0 and 1 is scaled to
     0 … 255, other values are cut to that range.
+
+    Raises:
+        ValueError: Pixels are NaN or infinite.
     """
     from PIL import Image
 
@@ -188,7 +228,8 @@ def _grey(picture: Image.Image) -> Image.Image:
 
     values = np.asarray(picture)
     if picture.mode == "F":
-        values = np.nan_to_num(values, nan=0.0, posinf=255.0, neginf=0.0)
+        if not np.isfinite(values).all():
+            raise ValueError("it holds pixels that are no numbers (NaN or infinite)")
         grey = values * 255 if values.size and values.min() >= 0 and values.max() <= 1 else values
         grey = np.rint(grey)
     else:

@@ -43,6 +43,15 @@ class MediaFile:
                 first = opened.read(16)
         return f"it begins with {first!r}" if first else "it is empty"
 
+    def check_pixels(self, kind: str, width: int, height: int, most: int) -> None:
+        """Raise BadSample if decoding a picture of this size would take more memory than data.json allows."""
+        if width * height > most:
+            raise self.fault(
+                f"is {width}×{height} = {width * height:,} pixels, and at most {most:,} are decoded; if it shall be "
+                f"used, set preprocess_parameters.media_max_pixels in data.json to {width * height} or more",
+                f"{kind} too large",
+            )
+
     def fault(self, problem: str, reason: str) -> BadSample:
         """Return the error that names row and file. `reason` is counted, so it holds no names."""
         return BadSample(f"{self.where}: {self.label} {problem}", reason)

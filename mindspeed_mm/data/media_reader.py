@@ -95,7 +95,7 @@ class MediaReader:
         )
         self._pictures_fps = options.video_fps or _PICTURES_FPS
         self._fast = options.image_decoder == "fast"
-        self._timeout = options.media_timeout
+        self._timeout, self._most = options.media_timeout, options.media_max_pixels
         self._seen: OrderedDict[Any, Any] = OrderedDict()
 
     def locate(self, ref: MediaRef, folders: Sequence[str], where: object) -> str:
@@ -149,7 +149,7 @@ class MediaReader:
             return self._open_pictures(ref, self._find_pictures(ref, folders, where))
         file = find_media(ref, folders, where)
         if ref.kind == "image":
-            return read_image(file, self._image_size(file), self._fast)
+            return read_image(file, self._image_size(file), self._fast, self._most)
         if ref.kind == "audio":
             return read_sound(file, self._sound_facts(file), self._sound, self._timeout)
         rule = self._rule(ref)
@@ -158,7 +158,7 @@ class MediaReader:
         return read_clip(file, facts, plan_frames(facts, rule), size, self._timeout)
 
     def _image_size(self, file: MediaFile) -> tuple[int, int]:
-        width, height = self._facts("image", file, lambda: image_size(file))
+        width, height = self._facts("image", file, lambda: image_size(file, self._most))
         return _fitted(file, width, height, self._image, "image")
 
     def _rule(self, ref: MediaRef) -> FrameRule:
@@ -166,7 +166,7 @@ class MediaReader:
         return replace(self._frames, fps=ref.fps) if ref.fps else self._frames
 
     def _video_facts(self, file: MediaFile, rule: FrameRule) -> VideoFacts:
-        return self._facts(f"video at {rule.fps}", file, lambda: look_video(file, rule, self._timeout))
+        return self._facts(f"video at {rule.fps}", file, lambda: look_video(file, rule, self._timeout, self._most))
 
     def _sound_facts(self, file: MediaFile) -> SoundFacts:
         return self._facts("audio", file, lambda: look_sound(file, self._timeout))
@@ -190,7 +190,7 @@ class MediaReader:
 
     def _look_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> Geometry:
         """A clip of pictures has the size of its first one."""
-        width, height = self._facts("image", files[0], lambda: image_size(files[0]))
+        width, height = self._facts("image", files[0], lambda: image_size(files[0], self._most))
         width, height = _fitted(files[0], width, height, self._video, "video")
         taken, total, count = len(files), len(ref.frames), self._frames.padded(len(files))
         fps = ref.fps or self._pictures_fps
@@ -202,7 +202,7 @@ class MediaReader:
         size = geometry.width, geometry.height
         images = np.empty((geometry.frames, geometry.height, geometry.width, 3), np.uint8)
         for number, file in enumerate(files):
-            images[number] = np.asarray(read_image(file, size, self._fast))
+            images[number] = np.asarray(read_image(file, size, self._fast, self._most))
         images[len(files) :] = images[len(files) - 1]
         return Clip(images, geometry.times, geometry.fps, ref.fps or self._pictures_fps, len(ref.frames))
 

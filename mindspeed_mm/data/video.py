@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_mm.configs.data_config import MEDIA_MAX_PIXELS
 from mindspeed_mm.data.containers import Deadline, decode, header_seconds, open_container, packets_of, use_one_thread
 from mindspeed_mm.data.frames import REORDERED, FrameSource
 from mindspeed_mm.data.media import Clip
@@ -163,17 +164,25 @@ def _rate_of(times: Sequence[float], length: VideoLength, multiple: int) -> floa
     return 1 / length.spacing
 
 
-def look_video(file: MediaFile, rule: FrameRule, timeout: float) -> VideoFacts:
+def look_video(file: MediaFile, rule: FrameRule, timeout: float, most: int = MEDIA_MAX_PIXELS) -> VideoFacts:
     """Read what a video's header says; its first frame is decoded, because only that tells which side is up.
 
     Files whose header doesn't give the length, or whose frames aren't evenly spaced, are read through without decoding;
     so are those whose last frame comes late or is shown for long.
 
+    Args:
+        file: The video.
+        rule: How many frames will be taken.
+        timeout: Seconds that it may take.
+        most: Pixels that a frame may have.
+
     Raises:
-        BadSample: The file isn't a video, or not even its first frame can be decoded.
+        BadSample: The file isn't a video, its frames have more pixels than `most`, or not even its first frame can be
+            decoded.
     """
     with open_container(file, "video", timeout) as (container, deadline):
         stream = _video_stream(container, file)
+        file.check_pixels("video", stream.codec_context.width or 0, stream.codec_context.height or 0, most)
         frame = next(decode(container, stream, deadline), None)
         if frame is None:
             raise file.fault("has no frame that can be decoded", "video can't be decoded")

@@ -23,7 +23,7 @@ from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.log import forget_notices
-from tests.support.clips import read_number, tone, write_clip, write_wav
+from tests.support.clips import read_number, tone, write_clip, write_sound, write_wav
 from tests.support.families import families
 from tests.support.tiny import tiny_qwen2_5_vl_dir
 from tests.unit.data.generation.generation_maker import opened, write_rows
@@ -382,3 +382,82 @@ def test_times_of_sampled_and_repeated_frames(tmp_path: Path) -> None:
     clip = Row(tmp_path, video_fps=30.0, video_maxlen=200).open("video", "a.mp4")
     assert list(clip.timestamps)[:63] == pytest.approx([number / 30 for number in range(63)])
     assert VideoMetadata(**DefaultAdapter().video_metadata(clip)).sampled_fps == pytest.approx(30.0)
+
+
+HUGE = 14_000
+
+
+@pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
+def test_a_huge_scan_has_a_key(tmp_path: Path) -> None:
+    """I09: a 1-bit PNG of 14000×14000 is refused by a limit that has a name, and used where that is set."""
+    Image.new("1", (HUGE, HUGE)).save(tmp_path / "scan.png")
+    row = Row(tmp_path)
+    with pytest.raises(BadSample, match=r"14000×14000 = 196,000,000 pixels, and at most 178,956,970.*media_max_pixels"):
+        row.look("image", "scan.png")
+    assert row.refused("image", "scan.png") == "image too large"
+    before = Image.MAX_IMAGE_PIXELS
+    assert Row(tmp_path, media_max_pixels=HUGE**2).look("image", "scan.png").width == HUGE
+    data = write_rows(tmp_path / "rows.json", [{"path": "scan.png", "cap": "a"}])
+    keys: dict[str, Any] = {"basic_data_folder": str(tmp_path), "basic_on_bad_sample": "raise"}
+    with pytest.raises(BadSample, match=r"preprocess_parameters\.media_max_pixels in data\.json to 196000000"):
+        opened(data, "t2i", **keys)[0]
+    assert opened(data, "t2i", media_max_pixels=HUGE**2, **keys).measure(0)[0].fault is None
+    assert before == Image.MAX_IMAGE_PIXELS, "PIL's own limit is as it was"
+
+
+@pytest.mark.filterwarnings("error::PIL.Image.DecompressionBombWarning")
+def test_the_limit_on_pixels_is_one_for_all_media(tmp_path: Path) -> None:
+    """I09: images, frames of videos, pictures of a clip; one pixel more than fits is too many."""
+    Image.effect_noise((100, 80), 90).convert("1").save(tmp_path / "a.png")
+    write_clip(tmp_path / "a.mp4", frames=4)  # 128×64
+    for most, fits in ((8_192, True), (7_999, False)):
+        row, clip = Row(tmp_path, media_max_pixels=most), MediaRef("video", frames=(MediaRef("image", "a.png"),) * 2)
+        for kind, name in (("image", "a.png"), ("video", "a.mp4")):
+            if fits:
+                row.open(kind, name)
+            else:
+                assert row.refused(kind, name) == f"{kind} too large"
+        if fits:
+            row.reader.open(clip, [str(tmp_path)], ROW)
+        else:
+            with pytest.raises(BadSample, match="media_max_pixels"):
+                row.reader.look(clip, [str(tmp_path)], ROW)
+    scaled = Row(tmp_path, MediaLimits(), image_max_pixels=2_000).open("image", "a.png")
+    with Image.open(tmp_path / "a.png") as plain:
+        assert np.array_equal(np.asarray(scaled), np.asarray(plain.convert("RGB").resize(scaled.size)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rate", [16_000, 22_050])
+def test_sounds_that_are_no_numbers(tmp_path: Path, value: float, rate: int) -> None:
+    """L07: one sample of a float WAV is NaN or infinite: the file is refused, resampled or not."""
+    samples = tone(440, 0.5, rate)[None].copy()
+    write_sound(tmp_path / "good.wav", samples, rate, "pcm_f32le")
+    samples[0, rate // 4] = value
+    write_sound(tmp_path / "bad.wav", samples, rate, "pcm_f32le")
+    row = Row(tmp_path)
+    assert np.abs(row.open("audio", "good.wav")).max() <= 1
+    assert row.refused("audio", "bad.wav") == "sound isn't finite"
+    with pytest.raises(BadSample, match=r"1 of \d+ are NaN or infinite, the first at 0\.250 s"):
+        row.open("audio", "bad.wav")
+
+
+def test_sounds_beyond_full_scale(tmp_path: Path) -> None:
+    """L07: a little beyond ±1 is clipped as a player does it; 16-bit numbers stored as floats are refused."""
+    write_sound(tmp_path / "loud.wav", 3 * tone(440, 0.5, 16_000)[None], 16_000, "pcm_f32le")
+    write_sound(tmp_path / "shorts.wav", 32_768 * tone(440, 0.5, 16_000)[None], 16_000, "pcm_f32le")
+    row = Row(tmp_path)
+    loud = row.open("audio", "loud.wav")
+    assert loud.max() == 1 and loud.min() == -1 and np.count_nonzero(np.abs(loud) < 1) > 1_000
+    assert row.refused("audio", "shorts.wav") == "sound out of range"
+
+
+def test_pixels_that_are_no_numbers(tmp_path: Path) -> None:
+    """L07: a TIFF of floats with a NaN or an infinite pixel."""
+    for value, name in ((np.nan, "nan.tiff"), (np.inf, "inf.tiff")):
+        pixels = np.full((40, 40), 0.5, np.float32)
+        pixels[3, 4] = value
+        Image.fromarray(pixels).save(tmp_path / name)
+        assert Row(tmp_path).refused("image", name) == "image can't be decoded"
+        with pytest.raises(BadSample, match="pixels that are no numbers"):
+            Row(tmp_path).open("image", name)

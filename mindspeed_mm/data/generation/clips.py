@@ -100,9 +100,9 @@ class ClipReader:
             BadSample: It isn't a clip or a picture, or has other frames than its row says.
         """
         if row.ref.kind == "image":
-            width, height = image_size(file)
+            width, height = image_size(file, self._param.media_max_pixels)
             return Clip(row, file, _cut(row, file, width, height, None), None, (width, height))
-        found = look_video(file, _ALL_FRAMES, self._param.media_timeout)
+        found = look_video(file, _ALL_FRAMES, self._param.media_timeout, self._param.media_max_pixels)
         facts = _cut(row, file, found.width, found.height, found.length)
         return Clip(row, file, facts, found, (found.width, found.height))
 
@@ -168,7 +168,7 @@ class ClipReader:
         part = crop_of(clip.row.crop, width, height)
         rows, columns = scaled_crop(part, (size[0] / width, size[1] / height))
         if clip.found is None:
-            return np.array(read_image(clip.file, size))[None, rows, columns]
+            return np.array(read_image(clip.file, size, most=self._param.media_max_pixels))[None, rows, columns]
         times = self.times(facts, bucket.frames, place)
         plan = FramePlan(times, len(times), len(times), 1 / self.step(facts, len(times)))
         return read_clip(clip.file, clip.found, plan, size, self._param.media_timeout).frames[:, rows, columns]

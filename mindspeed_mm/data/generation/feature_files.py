@@ -258,6 +258,14 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str
     fsync_path(path.parent)
 
 
+def not_finite(tensors: Tensors) -> str | None:
+    """Return the name of a tensor with NaN or infinite values, and how many; None: all are numbers."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not (finite := torch.isfinite(tensor)).all():
+            return f"{name} has {int((~finite).sum())} of {tensor.numel()} values that are NaN or infinite"
+    return None
+
+
 class FeatureReader:
     """Reads features. Instances can be pickled and forked; files are opened when a sample is asked for.
 
@@ -336,7 +344,7 @@ class FeatureReader:
         """Return the tensors of a sample, as they were added.
 
         Raises:
-            DataError: The file is missing or damaged.
+            DataError: The file is missing or damaged, or values in it are no numbers.
         """
         handle, lengths, _ = self._open(int(self._file_of[index]))
         tensors = {}
@@ -348,6 +356,8 @@ class FeatureReader:
                 whole[: len(tensor)] = tensor
                 tensor = whole
             tensors[name] = tensor
+        if problem := not_finite(tensors):
+            raise DataError(f"{self.where(index)}: {problem}; make the features again, with encoders of another dtype")
         return tensors
 
     def captions(self) -> list[str]:
@@ -359,11 +369,18 @@ class FeatureReader:
         return found
 
     def empty(self) -> dict[str, torch.Tensor] | None:
-        """Return the text states of the caption ""; None: they weren't made."""
+        """Return the text states of the caption ""; None: they weren't made.
+
+        Raises:
+            DataError: Values in it are no numbers.
+        """
         from safetensors.torch import load_file
 
         path = self.directories[0] / EMPTY
-        return load_file(path) if path.exists() else None
+        states = load_file(path) if path.exists() else None
+        if problem := not_finite(states or {}):
+            raise DataError(f"{path}: {problem}; make the features again, with encoders of another dtype")
+        return states
 
     def _open(self, number: int) -> tuple[Any, dict[str, str], dict[str, list[str]]]:
         if number not in self._opened:

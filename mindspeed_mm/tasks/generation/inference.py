@@ -183,7 +183,7 @@ def _with_image(item: _Work) -> Request:
     try:
         with Image.open(path) as opened:
             image = opened.convert("RGB")
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise DataError(f"picture '{path}' can't be read: {error}") from error
     _, height, width = item.record["size"]
     fitted = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)

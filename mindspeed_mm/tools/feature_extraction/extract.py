@@ -15,13 +15,13 @@ from torch.utils.data import Dataset
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.data.generation.build import build_generation_datasets
 from mindspeed_mm.data.generation.dataset import ShapedDataset
-from mindspeed_mm.data.generation.feature_files import FeatureWriter
+from mindspeed_mm.data.generation.feature_files import FeatureWriter, not_finite
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.workers import Failure, forked, next_batch, start, start_worker, warm_up
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.tools.feature_extraction.progress import Progress
 from mindspeed_mm.utils.dtypes import to_torch_dtype
-from mindspeed_mm.utils.errors import ConfigError, MMError
+from mindspeed_mm.utils.errors import ConfigError, DataError, MMError
 from mindspeed_mm.utils.log import logger, notice
 
 _MEGABYTE = 1 << 20
@@ -113,7 +113,12 @@ class Extraction:
             if self._needs_text and self._rank == 0:
                 # as many at once as other captions: kernels may round otherwise for one than for several
                 states = self._encoder.encode_captions([""] * self._batch_size)
-                writer.write_empty({f"text.{name}": self._kept(name, value[0]) for name, value in states.items()})
+                empty = {f"text.{name}": self._kept(name, value[0]) for name, value in states.items()}
+                if problem := not_finite(empty):
+                    raise DataError(
+                        f"the empty caption: the encoders' {problem}; give text_encoder.dtype another value"
+                    )
+                writer.write_empty(empty)
             for sample in self._samples(rows):
                 progress.advance()
                 if "fault" in sample:
@@ -150,10 +155,20 @@ class Extraction:
         on_host = {name: self._kept(name, value) for name, value in tensors.items()}
         for place, sample in enumerate(samples):
             own = {name: value[place] for name, value in on_host.items()}
+            if problem := not_finite(own):
+                self._judge(f"{self._dataset.where(sample['row'])}: the encoders' {problem}")
+                continue
             shape = self._dataset.shapes[sample["bucket"]]
             self._writer.add(sample["row"], own, shape, sample["caption"])
             self._bytes += sum(value.nbytes for value in own.values())
-        self._made += len(samples)
+            self._made += 1
+
+    def _judge(self, note: str) -> None:
+        """Leave a row out whose features are no numbers, or end, as data.json says of rows that can't be used."""
+        note += "; encoders of another dtype (ae.dtype, text_encoder.dtype in model.json) may give numbers"
+        if self._dataset.dataset_param.basic_parameters.on_bad_sample == "raise":
+            raise DataError(note)
+        self._leave_out({"fault": "features aren't finite", "note": note})
 
     def _kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the host, in the dtype that it is kept in."""

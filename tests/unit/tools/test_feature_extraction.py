@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.feature_files import FeatureReader
 from mindspeed_mm.tools.feature_extraction.command import main
 from mindspeed_mm.tools.feature_extraction.extract import Extraction
+from mindspeed_mm.utils.errors import DataError
 from tests.support.launch import ROOT
 from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
 from tests.support.workers import RankPool
@@ -190,6 +192,31 @@ class Encoder:
 
     def encode_captions(self, captions: list[str]) -> dict[str, torch.Tensor]:
         return {"states": torch.tensor([[len(text)] * 3 for text in captions])}
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_features_that_are_no_numbers_are_not_kept(tmp_path: Path, policy: str) -> None:
+    """L07: an encoder that overflows: the row is left out and counted, or ends the extraction, by its name."""
+
+    class Overflows(Encoder):
+        def encode_clips(self, batch: dict[str, Any]) -> dict[str, Any]:
+            made = super().encode_clips(batch)
+            made["latents"] = torch.where(made["latents"] == 3, torch.inf, made["latents"])
+            return made
+
+    class Named(Clips):
+        dataset_param = SimpleNamespace(basic_parameters=SimpleNamespace(on_bad_sample=policy))
+
+        def where(self, index: int) -> str:
+            return f"rows.json, row {index + 1}"
+
+    extraction = Extraction(Named(), Overflows(), str(tmp_path), {"of": "numbers"})  # type: ignore[arg-type]
+    if policy == "raise":
+        with pytest.raises(DataError, match=r"rows\.json, row 4: the encoders' latents has 24 of 24 values"):
+            extraction.run()
+        return
+    extraction.run()
+    assert FeatureReader([tmp_path]).rows.tolist() == [row for row in range(ROWS) if row != 3]
 
 
 def extract(folder: str, rank: int, ranks: int) -> None:

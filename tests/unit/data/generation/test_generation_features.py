@@ -206,6 +206,35 @@ def test_a_damaged_file_is_left_out_or_ends_the_run(tmp_path: Path) -> None:
         opened(tmp_path, basic_on_bad_sample="raise")[9]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["latents", "text.encoder_hidden_states", "cond.image"])
+def test_features_that_are_no_numbers(tmp_path: Path, name: str, value: float) -> None:
+    """L07: left out and counted, or the end of the run; a mask of integers is no matter."""
+    with FeatureWriter(tmp_path, made_from=MADE_FROM) as writer:
+        writer.write_empty({key: tensor for key, tensor in features(0).items() if key.startswith("text.")})
+        for row in range(2):
+            tensors = features(row)
+            if row:
+                tensors[name].view(-1)[3] = value
+            writer.add(row, tensors, SHAPES[0])
+    dataset = opened(tmp_path)
+    assert "fault" not in dataset[0]
+    sample = dataset[1]
+    assert sample["fault"] == "features can't be read" and f"{name} has 1 of " in sample["note"]
+    with pytest.raises(BadSample, match=r"sample 1: .* values that are NaN or infinite"):
+        opened(tmp_path, basic_on_bad_sample="raise")[1]
+
+
+def test_states_of_nothing_that_are_no_numbers(tmp_path: Path) -> None:
+    """L07: those that take the place of captions that are left out."""
+    with FeatureWriter(tmp_path, made_from=MADE_FROM) as writer:
+        states = {name: tensor for name, tensor in features(0).items() if name.startswith("text.")}
+        writer.write_empty({**states, "text.encoder_hidden_states": torch.full((12, 6), float("nan"))})
+        writer.add(0, features(0), SHAPES[0])
+    with pytest.raises(DataError, match=r"empty\.safetensors: text\.encoder_hidden_states has 72 of 72 values"):
+        opened(tmp_path, rule=dataclasses.replace(RULE, text_dropout=0.1))[0]
+
+
 def test_shapes_of_another_autoencoder(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ConfigError, match=r"features of 9×32×64 .* can't be of a larger one, which takes k·8 \+ 1"):
