@@ -118,12 +118,15 @@ def train(
     saver = _open_saver(args, progress.last_saved)
     watch = _open_watch(backend, args, progress.iteration)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
-    started = time.time()
+    started, stop = time.time(), StopSignal()
+
+    def wants_to_stop() -> bool:
+        return stop.requested or _time_is_up(started, args) or (saver is not None and saver.asks_to_stop)
+
     profiler.start()
-    with StopSignal() as stop, saver or nullcontext():
+    with stop, saver or nullcontext():
         while progress.iteration < args.train_iters:
-            wants_stop = stop.requested or _time_is_up(started, args) or (saver is not None and saver.asks_to_stop)
-            pending = train_step(forward_step, data.train, backend, args, wants_stop)
+            pending = train_step(forward_step, data.train, backend, args, wants_to_stop)
             _account(pending, progress, watch, backend, args)
             profiler.step()
             memory.step()
@@ -155,11 +158,20 @@ def train(
 
 
 def train_step(
-    forward_step: ForwardStep, data_iterator: CountingIterator, backend: Backend, args: Any, stop_requested: bool
+    forward_step: ForwardStep,
+    data_iterator: CountingIterator,
+    backend: Backend,
+    args: Any,
+    wants_to_stop: Callable[[], bool],
 ) -> PendingStep:
-    """One optimizer step over one global batch."""
+    """One optimizer step over one global batch.
+
+    Args:
+        wants_to_stop: whether this rank was asked to stop, be it while the batch was computed; all ranks hear of it in
+            the step's reduction, and this step is the last one.
+    """
     backend.forward_backward(forward_step, data_iterator, args.num_microbatches)
-    return backend.step(data_iterator.take(), stop_requested)
+    return backend.step(data_iterator.take(), wants_to_stop())
 
 
 def evaluate(
