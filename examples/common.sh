@@ -120,5 +120,5 @@ mm_train() {
         --distributed-backend nccl \
         ${load[@]+"${load[@]}"} \
         "$@" \
-        2>&1 | tee "$SAVE_PATH/train_rank$NODE_RANK.log"
+        2>&1 | tee -a "$SAVE_PATH/train_rank$NODE_RANK.log"
 }

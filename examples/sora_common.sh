@@ -81,5 +81,5 @@ mm_train_sora() {
         --distributed-backend nccl \
         ${load[@]+"${load[@]}"} \
         "$@" \
-        2>&1 | tee "$SAVE_PATH/train_rank$NODE_RANK.log"
+        2>&1 | tee -a "$SAVE_PATH/train_rank$NODE_RANK.log"
 }

@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend, ForwardStep, ModelProvider, PendingStep
+from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
 from mindspeed_mm.checkpoint.dcp import read_state
+from mindspeed_mm.checkpoint.earlier_run import settle_folder
+from mindspeed_mm.checkpoint.run_lock import RunLock, hold_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
@@ -91,17 +95,20 @@ def pretrain(
         args.data_parallel_rank, args.data_parallel_size = backend.data_parallel_rank, backend.data_parallel_size
         memory = MemorySnapshots(args.tools.memory_profile, backend.data_parallel_rank)
         memory.step()
-        start, progress = _find_start(args, backend)
-        data = build_run_data(
-            train_valid_test_datasets_provider, args, backend.data_parallel_rank, backend.data_parallel_size
-        )
-        args.train_iters = resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
-        model = backend.build_model(model_provider, load_weights=start.directory is None)
-        backend.build_optimizer(model)
-        if start.directory is not None:
-            _load(start, progress, backend, args)
-        _collect_garbage(args)
-        train(forward_step_func, data, backend, args, progress, memory)
+        with hold_run_folder(args.save, args.rank, backend.gather_objects) as lock:
+            start, progress = _find_start(args, backend)
+            data = build_run_data(
+                train_valid_test_datasets_provider, args, backend.data_parallel_rank, backend.data_parallel_size
+            )
+            args.train_iters = resolve_train_iters(
+                args, data.train_rows, data.global_batches_per_epoch, data.why_no_length
+            )
+            model = backend.build_model(model_provider, load_weights=start.directory is None)
+            backend.build_optimizer(model)
+            if start.directory is not None:
+                _load(start, progress, backend, args)
+            _collect_garbage(args)
+            train(forward_step_func, data, backend, args, progress, memory, lock)
 
 
 def train(
@@ -111,17 +118,23 @@ def train(
     args: Any,
     progress: Progress,
     memory: MemorySnapshots,
+    lock: RunLock | None = None,
 ) -> None:
-    """Step until --train-iters, a stop request or a time limit; save and export at the end."""
+    """Step until --train-iters, a stop request or a time limit; save and export at the end.
+
+    Args:
+        lock: holds --save's folder, on rank 0.
+    """
     assert forward_step is not None, "pretrain() was given no forward_step function"
     epoch_samples = _epoch_samples(data, args)
-    saver = _open_saver(args, progress.last_saved)
+    saver = _open_saver(args, progress.last_saved, lock)
     watch = _open_watch(backend, args, progress.iteration)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started, stop = time.time(), StopSignal()
 
     def wants_to_stop() -> bool:
-        return stop.requested or _time_is_up(started, args) or (saver is not None and saver.asks_to_stop)
+        has_failed = (saver is not None and saver.asks_to_stop) or (lock is not None and lock.is_lost)
+        return stop.requested or _time_is_up(started, args) or has_failed
 
     profiler.start()
     with stop, saver or nullcontext():
@@ -247,7 +260,7 @@ def _export(backend: Backend, args: Any, name: str, *, is_last: bool, is_final: 
             logger.error(f"{error}; training goes on")
 
 
-def _open_saver(args: Any, last_saved: int) -> CheckpointSaver | None:
+def _open_saver(args: Any, last_saved: int, lock: RunLock | None) -> CheckpointSaver | None:
     if not args.save:
         return None
     return CheckpointSaver(
@@ -257,6 +270,7 @@ def _open_saver(args: Any, last_saved: int) -> CheckpointSaver | None:
         exit_on_failure=args.on_save_failure == "exit",
         timeout_minutes=args.distributed_timeout_minutes,
         last_saved=last_saved,
+        **({"check_folder": lock.check} if lock is not None else {}),
     )
 
 
@@ -280,8 +294,15 @@ def _save_is_due(progress: Progress, epoch_samples: float | None, args: Any) -> 
 
 
 def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
-    """Where to start from: a checkpoint or weights of --load, or the weights that model.json names."""
+    """Where to start from: a checkpoint or weights of --load, or the weights that model.json names.
+
+    --save's folder holds nothing of another run then, unless this one goes on with it.
+    """
     start = find_start(args.load, args.save, args.ckpt_step, args.finetune)
+    if args.save:
+        how = {"finetune": args.finetune, "overwrite": args.overwrite, "restarts": args.restarts}
+        settle = partial(settle_folder, args.save, args.load, start, **how)
+        on_first_rank(settle, args.rank, backend.gather_objects)
     if start.directory is not None:
         refuse_damaged(
             start.directory,

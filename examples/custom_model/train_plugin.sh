@@ -21,5 +21,5 @@ torchrun --nproc_per_node "$NPUS_PER_NODE" --master_port "$MASTER_PORT" pretrain
     --train-iters "${TRAIN_ITERS:-20}" --lr 3e-3 --num-workers 0 --log-interval 5 --seed 42 \
     --mm-model "${MM_MODEL:-examples/custom_model/model_plugin.json}" \
     --mm-data examples/custom_model/data_plugin.json --mm-tool configs/tools.json \
-    --save "$SAVE_PATH" --save-hf --distributed-backend nccl \
-    2>&1 | tee "$SAVE_PATH/train.log"
+    --save "$SAVE_PATH" --overwrite --save-hf --distributed-backend nccl \
+    2>&1 | tee -a "$SAVE_PATH/train.log"

@@ -77,6 +77,8 @@ OUTPUT_ARGS="
 "
 if [ -n "$LOAD_PATH" ]; then
     OUTPUT_ARGS="$OUTPUT_ARGS --load $LOAD_PATH"
+else
+    OUTPUT_ARGS="$OUTPUT_ARGS --overwrite" # a run before this one is replaced
 fi
 
 mkdir -p "$SAVE_PATH"
@@ -86,4 +88,4 @@ torchrun $DISTRIBUTED_ARGS pretrain_transformers.py \
     $MM_ARGS \
     $OUTPUT_ARGS \
     --distributed-backend nccl \
-    2>&1 | tee "$SAVE_PATH/train.log"
+    2>&1 | tee -a "$SAVE_PATH/train.log"

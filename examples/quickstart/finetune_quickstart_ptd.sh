@@ -80,9 +80,7 @@ OUTPUT_ARGS="
 if [ -n "$LOAD_PATH" ]; then
     OUTPUT_ARGS="$OUTPUT_ARGS --load $LOAD_PATH"
 else
-    # What an earlier run left: this one starts from scratch and would else append to its record.
-    rm -rf "$SAVE_PATH"/iter_* "$SAVE_PATH"/hf "$SAVE_PATH"/latest_checkpointed_iteration.txt \
-        "$SAVE_PATH"/metrics.jsonl "$SAVE_PATH"/report.json
+    OUTPUT_ARGS="$OUTPUT_ARGS --overwrite" # a run before this one is replaced
 fi
 
 [ -f runs/quickstart/model/config.json ] || python examples/quickstart/prepare.py --out runs/quickstart
@@ -93,6 +91,6 @@ torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \
     $MM_ARGS \
     $OUTPUT_ARGS \
     --distributed-backend nccl \
-    2>&1 | tee "$SAVE_PATH/train.log"
+    2>&1 | tee -a "$SAVE_PATH/train.log"
 
 python examples/quickstart/evaluate.py --run "$SAVE_PATH" --data runs/quickstart/data --at-least "${AT_LEAST:-0.95}"

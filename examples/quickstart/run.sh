@@ -7,9 +7,6 @@ mm_use_environment sklearn
 export PYTHONPATH="$MM_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 out=runs/quickstart
-# What an earlier run left: this one starts from scratch and would else append to its record.
-rm -rf "$out"/iter_* "$out"/hf "$out"/latest_checkpointed_iteration.txt "$out"/metrics.jsonl "$out"/report.json
-
 python examples/quickstart/prepare.py --out "$out"
 MASTER_PORT=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 export MASTER_PORT

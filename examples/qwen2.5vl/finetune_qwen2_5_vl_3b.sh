@@ -80,4 +80,4 @@ torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \
     $MM_ARGS \
     $OUTPUT_ARGS \
     --distributed-backend nccl \
-    2>&1 | tee "$SAVE_PATH/train_rank$NODE_RANK.log"
+    2>&1 | tee -a "$SAVE_PATH/train_rank$NODE_RANK.log"

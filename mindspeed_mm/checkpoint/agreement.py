@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from mindspeed_mm.utils.errors import ConfigError
+
 T = TypeVar("T")
+
+Gather = Callable[[Any], list[Any]]
+"""(value) → what every rank gave, by rank."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -106,6 +111,23 @@ class Agreement:
         if full is not None:
             return Failure(self.rank, f"{first_line(full)} ({free_space(self._folder)})")
         return Failure(self.rank, first_line(error))
+
+
+def on_first_rank(part: Callable[[], object], rank: int, gather: Gather) -> None:
+    """Run `part` on rank 0 while the others wait for it.
+
+    Raises:
+        ConfigError: on all ranks, with what `part` raised on rank 0: a ConfigError, or an OSError.
+    """
+    problem: str | None = None
+    if rank == 0:
+        try:
+            part()
+        except (ConfigError, OSError) as error:
+            problem = str(error) if isinstance(error, ConfigError) else first_line(error)
+    problem = gather(problem)[0]
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def no_space(error: BaseException | None) -> OSError | None:

@@ -19,6 +19,8 @@ from mindspeed_mm.utils.files import exchange, fsync_path, replace_file, working
 from mindspeed_mm.utils.log import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
+METRICS = "metrics.jsonl"
+ROWS = "rows"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _HIDDEN = re.compile(r"^\.(iter_\d{7,})\.(saving|deleting|replaced)$")
 
@@ -100,6 +102,14 @@ def _iteration_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), p) for match, p in named if match and p.is_dir()), reverse=True)
 
 
+def hide(path: Path, what: str) -> Path:
+    """Rename a checkpoint's folder to the hidden name that says `what` becomes of it, and return that."""
+    hidden = _hidden(path, what)
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    return hidden
+
+
 def _hidden(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
@@ -167,17 +177,19 @@ class RunFolder:
         return final
 
     def forget_old(self) -> None:
-        """Delete what is more than --save-total-limit: never what the tracker names, and the oldest first."""
+        """Delete what is more than --save-total-limit, the oldest first.
+
+        What lies behind the iteration that the tracker names is not this run's: a run that went back with --ckpt-step
+        leaves it until it saves that iteration itself.
+        """
         if not self._keep:
             return
         try:
             named, found = self._tracked(), _iteration_folders(self.root)
-            others = [path for number, path in found if str(number) != named]
-            for old in reversed(others[self._keep - (len(found) - len(others)) :]):
-                hidden = _hidden(old, "deleting")
-                shutil.rmtree(hidden, ignore_errors=True)
-                os.rename(old, hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+            if named is not None and named.isdigit():
+                found = [(number, path) for number, path in found if number <= int(named)]
+            for _, old in reversed(found[self._keep :]):
+                shutil.rmtree(hide(old, "deleting"), ignore_errors=True)
         except OSError as error:
             logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
 

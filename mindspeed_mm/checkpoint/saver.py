@@ -59,6 +59,7 @@ class CheckpointSaver:
         exit_on_failure: bool = False,
         timeout_minutes: float = 60.0,
         last_saved: int = -1,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """
         All ranks together: makes a process group, beside the one that training uses.
@@ -69,6 +70,7 @@ class CheckpointSaver:
             exit_on_failure: a save that fails ends the run.
             timeout_minutes: how long ranks wait for one that is writing; at least an hour.
             last_saved: iteration of the checkpoint that the run goes on from.
+            check_folder: called on rank 0 before anything is written; raises if the folder is another run's.
         """
         self.root = Path(root)
         self.last_saved = last_saved
@@ -76,10 +78,8 @@ class CheckpointSaver:
         self._in_background, self._exit_on_failure = in_background, exit_on_failure
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=max(60.0, timeout_minutes)))
         self._ranks = Agreement(self._group, self.root)
-        self._folder = RunFolder(self.root, keep)
+        self._folder, self._check_folder = RunFolder(self.root, keep), check_folder
         self._running: _Running | None = None
-        if self._ranks.rank == 0:
-            self._folder.remove_leftovers()
 
     def save(self, iteration: int, take: TakeSnapshot, *, is_last: bool = False) -> SaveOutcome | None:
         """Save what `take` returns as `iteration`.
@@ -194,6 +194,7 @@ class CheckpointSaver:
         def prepare() -> None:
             running.snapshot.result()
             if is_first:
+                self._check_folder()
                 self._folder.open(running.iteration)
 
         def write() -> list[str]:
@@ -201,6 +202,7 @@ class CheckpointSaver:
 
         def publish() -> None:
             if is_first:
+                self._check_folder()
                 write_manifest(working, running.iteration, {name: s for part in sums for name, s in part.items()})
                 self._folder.publish(running.iteration)
 

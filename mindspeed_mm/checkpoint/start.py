@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from mindspeed_mm.checkpoint.agreement import Gather
 from mindspeed_mm.checkpoint.manifest import has_manifest, verify
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
 from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
+from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
 
 STATE = "state.json"
-
-Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -37,23 +35,26 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
 
     A run folder (its tracker names the checkpoint, or `step` does), a torch_dcp folder (`release/`, `iter_*`), or a
     HF directory, be it a model's or a diffusers pipeline's. "" and None are nothing; so is --save's own folder as
-    long as it holds no checkpoint.
+    long as it holds no checkpoint: one command starts a run and goes on with it.
 
     Raises:
         CheckpointError: there is no such directory, or nothing in it that weights can be taken from.
     """
     if not load:
         return Start()
-    path = Path(load)
+    path, is_own = Path(load), bool(save) and is_same_path(load, str(save))
     if has_checkpoint(path) or (step is not None and checkpoints(path)):
         return _start(find_checkpoint(path, step).directory, finetune)
     if step is not None:
         raise CheckpointError(f"--ckpt-step {step}: --load '{load}' holds no checkpoint; it holds {listing(path)}")
+    if is_own and (left := checkpoints(path)):  # killed after its first checkpoint was written, before it was named
+        notice(f"--load '{load}' has no {TRACKER}; going on with '{left[0].directory}', the newest that looks whole")
+        return _start(left[0].directory, finetune)
     if is_dcp(path):
         return _start(path, finetune)
     if has_weight_files(path) or is_pipeline(path):
         return Start(path)
-    if save and path.absolute() == Path(save).absolute():
+    if is_own:
         notice(
             f"--load '{load}' holds no checkpoint yet; starting at iteration 0, with the weights that model.json names "
             "or the model draws"

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import NamedTuple
 
 from mindspeed_mm.configs.layout_rules import check_layout, say_layout_notices
+from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
 
 
@@ -97,6 +98,11 @@ def _check_saving(args: Namespace) -> list[str]:
         problems.append("--save-hf needs --save, the folder to export into")
     if args.ckpt_step is not None and args.load is None:
         problems.append("--ckpt-step needs --load, the folder to load from")
+    if args.overwrite and args.save and args.load and is_inside(args.load, args.save):
+        problems.append(
+            f"--overwrite removes what an earlier run wrote to --save '{args.save}', and --load '{args.load}' reads "
+            "from there; keep one of the two"
+        )
     if args.train_samples is not None and args.global_batch_size and args.train_samples < args.global_batch_size:
         problems.append(
             f"--train-samples {args.train_samples} is less than one global batch of {args.global_batch_size} rows"
@@ -106,7 +112,7 @@ def _check_saving(args: Namespace) -> list[str]:
 
 def _say_notices(args: Namespace) -> None:
     say_layout_notices(args)
-    for name in ("save_interval", "save_epochs", "async_save", "log_row_ids"):
+    for name in ("save_interval", "save_epochs", "async_save", "overwrite", "log_row_ids"):
         if getattr(args, name) not in (None, False) and args.save is None:
             notice(f"--{name.replace('_', '-')} has no effect here: there is no --save to write to")
     if args.lr_mult != 1.0 and not args.lr_scale_modules:

@@ -27,6 +27,7 @@ from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
+from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -59,7 +60,7 @@ def parse_args(
 
     Returns:
         A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
-        `world_size`, `local_rank` as torchrun's environment has them, and `roads`.
+        `world_size`, `local_rank`, `restarts` as torchrun's environment has them, and `roads`.
 
     Raises:
         ConfigError: unknown flags, wrong values, missing flags or files, things that are not there yet.
@@ -207,6 +208,7 @@ def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argpar
 def _read_environment(args: Namespace, given: Mapping[str, Any]) -> None:
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if args.local_rank is None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if road_of(args) == "ptd" and os.environ.get("VP_SIZE"):
@@ -272,7 +274,7 @@ def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: M
             if Path(path).is_file():
                 problems.append(f"{place} {path} is a file; expected a folder")
         elif not Path(path).exists():
-            if item.name == "load" and args.save and Path(path).absolute() == Path(args.save).absolute():
+            if item.name == "load" and args.save and is_same_path(path, args.save):
                 continue  # published scripts give one folder for both: there is nothing to load the first time
             problems.append(f"{place}: {describe_missing(path)}")
         elif item.path == "file" and not Path(path).is_file():

@@ -8,9 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.checkpoint.run_folder import METRICS
 from mindspeed_mm.utils.log import logger
-
-FILE_NAME = "metrics.jsonl"
 
 
 class LineWriter:
@@ -60,10 +59,10 @@ class MetricsWriter(LineWriter):
         """Open the file, repairing a last line that a kill tore.
 
         Args:
-            resumed: whether this run continues the folder's run. Otherwise a file of an earlier run is kept under
-                another name (metrics.1.jsonl, metrics.2.jsonl …) and a new one begun.
+            resumed: whether this run continues the folder's run. Otherwise the file of a run that ended before its
+                first checkpoint is kept under another name (metrics.1.jsonl, metrics.2.jsonl …) and a new one begun.
         """
-        path = Path(folder) / FILE_NAME
+        path = Path(folder) / METRICS
         if path.exists():
             if resumed:
                 repair_last_line(path)
@@ -116,6 +115,7 @@ def _plain(value: Any) -> Any:
 def set_aside(path: Path) -> None:
     """Rename a file of an earlier run: name.jsonl to name.1.jsonl, or name.2.jsonl …, the first that is free."""
     number = 1
-    while path.with_suffix(f".{number}{path.suffix}").exists():
+    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
-    os.replace(path, path.with_suffix(f".{number}{path.suffix}"))
+    os.replace(path, kept)
+    logger.warning(f"'{path}' is of a run that left no checkpoint; it is kept as {kept.name}")

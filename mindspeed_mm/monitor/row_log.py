@@ -8,18 +8,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.run_folder import ROWS
 from mindspeed_mm.monitor.metrics import LineWriter, set_aside
 from mindspeed_mm.utils.log import notice
-
-FOLDER = "rows"
 
 
 class RowLog:
     """Appends `{"iteration": n, "rows": [...]}` to the file of one data-parallel rank, in every step.
 
     Rows are numbered as in the data set. Like metrics.jsonl, a step's line is in the file before the step's checkpoint
-    becomes visible. A resumed run takes away what lies behind the checkpoint that it goes on from; a new run in the
-    same folder keeps the files of the one before under other names (rank0.1.jsonl …).
+    becomes visible. A resumed run takes away what lies behind the checkpoint that it goes on from; one that starts
+    again, after an attempt without a checkpoint, keeps that one's files under other names (rank0.1.jsonl …).
     """
 
     def __init__(self, save: str | Path, rank: int, ranks: int, iteration: int) -> None:
@@ -28,7 +27,7 @@ class RowLog:
             rank, ranks: data-parallel; rank 0 also looks after files of ranks that there are no more.
             iteration: that the run goes on after; 0: it is a new one.
         """
-        folder = Path(save) / FOLDER
+        folder = Path(save) / ROWS
         for path in _own_files(folder, rank, ranks):
             if iteration:
                 keep_until(path, iteration)

@@ -47,6 +47,17 @@ def working_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def is_same_path(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths, there or not, name the same place."""
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def is_inside(path: str | Path, folder: str | Path) -> bool:
+    """Whether `path` is `folder` or lies somewhere in it; neither needs to be there."""
+    place, root = os.path.realpath(path), os.path.realpath(folder)
+    return os.path.commonpath([place, root]) == root
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Let two paths swap their content in one atomic step; False where the system or the file system can't.
 

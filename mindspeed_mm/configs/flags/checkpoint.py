@@ -12,8 +12,11 @@ from mindspeed_mm.configs.flags.spec import flag, no_effect
 class CheckpointArguments:
     """Checkpoints."""
 
-    save: Annotated[str | None, flag("run folder: checkpoints, metrics.jsonl", path="output")] = None
+    save: Annotated[str | None, flag("run folder: checkpoints, metrics.jsonl; one run at a time", path="output")] = None
     load: Annotated[str | None, flag("run folder, checkpoint or HF directory; empty = none", path="directory")] = None
+    overwrite: Annotated[
+        bool, flag("ours: remove what an earlier run wrote to --save, and start anew; without it that is refused")
+    ] = False
     save_interval: Annotated[int | None, flag("steps between two checkpoints; absent = only at the end", minimum=1)] = (
         None
     )

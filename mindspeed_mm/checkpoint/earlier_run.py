@@ -1,0 +1,112 @@
+"""What an earlier run wrote into a run folder: a run goes on with it, removes it if it was told to, or refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_mm.checkpoint.run_folder import METRICS, ROWS, TRACKER, checkpoints, hide
+from mindspeed_mm.checkpoint.start import Start
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.files import fsync_path, is_same_path
+from mindspeed_mm.utils.log import logger
+
+_CHECKPOINT = re.compile(r"iter_\d{7,}")
+_OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|{METRICS.replace('.jsonl', '')}(\.\d+)?\.jsonl")
+
+
+def traces_of_run(root: Path) -> list[Path]:
+    """What a run has written into a folder, in the order in which it may be removed: checkpoints, exports, records.
+
+    A tracker that names `release` is not one: a conversion wrote it, and a run may start from what it names.
+    """
+    if not root.is_dir():
+        return []
+    tracker, names = root / TRACKER, sorted(root.iterdir())
+    tracks_a_run = tracker.is_file() and tracker.read_text(encoding="utf-8", errors="replace").strip() != "release"
+    return [
+        *([tracker] if tracks_a_run else []),
+        *(path for path in names if _CHECKPOINT.fullmatch(path.name)),
+        *(path for path in names if _OTHERS.fullmatch(path.name)),
+    ]
+
+
+def settle_folder(
+    save: str | Path,
+    load: str | None,
+    start: Start,
+    *,
+    finetune: bool = False,
+    overwrite: bool = False,
+    restarts: int = 0,
+) -> None:
+    """Make sure that a run doesn't write over another one, unless it was told to. For one process: rank 0's.
+
+    Args:
+        save, load: --save and --load.
+        start: what `load` was found to be.
+        finetune: --finetune, for the message.
+        overwrite: remove what is there (--overwrite); `load` doesn't lie in there then.
+        restarts: how often torchrun has started this run again: what is there then is its own, and is not removed.
+
+    Raises:
+        ConfigError: the folder holds what another run wrote, and this one does not go on with it.
+    """
+    root = Path(save)
+    found = traces_of_run(root)
+    is_own = load is not None and is_same_path(load, root)
+    if not found or (is_own and start.directory is None):
+        return
+    if start.resumes and start.directory is not None and is_same_path(start.directory.parent, root):
+        _tell_of_later_ones(root, start.directory)
+    elif overwrite and not restarts:
+        remove(found)
+        logger.warning(f"--overwrite: removed from '{root}' what an earlier run wrote: {_names(found)}")
+    else:
+        wrote = _names(found)
+        sentence = f"--save '{root}' holds what an earlier run wrote ({wrote}), and this run would write over it"
+        if is_own:
+            why = f"it starts at iteration 0, with the weights of '{start.directory}'"
+            go_on = ", or leave --finetune out to go on with that run" if finetune else ""
+            raise ConfigError(f"{sentence}: {why}; give another --save{go_on}")
+        raise ConfigError(sentence + _advice(root, load, restarts if overwrite else 0))
+
+
+def remove(found: Sequence[Path]) -> None:
+    """Remove what `traces_of_run` found. Killed at any instant, no checkpoint is left that looks whole and is not."""
+    for path in found:
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+        elif _CHECKPOINT.fullmatch(path.name):
+            shutil.rmtree(hide(path, "deleting"), ignore_errors=True)
+        else:
+            shutil.rmtree(path)
+        if path.name == TRACKER:
+            fsync_path(path.parent)  # it names nothing any more before that goes
+
+
+def _tell_of_later_ones(root: Path, directory: Path) -> None:
+    iteration = int(directory.name.rpartition("_")[2])
+    later = [c.directory for c in reversed(checkpoints(root)) if c.iteration is not None and c.iteration > iteration]
+    if later:
+        logger.warning(
+            f"'{root}' also holds checkpoints behind {directory.name}, where this run goes on ({_names(later)}); each "
+            "stays until this run saves the same iteration"
+        )
+
+
+def _advice(root: Path, load: str | None, restarts: int) -> str:
+    go_on = f"--load '{root}'" + (f" instead of '{load}'" if load else "")
+    if restarts:
+        return (
+            f": torchrun has started it again (restart {restarts}), and --overwrite would remove what the attempt "
+            f"before has saved; give {go_on} instead of --overwrite, which starts where there is nothing and goes on "
+            "where there is something"
+        )
+    return f"; give {go_on} to go on with that run, --overwrite to remove that and start anew, or another --save"
+
+
+def _names(found: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

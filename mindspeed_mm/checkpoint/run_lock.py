@@ -1,0 +1,313 @@
+"""One run at a time in a run folder: `run.lock` names the process that writes there.
+
+The file's time of modification is that process's heartbeat. Nothing here relies on locks of the file system, which
+networked ones may lack: the file appears with its content in one step, by a hard link or, where there are none, by
+exclusive creation. Clocks of two machines are never compared: whether a heartbeat goes on is found out by watching it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.checkpoint.agreement import Gather, on_first_rank
+from mindspeed_mm.checkpoint.run_folder import RunFolder
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.log import info_rank0, logger
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def hold_run_folder(save: str | None, rank: int, gather: Gather) -> Iterator[RunLock | None]:
+    """Hold --save's folder while a run writes there, and remove what a killed one left half written.
+
+    All ranks together.
+
+    Yields:
+        the lock on rank 0, None elsewhere and without `save`.
+
+    Raises:
+        ConfigError: on all ranks: another run holds the folder, or it can't be written.
+    """
+    if not save:
+        yield None
+        return
+    with ExitStack() as stack:
+        lock = RunLock(save) if rank == 0 else None
+
+        def hold() -> None:
+            assert lock is not None
+            stack.enter_context(lock)
+            RunFolder(save).remove_leftovers()
+
+        on_first_rank(hold, rank, gather)
+        yield lock
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run folder.
+
+    Attributes:
+        host: name of the machine, for people.
+        machine: tells machines, their boots and their containers apart; process ids mean the same within one only.
+        pid, started: of the process; `started` tells it from a later one of the same number ("" where that is unknown).
+        launcher: the process that started it; what torchrun starts again has the same.
+        since: when it took the folder.
+        token: different for each run.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    launcher: str
+    since: str
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """This process, from now on."""
+        parent = os.getppid()
+        now = datetime.datetime.now(datetime.timezone.utc)
+        return cls(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()) or "",
+            launcher=f"{parent} {process_start(parent) or ''}" if "TORCHELASTIC_RUN_ID" in os.environ else "",
+            since=now.strftime("%Y-%m-%d %H:%M:%S UTC"),
+            token=uuid.uuid4().hex,
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, which took it at {self.since}"
+
+    def is_alive(self) -> bool:
+        """Whether its process runs, to be asked on its own machine."""
+        started = process_start(self.pid)
+        return started is not None and (started == self.started or not self.started)
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine started, "" where the system doesn't tell; None: there is none."""
+    try:
+        # the name of the program, in brackets, may hold anything; zombies have ended, and nobody has waited for them
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *fields = text.rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass  # somebody else's
+    return ""
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+class RunLock:
+    """Holds a run folder from `__enter__` to `__exit__`, for one process: rank 0's.
+
+    A holder that was killed is replaced: at once if it ran on this machine, else after its heartbeat has not changed
+    for some time. A process that was stopped for so long that another one took over notices before it writes a
+    checkpoint (`check`).
+    """
+
+    def __init__(self, folder: str | Path, *, beat_seconds: float = 10.0, patience_seconds: float = 60.0) -> None:
+        """
+        Args:
+            folder: made if it isn't there.
+            beat_seconds: between two heartbeats.
+            patience_seconds: a holder on another machine without a heartbeat for so long is taken for dead.
+        """
+        self.folder = Path(folder)
+        self._path = self.folder / LOCK
+        self._beat_seconds, self._patience = beat_seconds, patience_seconds
+        self._me = Holder.this_process()
+        self._successor: Holder | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another run has taken the folder over, as of the last heartbeat."""
+        return self._successor is not None
+
+    def __enter__(self) -> RunLock:
+        """Take the folder.
+
+        Raises:
+            ConfigError: another run holds it.
+            OSError: it can't be written.
+        """
+        made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._made = made[:1]
+        while not self._create():
+            found = self._read()
+            if found is None:
+                continue
+            holder, beat = found
+            if holder.token == self._me.token:  # a networked file system said that it failed, and it had not
+                break
+            self._wait_for_death(holder, beat)
+            if self._take_over(holder):
+                break
+        for draft in self.folder.glob(f".{LOCK}.*"):  # of runs that were killed while they took the folder
+            draft.unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Give the folder back; one that this run has made, and nobody has written to, goes again."""
+        self._stopped.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            found = self._read()
+            if found is not None and found[0].token == self._me.token:
+                self._path.unlink()
+            for folder in self._made:
+                folder.rmdir()
+
+    def check(self) -> None:
+        """Make sure that the folder is still this run's, before something is written there.
+
+        Raises:
+            CheckpointError: another run has taken it over.
+        """
+        self._renew()
+        if self._successor is not None:
+            raise CheckpointError(
+                f"'{self.folder}' now belongs to another run ({self._successor}): this one gave no sign of life for "
+                "too long, and writes nothing there any more"
+            )
+
+    def _wait_for_death(self, holder: Holder, beat: int) -> None:
+        """Return if the holder has ended.
+
+        Raises:
+            ConfigError: it lives.
+        """
+        if holder.machine == self._me.machine:
+            if holder.is_alive():
+                raise self._refusal(holder)
+            if not holder.launcher or holder.launcher != self._me.launcher:
+                logger.warning(f"'{self.folder}' was held by {holder}; that process has ended, and this run takes over")
+            return
+        info_rank0(
+            f"'{self.folder}' is held by {holder}; watching its heartbeat for {self._patience:g} s, as that is another "
+            "machine"
+        )
+        deadline = time.monotonic() + self._patience
+        while time.monotonic() < deadline:
+            time.sleep(self._beat_seconds / 5)
+            found = self._read()
+            if found is None:
+                return
+            if found != (holder, beat):
+                raise self._refusal(found[0])
+        logger.warning(
+            f"'{self.folder}' was held by {holder}; it has given no sign of life for {self._patience:g} s, and this "
+            "run takes over"
+        )
+
+    def _refusal(self, holder: Holder) -> ConfigError:
+        return ConfigError(
+            f"--save '{self.folder}' is in use by another run: {holder}, is alive ({self._path}); wait for its end or "
+            "stop it, or give this run a --save of its own"
+        )
+
+    def _create(self) -> bool:
+        """Make the file, with its content, unless there is one."""
+        draft = self._draft()
+        try:
+            os.link(draft, self._path)
+        except (FileExistsError, FileNotFoundError):  # not found: whoever has just taken the folder removed the draft
+            return False
+        except OSError:  # no hard links here
+            return self._create_exclusively()
+        finally:
+            draft.unlink(missing_ok=True)
+        return True
+
+    def _create_exclusively(self) -> bool:
+        try:
+            with open(self._path, "x", encoding="utf-8") as file:
+                file.write(self._content())
+        except FileExistsError:
+            return False
+        return True
+
+    def _take_over(self, dead: Holder) -> bool:
+        """Replace the file of a holder that has ended, unless another run does so; the last one to do it wins."""
+        draft = self._draft()
+        try:
+            found = self._read()
+            if found is None or found[0].token != dead.token:
+                return False
+            os.replace(draft, self._path)
+        except FileNotFoundError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+        time.sleep(0.1 if dead.machine == self._me.machine else min(2.0, self._beat_seconds))
+        found = self._read()
+        return found is not None and found[0].token == self._me.token
+
+    def _draft(self) -> Path:
+        draft = self.folder / f".{LOCK}.{self._me.token}"
+        draft.write_text(self._content(), encoding="utf-8")
+        return draft
+
+    def _content(self) -> str:
+        return json.dumps(dataclasses.asdict(self._me), indent=1) + "\n"
+
+    def _read(self) -> tuple[Holder, int] | None:
+        """Who holds the folder, and the last heartbeat [ns]; None: nobody."""
+        try:
+            with open(self._path, encoding="utf-8", errors="replace") as file:  # opened, as attributes are cached
+                content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+        try:
+            return Holder(**json.loads(content)), beat
+        except (ValueError, TypeError):  # cut short by a crash of its machine, or of another version
+            return Holder("an unknown host", "", 0, "", "", "an unknown time", content[:200]), beat
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._beat_seconds) and self._successor is None:
+            with contextlib.suppress(OSError):  # the next one may work
+                self._renew()
+
+    def _renew(self) -> None:
+        """A heartbeat, if the folder is still this run's."""
+        found = self._read()
+        if found is None:  # somebody removed the file; where the whole folder is gone this fails, and nothing is held
+            self._create()
+        elif found[0].token == self._me.token:
+            os.utime(self._path)
+        else:
+            self._successor = found[0]
