@@ -23,6 +23,7 @@ from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
@@ -112,6 +113,7 @@ class FSDP2Backend:
                     "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
                 )
             check_packing(model, args)
+            tell_trained_in_evaluation_mode([model])
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
@@ -190,13 +192,12 @@ class FSDP2Backend:
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator) over all ranks."""
-        self.model.eval()
         sums = self._new_sums()
-        for _ in range(num_microbatches):
-            output, loss_func = forward_step(data_iterator, self.model)
-            sums.add(loss_func(output))
+        with evaluation_mode([self.model]):
+            for _ in range(num_microbatches):
+                output, loss_func = forward_step(data_iterator, self.model)
+                sums.add(loss_func(output))
         loss_sum, denominator = self._reducer.reduce_loss(sums)
-        self.model.train()
         for module in self._root.modules():
             # forward without backward leaves the root whole; a later step must not find it stale
             if hasattr(module, "reshard") and hasattr(module, "unshard"):

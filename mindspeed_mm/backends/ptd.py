@@ -26,6 +26,7 @@ from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.transformers.family import traits_of
 from mindspeed_mm.monitor.flops import flops_model
@@ -119,6 +120,7 @@ class PTDBackend:
             if hasattr(chunk, "hf_twin"):
                 materialize_chunk(chunk, self.state.device)
             check_packing(chunk, args)
+        tell_trained_in_evaluation_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must see the same switches
@@ -200,12 +202,9 @@ class PTDBackend:
     ) -> tuple[float, float]:
         """Forward only; returns (loss sum, denominator) over all ranks."""
         self._gather_parameters()
-        for chunk in self.model:
-            chunk.eval()
-        self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
+        with evaluation_mode(self.model):
+            self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
         loss_sum, denominator = self._reducer.reduce_loss(self._take_own_sums())
-        for chunk in self.model:
-            chunk.train()
         self._follow_parameters()
         return loss_sum, denominator
 

@@ -61,8 +61,8 @@ class TransformersModel(MultiModalModule):
         _set_attention(hf_config, described, model_class)
         self.model = _build(model_class, hf_config, described)
         self.traits: FamilyTraits = traits_of(self.model)
-        self._freeze(described)
         self.model.train()
+        self._freeze(described)  # a model's own hook may put what it freezes into evaluation mode
         self.loss_options = LossOptions(
             loss_type=choose_loss_type(current_build_context().flags, described.loss_cfg),
             compute_mode=described.loss_cfg.compute_mode,

@@ -1,0 +1,47 @@
+"""Training and evaluation mode, which a user chooses for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from mindspeed_mm.utils.log import notice
+
+
+@contextmanager
+def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluate meanwhile; afterwards every module is in the mode that it had before.
+
+    A frozen part that its user keeps in evaluation mode (its dropout off, its batch statistics fixed) stays there.
+    Modes are set through `train` and `eval`, which a module may have overridden to do more.
+    """
+    modules = [module for model in models for module in model.modules()]
+    modes = [module.training for module in modules]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):  # parents come first
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode  # where a later one has changed an earlier one, as modules may have two parents
+
+
+def tell_trained_in_evaluation_mode(models: Sequence[nn.Module]) -> None:
+    """Say which modules are trained although they are in evaluation mode, as what `from_pretrained` returns is."""
+    found = [
+        name or type(module).__name__
+        for model in models
+        for name, module in model.named_modules()
+        if not module.training and any(param.requires_grad for param in module.parameters(recurse=False))
+    ]
+    if found:
+        others = f" and {len(found) - 1} more modules" if len(found) > 1 else ""
+        notice(
+            f"trained in evaluation mode, as model_provider returned them: {found[0]}{others}; their dropout is off, "
+            "and recompute leaves them out (from_pretrained returns models so: call train() on what is meant to train)"
+        )
