@@ -7,7 +7,7 @@ that batches can be planned before anything is decoded. The second one decodes, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from mindspeed_mm.data.targets import Turn, find_turns
 from mindspeed_mm.data.templates import ChatTemplate, chat_template_of
 from mindspeed_mm.data.tokens import Decoded, Tokenizer, Tokens
 from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
+from mindspeed_mm.utils.text import map_texts
 
 IGNORE_INDEX = -100
 #: reason of the one fault that never ends a run: the row is left out, counted and named
@@ -256,7 +257,7 @@ class Encoder:
         messages, where = conversation.messages[:count], conversation.where
         media = media[: sum(len(message.media) for message in messages)]
         written = [self._as_template_input(message, where) for message in messages]
-        tools = _map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
+        tools = map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
         text, turns = find_turns(self.template, written, tools, where)
         self._check_placeholders(text, media, where)
         tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
@@ -306,15 +307,4 @@ class Encoder:
             ]
         else:
             content = template.content("".join(hide(part) for part in message.parts if isinstance(part, str)))
-        return {"role": message.role, "content": content, **_map_texts(message.extra, hide)}
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every text inside a JSON value."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
-    return value
+        return {"role": message.role, "content": content, **map_texts(message.extra, hide)}

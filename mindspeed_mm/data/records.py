@@ -13,6 +13,7 @@ from mindspeed_mm.data.messages import Conversation, Message, RowFault
 from mindspeed_mm.data.placeholders import media_tags, place_media
 from mindspeed_mm.data.turns import MISSING_COLUMN, TurnReader, as_text, missing_column, read_tools
 from mindspeed_mm.utils.errors import BadSample, DataError
+from mindspeed_mm.utils.text import map_texts, whole_characters
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.files import Place
@@ -95,6 +96,8 @@ class RecordReader:
     def read(self, row: Mapping[str, Any], where: Place) -> Conversation:
         """Read one row.
 
+        A half of a surrogate pair in a text becomes U+FFFD.
+
         Args:
             row: The row as it stands in the file.
             where: Its name for messages.
@@ -104,9 +107,11 @@ class RecordReader:
                 don't match.
         """
         try:
-            return self._read_text(row, where) if self._is_text else self._read(row, where)
+            conversation = self._read_text(row, where) if self._is_text else self._read(row, where)
         except RowFault as fault:
             raise BadSample(f"{where}: {fault}", fault.reason) from None
+        _make_whole(conversation)
+        return conversation
 
     def _read_text(self, row: Mapping[str, Any], where: Place) -> Conversation:
         column = self.attr.prompt or "text"
@@ -143,3 +148,11 @@ class RecordReader:
                 if refs:
                     media[kind] = refs
         return media
+
+
+def _make_whole(conversation: Conversation) -> None:
+    """Put U+FFFD for halves of surrogate pairs in the texts of a row (names of media stay: files may be called so)."""
+    for message in (*conversation.messages, *(conversation.rejected or ())):
+        message.parts = [whole_characters(part) if isinstance(part, str) else part for part in message.parts]
+        message.extra = map_texts(message.extra, whole_characters)
+    conversation.tools = map_texts(conversation.tools, whole_characters)

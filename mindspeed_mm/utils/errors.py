@@ -5,12 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from mindspeed_mm.utils.text import printable
+
 
 class MMError(Exception):
     """An error whose message tells a person what was found, what was expected and what to write instead.
 
     Entry scripts print it without a traceback and exit with status 1.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(str(message)))
 
 
 class ConfigError(MMError, ValueError):

@@ -14,6 +14,7 @@ from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.data.media_files import find_media
 from mindspeed_mm.utils.errors import BadSample, DataError, did_you_mean
 from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.text import whole_characters
 
 _PATHS = ("path", "video", "image")
 _CAPTIONS = ("cap", "caption", "text")
@@ -176,7 +177,7 @@ class _Reader:
             found = listed if _is_texts(listed) else [found]
         if not _is_texts(found):
             raise self.bad(key, found, "text, or a list of texts")
-        return tuple(found)
+        return tuple(whole_characters(text) for text in found)
 
     def number(self, key: str) -> float | None:
         found = self.value(key)

@@ -1,0 +1,34 @@
+"""Texts of data files: characters that are whole, and texts inside JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def whole_characters(text: str) -> str:
+    """Return a text that UTF-8 can hold: each half of a surrogate pair without its other half becomes U+FFFD.
+
+    JSON may hold such halves ("\\ud83d", of an emoji that was cut in two); no tokenizer takes them.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def printable(text: str) -> str:
+    """Return a text that can be printed and written: halves of surrogate pairs as escapes (of a file's name, say)."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to every text inside a JSON value, the keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_texts(item, change) for item in value]
+    return value
