@@ -36,7 +36,7 @@ class LazyEncoder:
         self.param = param
         self.max_length = max_length
         self.adapter = adapter
-        self._made: tuple[Encoder, MediaReader] | None = None
+        self._made: tuple[Encoder, MediaReader, Any] | None = None
 
     def get(self) -> Encoder:
         """Return the encoder; loads the model's processor the first time."""
@@ -46,7 +46,11 @@ class LazyEncoder:
         """Return the reader of media, with the limits of the model's processor."""
         return self._make()[1]
 
-    def _make(self) -> tuple[Encoder, MediaReader]:
+    def processor(self) -> Any:
+        """Return the model's processor, or its tokenizer where it reads text only."""
+        return self._make()[2]
+
+    def _make(self) -> tuple[Encoder, MediaReader, Any]:
         if self._made is None:
             from mindspeed_mm.data.media_reader import MediaReader
 
@@ -56,7 +60,7 @@ class LazyEncoder:
             processor = self.adapter.load_processor(options.model_name_or_path, options)
             encoder_class = self.adapter.encoder_class or Encoder
             encoder = encoder_class(processor, self.adapter, self.param, self.max_length)
-            self._made = encoder, MediaReader(options, self.adapter.limits(processor))
+            self._made = encoder, MediaReader(options, self.adapter.limits(processor)), processor
         return self._made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,6 +126,24 @@ class RecordDataset(Dataset):
     def warm_up(self) -> None:
         """Load the model's processor in this process, for workers that are forked from it."""
         self.lazy_encoder.get()
+
+    def check_model(self, config: Any, model: str) -> None:
+        """Check tokenizer, processor and chat template before a run; loads them, and says how answers end.
+
+        Args:
+            config: transformers' configuration of the model that is trained; None: it isn't known.
+            model: What it was read from, for messages.
+
+        Raises:
+            ConfigError: They don't belong to the model, or there is no chat template for rows that need one.
+        """
+        from mindspeed_mm.data.model_match import check_model_match
+
+        if config is not None:
+            path = self.param.preprocess_parameters.model_name_or_path
+            check_model_match(self.lazy_encoder.processor(), self.adapter, path, config, model)
+        if isinstance(self.encoder, Encoder) and not self.source.is_text:
+            _ = self.encoder.template
 
     def has_row(self, index: int) -> bool:
         """Whether there is a row of this number; a stream is searched as far as it."""

@@ -112,6 +112,11 @@ class RowSource:
         if empty:
             raise DataError(f"no rows in {', '.join(path for entry in entries for path in entry.paths)}")
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all rows are plain text, without a conversation to render."""
+        return all(reader.is_text for reader in self.readers)
+
     def _sizes(self) -> Iterator[int]:
         """Rows of each file that are used."""
         for owner, files in itertools.groupby(zip(self._owner, self.files, strict=True), key=lambda pair: pair[0]):

@@ -18,6 +18,7 @@ from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.fixed_plan import Balance
 from mindspeed_mm.data.foreign import ForeignLoader, loader_generator
 from mindspeed_mm.data.loader import MMDataLoader
+from mindspeed_mm.data.model_match import read_model_config
 from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0
@@ -86,6 +87,7 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
     max_length = min(limits, default=None)
     datasets = build_mm_dataset(data.dataset_param, max_length=max_length, adapter=adapter, seed=args.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
+    train.check_model(*_model_config(args))
     if batching.balance or pack_capacity(train, batching) is not None:
         batching = replace(batching, costs=_costs(args))
 
@@ -105,6 +107,15 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
         )
 
     return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
+
+
+def _model_config(args: Any) -> tuple[Any, str]:
+    """transformers' configuration of the model that is trained (None: it isn't known), and what it was read from."""
+    model = getattr(args.mm, "model", None)
+    folder = getattr(model, "init_from_hf_path", None)
+    if model is not None and not args.use_torch_fsdp2 and not folder:
+        return VLMModelConfig.from_dict(model).hf_config(), "model.json"
+    return read_model_config(folder), f"{folder}/config.json"
 
 
 def _batching(args: Any) -> Batching:

@@ -45,7 +45,7 @@ class RecordReader:
         leads: bool = False,
     ) -> None:
         self.attr = attr.for_text() if is_text or attr.pretrain else attr.resolved()
-        self._is_text = is_text or attr.pretrain
+        self.is_text = is_text or attr.pretrain
         self._default_system = default_system
         self._optional = frozenset(optional)
         self._leads = leads
@@ -61,7 +61,7 @@ class RecordReader:
                 column has nearly its name.
         """
         found, attr = sorted(columns), self.attr
-        if attr.formatting == "alpaca" and not (self._is_text or attr.ranking or (attr.prompt and attr.response)):
+        if attr.formatting == "alpaca" and not (self.is_text or attr.ranking or (attr.prompt and attr.response)):
             need = "alpaca rows need dataset_param.attr.prompt and dataset_param.attr.response"
             other = "; for rows of plain text set basic_parameters.stage or attr.pretrain" if attr.prompt else ""
             raise DataError(f"{where}: {need}; columns found: {', '.join(found)}{other}")
@@ -76,7 +76,7 @@ class RecordReader:
 
     def _needed(self) -> list[str]:
         """Keys of `attr` whose columns every file must have, if they are named."""
-        if self._is_text:
+        if self.is_text:
             return ["prompt"]
         answers = ["chosen", "rejected"] if self.attr.ranking else ["response"]
         if self.attr.formatting == "alpaca":
@@ -107,7 +107,7 @@ class RecordReader:
                 don't match.
         """
         try:
-            conversation = self._read_text(row, where) if self._is_text else self._read(row, where)
+            conversation = self._read_text(row, where) if self.is_text else self._read(row, where)
         except RowFault as fault:
             raise BadSample(f"{where}: {fault}", fault.reason) from None
         _make_whole(conversation)

@@ -100,6 +100,7 @@ def _open_all(config: Any, max_length: int | None, rows: int | None) -> tuple[Re
     from mindspeed_mm.data.adapter import check_model_path
     from mindspeed_mm.data.build import open_rows_of
     from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
+    from mindspeed_mm.data.model_match import read_model_config
     from mindspeed_mm.data.registry import find_data_sets
     from mindspeed_mm.models.transformers.adapters import find_adapter
 
@@ -112,6 +113,7 @@ def _open_all(config: Any, max_length: int | None, rows: int | None) -> tuple[Re
     limit = basic.cutoff_len if max_length is None else max_length
     adapter = find_adapter(SimpleNamespace(init_from_hf_path=path))
     dataset = RecordDataset(source, LazyEncoder(param, limit, adapter), np.arange(len(source)))
+    dataset.check_model(read_model_config(path), f"{path}/config.json")
     if rows is None or rows >= len(source):
         return dataset, list(range(len(source)))
     if rows < 1:

@@ -1,0 +1,70 @@
+"""Whether tokenizer and processor belong to the model: found before a run, not as an index that is out of range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.data.adapter import DataAdapter
+from mindspeed_mm.data.media import KINDS
+from mindspeed_mm.utils.errors import ConfigError
+
+_SHOWN = 3
+
+
+def read_model_config(folder: str | None) -> Any:
+    """Read config.json of a model directory with transformers; None where it has none that can be read here.
+
+    What is wrong with it, whoever builds the model says.
+    """
+    if not folder or not Path(folder, "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check_model_match(processor: Any, adapter: DataAdapter, path: str, config: Any, model: str) -> None:
+    """Check that every id which the tokenizer makes has an embedding, and that media have the tokens that they are
+    replaced at.
+
+    Args:
+        processor: The processor, or the tokenizer.
+        adapter: The model family.
+        path: Where the processor was loaded from, for messages.
+        config: transformers' configuration of the model.
+        model: What it was read from, for messages.
+
+    Raises:
+        ConfigError: With the numbers of both.
+    """
+    tokenizer, reads = getattr(processor, "tokenizer", processor), adapter.reads(processor)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if isinstance(rows, int):
+        # the token of a medium that the model doesn't read is always spelt out (Gemma 3's text models have one)
+        never = {getattr(processor, f"{kind}_token", None) for kind in KINDS if kind not in reads}
+        beyond = {
+            name: number for name, number in tokenizer.get_vocab().items() if number >= rows and name not in never
+        }
+        if beyond:
+            first = sorted(beyond, key=beyond.__getitem__)[:_SHOWN]
+            shown = ", ".join(f"'{name}' ({beyond[name]})" for name in first) + (" …" if len(beyond) > _SHOWN else "")
+            raise ConfigError(
+                f"{path}: the tokenizer's ids go up to {max(beyond.values())}, and the embedding of {model} has {rows} "
+                f"rows (vocab_size): nothing stands for {shown}; use the model's own tokenizer, or enlarge the model "
+                "(transformers: resize_token_embeddings) and save it with its config.json"
+            )
+    whole = getattr(config, "thinker_config", None) or config
+    for kind in reads:
+        ours = getattr(processor, f"{kind}_token_id", None)
+        key = next((key for key in (f"{kind}_token_id", f"{kind}_token_index") if hasattr(whole, key)), "")
+        theirs = getattr(whole, key, None)
+        if isinstance(ours, int) and isinstance(theirs, int) and ours != theirs:
+            raise ConfigError(
+                f"{path}: the processor writes {getattr(processor, f'{kind}_token', kind)} as {ours}, and {model} puts "
+                f"{kind}s where it finds {theirs} ({key}); use the processor that belongs to the model, or set {key} "
+                f"to {ours}"
+            )
