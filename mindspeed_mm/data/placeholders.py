@@ -4,9 +4,10 @@ For each medium apart, in this order:
 
 1. Typed parts (`{"type": "image"}`) place it if the row has any; a tag such as `<image>` is then ordinary text. This is
    the way to write a tag as text in a row that has media.
-2. Else, if the row has media of this kind, each tag in a turn of the user or of a tool stands for the next one, and
-   there must be as many tags as media. In other turns the tag is ordinary text.
-3. Else the tag is ordinary text.
+2. Else, if the row has as many media of this kind as its turns of the user and of tools have tags, each of these tags
+   stands for the next one; in other turns the tag is then ordinary text.
+3. Else, if it has as many as all of its turns together have tags, these do: a picture in an answer, say.
+4. Else, with media of this kind the row is refused, and without any the tag is ordinary text.
 
 The tags are `<image>`, `<video>` and `<audio>`; IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER and AUDIO_PLACEHOLDER in the
 environment replace them.
@@ -22,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from mindspeed_mm.data.media import KINDS, Kind, MediaRef
 from mindspeed_mm.data.messages import Message, Part, RowFault
 
-#: roles whose text may place media
-_PLACING_ROLES = ("user", "tool")
+#: roles whose tags place the media where there are as many of these
+_ASKING_ROLES = frozenset({"user", "tool"})
 MISMATCH = "placeholders and media don't match"
 
 
@@ -52,20 +53,25 @@ def place_media(
     for kind in typed:
         _place_typed(messages, kind, media.get(kind, []))
     by_tag = {kind: refs for kind, refs in media.items() if kind not in typed}
-    for kind, refs in by_tag.items():
-        found = _count(messages, tags[kind])
-        if not found and len(refs) == 1 and leads and _lead(messages, tags[kind]):
-            found = 1
-        if found != len(refs):
-            tag = tags[kind]
-            raise RowFault(
-                f"{found} {tag} placeholder(s) in user and tool turns for {len(refs)} {kind}(s); the counts must be "
-                f"equal (in other turns {tag} is ordinary text; a row that needs the tag as text beside "
-                f"media can write its content as a list of typed parts)",
-                MISMATCH,
-            )
+    roles = {kind: _placing_roles(messages, kind, len(refs), tags[kind], leads) for kind, refs in by_tag.items()}
     if by_tag:
-        _replace_tags(messages, by_tag, tags)
+        _replace_tags(messages, by_tag, tags, roles)
+
+
+def _placing_roles(messages: Sequence[Message], kind: Kind, wanted: int, tag: str, leads: bool) -> frozenset[str]:
+    """The roles of the turns whose tags stand for the media of a kind."""
+    everyone = frozenset(message.role for message in messages)
+    asked, found = _count(messages, tag, _ASKING_ROLES), _count(messages, tag, everyone)
+    if asked == wanted or (not asked and wanted == 1 and leads and _lead(messages, tag)):
+        return _ASKING_ROLES
+    if found == wanted:
+        return everyone
+    more = "" if found == asked else f" ({found} in all turns)"
+    raise RowFault(
+        f"{asked} {tag} placeholder(s) in user and tool turns{more} for {wanted} {kind}(s); the counts must be equal "
+        f"(a row that needs {tag} as text beside media can write its content as a list of typed parts)",
+        MISMATCH,
+    )
 
 
 def _place_typed(messages: Sequence[Message], kind: Kind, refs: list[MediaRef]) -> None:
@@ -94,11 +100,11 @@ def _waits(part: MediaRef) -> bool:
     return not (part.path or part.frames or part.content is not None)
 
 
-def _count(messages: Sequence[Message], tag: str) -> int:
+def _count(messages: Sequence[Message], tag: str, roles: frozenset[str]) -> int:
     return sum(
         part.count(tag)
         for message in messages
-        if message.role in _PLACING_ROLES
+        if message.role in roles
         for part in message.parts
         if isinstance(part, str)
     )
@@ -119,13 +125,18 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(re.escape(tag) for tag in tags) + ")")
 
 
-def _replace_tags(messages: Sequence[Message], media: Mapping[Kind, list[MediaRef]], tags: Mapping[Kind, str]) -> None:
-    kinds = {tags[kind]: kind for kind in media}
-    pattern = _any_of(tuple(kinds))
+def _replace_tags(
+    messages: Sequence[Message],
+    media: Mapping[Kind, list[MediaRef]],
+    tags: Mapping[Kind, str],
+    roles: Mapping[Kind, frozenset[str]],
+) -> None:
     supply = {kind: iter(refs) for kind, refs in media.items()}
     for message in messages:
-        if message.role not in _PLACING_ROLES:
+        kinds = {tags[kind]: kind for kind in media if message.role in roles[kind]}
+        if not kinds:
             continue
+        pattern = _any_of(tuple(kinds))
         parts: list[Part] = []
         for part in message.parts:
             if not isinstance(part, str):

@@ -48,10 +48,19 @@ def test_tag_without_media_is_text() -> None:
 
 
 def test_tag_beside_media_binds_in_questions_only() -> None:
-    """D01: with media beside it, a tag in an answer or in the system turn stays text and takes no picture."""
+    """D01: where questions have as many tags as there are pictures, a tag in another turn stays text."""
     row = talk("what is <image>?", "it is <image> or so", system="<image>", images=["a.png"])
     assert [text for _, text in _shown(_read(row))] == ["<image>", "what is [a.png]?", "it is <image> or so"]
-    assert "0 <image> placeholder(s)" in _error(talk("what?", "this: <image>", images=["a.png"]))
+
+
+def test_tags_of_all_turns_place_media_where_their_number_is_right() -> None:
+    """D12: a picture in an answer, or in the system text; each tag takes the next one, kinds apart."""
+    row = talk("draw", "this: <image>", system="as <image>", images=["a.png", "b.png"])
+    assert [text for _, text in _shown(_read(row))] == ["as [a.png]", "draw", "this: [b.png]"]
+    row = talk("<image>?", "<image> <video>", images=["a.png"], videos=["v.mp4"])
+    assert [text for _, text in _shown(_read(row, videos="videos"))] == ["[a.png]?", "<image> [v.mp4]"]
+    message = _error(talk("<image>", "this: <image>", images=["a.png", "b.png", "c.png"]))
+    assert "1 <image> placeholder(s) in user and tool turns (2 in all turns) for 3 image(s)" in message
 
 
 @pytest.mark.parametrize(
