@@ -6,6 +6,7 @@ that batches can be planned before anything is decoded. The second one decodes, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ import torch
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
+from mindspeed_mm.data.answer_ends import say_how_answers_end
 from mindspeed_mm.data.files import Place
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.records import Conversation, Message
-from mindspeed_mm.data.targets import Turn, find_turns
-from mindspeed_mm.data.templates import ChatTemplate, chat_template_of
+from mindspeed_mm.data.targets import find_turns
+from mindspeed_mm.data.templates import ChatTemplate, Turn, chat_template_of
 from mindspeed_mm.data.tokens import Decoded, Tokenizer, Tokens
 from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
 from mindspeed_mm.utils.text import map_texts
@@ -113,7 +115,6 @@ class Encoder:
         self._processor, self._template_args = processor, (basic.template, basic.enable_thinking, path)
         self._template: ChatTemplate | None = None
         self.tokenizer = Tokenizer(processor, adapter, image_options, options.split_special_tokens)
-        self._media_ids = self.tokenizer.media_ids
         self._types_tokens = bool(getattr(processor, "return_mm_token_type_ids", False))
 
     @property
@@ -121,6 +122,7 @@ class Encoder:
         """The chat template; plain text does without one."""
         if self._template is None:
             self._template = chat_template_of(self._processor, *self._template_args)
+            say_how_answers_end(self._template)
         return self._template
 
     @property
@@ -200,11 +202,9 @@ class Encoder:
         return {**sample, **self.tokenizer.stack(parts)}
 
     def _pieces(self, conversation: Conversation) -> list[Prepared]:
-        """Plain text: every token is a target, and the end token closes it; cut where the limit falls."""
+        """Plain text: every token is a target, the end token too; cut where the limit falls."""
         text = "".join(part for message in conversation.messages for part in message.parts if isinstance(part, str))
-        tokens = self.tokenizer(self.tokenizer.hide(text))
-        end = self.tokenizer.tokenizer.eos_token_id
-        ids = tokens.ids if end is None else np.append(tokens.ids, end)
+        ids = self.tokenizer.plain(text)
         if not len(ids):
             raise BadSample(f"{conversation.where}: the text is empty", "empty text")
         step = self.max_length or len(ids)
@@ -261,7 +261,8 @@ class Encoder:
         text, turns = find_turns(self.template, written, tools, where)
         self._check_placeholders(text, media, where)
         tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
-        labels, ends = self._label(tokens, turns, messages)
+        written = {kind: self.template.written_for(kind) for kind in {medium.ref.kind for medium in media}}
+        labels, ends = self._label(tokens, turns, messages, self.tokenizer.find_media(text, written))
         return Prepared(tokens.ids, labels, tokens.types, tuple(media), len(tokens.ids)), ends
 
     def _check_placeholders(self, text: str, media: Sequence[PlannedMedium], where: Place) -> None:
@@ -275,7 +276,7 @@ class Encoder:
                 )
 
     def _label(
-        self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message]
+        self, tokens: Tokens, turns: Sequence[Turn], messages: Sequence[Message], media: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, dict[int, int]]:
         masks = {turn: (tokens.starts < turn.end) & (tokens.ends > turn.start) for turn in turns}
         trained = {turn for turn in turns if messages[turn.message].train}
@@ -285,10 +286,23 @@ class Encoder:
         target = np.full(len(tokens.ids), self.train_on_prompt)
         for turn, mask in masks.items():
             target[mask] = turn in trained
-        for media_id in self._media_ids:
-            target &= tokens.ids != media_id
+        for start, end in media:  # no medium is a target, nor what the template writes around it
+            target &= (tokens.starts < start) | (tokens.ends > end)
         ends = {turn.message: int(np.flatnonzero(mask)[-1]) + 1 for turn, mask in masks.items() if mask.any()}
-        return np.where(target, tokens.ids, IGNORE_INDEX), ends
+        labels, (written, trained_end) = np.where(target, tokens.ids, IGNORE_INDEX), self._other_end
+        last = [end - 1 for end in ends.values()]
+        labels[last] = np.where(labels[last] == written, trained_end, labels[last])
+        return labels, ends
+
+    @functools.cached_property
+    def _other_end(self) -> tuple[int, int]:
+        """The token that the template writes after earlier answers, and the one that is trained there."""
+        trained = self.template.end_for_earlier_turn
+        if not trained:
+            return IGNORE_INDEX, IGNORE_INDEX
+        names = self.template.end_of_earlier_turn.strip(), trained
+        written, ended = (int(self.tokenizer.tokenizer.convert_tokens_to_ids(name)) for name in names)
+        return written, ended
 
     def _typed(self, sample: Sample, types: torch.Tensor) -> Sample:
         return {**sample, self.adapter.token_keys[0]: types} if self._types_tokens else sample

@@ -1,7 +1,7 @@
 """Which characters of a rendered conversation are trained: found by rendering, never by looking for role names.
 
-A target is what the model has to produce: the answer, and the end-of-turn token that the template emits right after
-it. Where the template has `{% generation %}` marks, these decide. Else the conversation is rendered a second time with
+A target is what the model has to produce: the answer, and the token that ends it (`answer_ends.py`). Where the template
+has `{% generation %}` marks, these say where answers are. Else the conversation is rendered a second time with
 a stand-in for every answer; what doesn't change between the two renderings is not the model's. The start of an answer
 is where `add_generation_prompt` would end. If the stand-ins don't give one clear result, the turns are found by
 rendering the conversation turn by turn.
@@ -10,19 +10,12 @@ rendering the conversation turn by turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from mindspeed_mm.data.answer_ends import end_answers
 from mindspeed_mm.data.files import Place
-from mindspeed_mm.data.templates import ChatTemplate, Messages
+from mindspeed_mm.data.templates import ChatTemplate, Messages, Turn
 from mindspeed_mm.utils.errors import BadSample
-
-
-class Turn(NamedTuple):
-    """Character span [start, end) that one assistant message contributes as target; `message` is its index."""
-
-    start: int
-    end: int
-    message: int
 
 
 def find_turns(
@@ -37,18 +30,16 @@ def find_turns(
         where: The row, for messages.
 
     Returns:
-        The rendered text, and the targets in order (usually one for each assistant message).
+        The rendered text, with the end tokens that the template left out, and the targets in order (usually one for
+        each assistant message).
 
     Raises:
         BadSample: The template refuses the conversation, or its answers can't be told from the rest.
     """
     try:
-        if template.has_marks:
-            return _by_marks(template, messages, tools)
-        text = template.render(messages, tools)
-        turns = _by_stand_ins(template, messages, tools, text)
-        if turns is None:
-            turns = _by_prefixes(template, messages, tools, text)
+        text, turns = _find(template, messages, tools)
+        if turns is not None:
+            text, turns = end_answers(template, messages, text, turns)
     except Exception as error:  # Jinja raises what the template's author chose, TypeErrors included
         raise BadSample(
             f"{where}: {template.name} can't render this conversation: {error}", "refused by the template"
@@ -60,6 +51,14 @@ def find_turns(
             "answers can't be told from the rest",
         )
     return text, turns
+
+
+def _find(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Turn] | None]:
+    if template.has_marks:
+        return _by_marks(template, messages, tools)
+    text = template.render(messages, tools)
+    turns = _by_stand_ins(template, messages, tools, text)
+    return text, _by_prefixes(template, messages, tools, text) if turns is None else turns
 
 
 def _assistants(messages: Messages) -> list[int]:

@@ -90,7 +90,8 @@ class Tokenizer:
         self._trusted: dict[Kind, bool] = {}
         self._kinds: dict[int, int] = {}
         for number, kind in enumerate(KINDS, start=1):
-            found = getattr(processor, f"{kind}_token_ids", None) or [getattr(processor, f"{kind}_token_id", None)]
+            found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
+            found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number
             self._kinds.update({token: number for token in found if isinstance(token, int)})
 
     @property
@@ -106,6 +107,22 @@ class Tokenizer:
         """Return how many placeholders of a kind a rendered text has."""
         return sum(match.lastgroup == kind for match in self._placeholder.finditer(text))
 
+    def find_media(self, text: str, written: Mapping[Kind, str]) -> list[tuple[int, int]]:
+        """Return where media stand in a rendered text, the marks around them included: spans [start, end).
+
+        Args:
+            text: As `__call__` takes it.
+            written: Kind → what the template writes for a medium; numbers in it stand for any ("Audio 1: ").
+        """
+        spans = []
+        for kind, whole in written.items():
+            placeholder = self._media_tokens[kind] or ""
+            before, found, after = whole.partition(placeholder)
+            around = [re.sub(r"\d+", r"\\d+", re.escape(mark if found else "")) for mark in (before, after)]
+            pattern = f"(?:{around[0]})?{re.escape(placeholder)}(?:{around[1]})?"
+            spans += [match.span() for match in re.finditer(pattern, text)]
+        return spans
+
     def foresee(self, geometry: Geometry) -> Foreseen | None:
         """Return what a medium becomes; None where this processor has to be asked with the medium itself.
 
@@ -117,13 +134,24 @@ class Tokenizer:
             self._trusted[kind] = self._is_right(kind)
         return self.adapter.foresee(self.processor, geometry) if self._trusted[kind] else None
 
-    def __call__(self, text: str, media: Sequence[tuple[Kind, str]] = ()) -> Tokens:
+    def plain(self, text: str) -> np.ndarray:
+        """Return the ids of a text without a template, [L] int64: the tokenizer's own, and its end token behind them.
+
+        What the tokenizer adds to every text by itself (Gemma's `<bos>`) is there, also without a processor; the end
+        token comes once, whether the tokenizer adds it, the text ends with it, or neither.
+        """
+        ids, end = self(self.hide(text), specials=True).ids, self.tokenizer.eos_token_id
+        return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
+
+    def __call__(self, text: str, media: Sequence[tuple[Kind, str]] = (), specials: bool | None = None) -> Tokens:
         """Tokenise a rendered text.
 
         Args:
             text: As the template rendered it; typed special tokens hidden.
             media: Kind and replacing text of each medium, in their order; of each kind there are as many as the text
                 has placeholders.
+            specials: Whether the tokenizer adds its special tokens around the text; None: as transformers does with
+                what a template rendered.
         """
         pieces = self._hidden.split(text)
         segments, literals = pieces[::2], pieces[1::2]
@@ -143,7 +171,8 @@ class Tokenizer:
             ]
             expanded.append(_expand(segment, found))
             moves.append(found)
-        parts = [_unexpanded(columns, move) for columns, move in zip(self._plain(expanded), moves, strict=True)]
+        encoded = self._encode(expanded, specials)
+        parts = [_unexpanded(columns, move) for columns, move in zip(encoded, moves, strict=True)]
         base, whole = 0, []
         for number, segment in enumerate(segments):
             ids, starts, ends, types = parts[number]
@@ -272,12 +301,13 @@ class Tokenizer:
         bos = self.tokenizer.bos_token
         return bos is None or not text.startswith(bos)
 
-    def _plain(self, segments: Sequence[str]) -> list[Columns]:
+    def _encode(self, segments: Sequence[str], specials: bool | None) -> list[Columns]:
         self._backend.no_truncation()
         self._backend.no_padding()
         encodings = [self._backend.encode(segment, add_special_tokens=False) for segment in segments]
         parts = [_columns(encoding.ids, encoding.offsets) for encoding in encodings]
-        before, after = self._around if self._adds_specials(segments[0]) else ([], [])
+        specials = self._adds_specials(segments[0]) if specials is None else specials
+        before, after = self._around if specials else ([], [])
         if before:
             parts[0] = _joined(_columns(before, [(0, 0)] * len(before)), parts[0])
         if after:

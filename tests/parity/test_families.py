@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -14,7 +15,7 @@ import tempfile
 import wave
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.models.transformers.adapters import find_adapter
+from mindspeed_mm.utils.errors import BadSample
 from tests.support.families import Family, families
 from tests.support.launch import launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.reference import train_reference
@@ -135,7 +137,10 @@ def case_of(name: str) -> Case:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_are_the_processors(name: str) -> None:
-    """Ids and media tensors of every row equal those of the whole processor, and every size was foreseen."""
+    """Ids and media tensors of every row equal those of the whole processor, and every size was foreseen.
+
+    Where the template writes nothing at the end of an answer, a token is put there, and nothing else is changed.
+    """
     from transformers import AutoProcessor, AutoTokenizer
 
     case = case_of(name)
@@ -165,14 +170,94 @@ def test_samples_are_the_processors(name: str) -> None:
         ]
         if not case.family.kinds:
             text = tokenizer.apply_chat_template(messages, tokenize=False)
-            assert sample["input_ids"].tolist() == tokenizer(text, add_special_tokens=False).input_ids
+            assert as_written(case, sample) == tokenizer(text, add_special_tokens=False).input_ids
             continue
         whole = (case.family.whole or whole_of(adapter))(processor, messages, media)
-        assert sample["input_ids"].tolist() == whole["input_ids"][0].tolist(), row
+        assert as_written(case, sample) == whole["input_ids"][0].tolist(), row
         for key in {name for names in adapter.media_keys.values() for name in names}:
             assert (key in sample) == (key in whole), key
             if key in sample:
                 assert torch.equal(sample[key], torch.as_tensor(whole[key])), key
+
+
+def as_written(case: Case, sample: Mapping[str, Any]) -> list[int]:
+    """A sample's ids without the tokens that were put at the end of answers."""
+    ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+    where, end = ends_of_answers()[case.name].put, last_targets(sample)[-1]
+    assert labels[-1] == ids[-1] == end or where != "last"
+    if where == "every":
+        return [token for token, label in zip(ids, labels, strict=True) if label != end]
+    return ids[:-1] if where == "last" else ids
+
+
+def last_targets(sample: Mapping[str, Any]) -> list[int]:
+    """The last target of each answer."""
+    labels = [*sample["labels"].tolist(), -100]
+    return [label for label, following in itertools.pairwise(labels) if label != -100 and following == -100]
+
+
+class AnswerEnd(NamedTuple):
+    """A row of the table in docs/data.md: the token, and after which answers it is put ("", "last", "every")."""
+
+    token: str
+    put: str
+
+
+@functools.cache
+def ends_of_answers() -> dict[str, AnswerEnd]:
+    """Model type → what ends an answer, as docs/data.md says it."""
+    places = {"after each answer": "", "at the head of the next message; put after the last answer": "last"}
+    places |= {"after all answers but the last, where it is put": "last", "nowhere; put after each answer": "every"}
+    text = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    table = text.partition("| model_type | ends an answer | written by the template |\n|---|---|---|\n")[2]
+    found = {}
+    for line in table.partition("\n\n")[0].splitlines():
+        names, token, place = (cell.strip() for cell in line.strip("|").split(" | "))
+        for name in names.split(", "):
+            found[name.strip("`")] = AnswerEnd(token.strip("`").replace("\\|", "|"), places[place.partition(" (")[0]])
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_answer_ends_with_a_stop_token(name: str) -> None:
+    """W01: the table of docs/data.md holds for every family: its token is the last target of each answer."""
+    case = case_of(name)
+    tokenizer = getattr(case.dataset.lazy_encoder.processor(), "tokenizer", case.dataset.lazy_encoder.processor())
+    rows, end = json.loads(case.data.read_text()), tokenizer.convert_tokens_to_ids(ends_of_answers()[name].token)
+    for row, sample in zip(rows, case.samples, strict=True):
+        answers = sum(turn["role"] == "assistant" for turn in row["messages"])
+        assert last_targets(sample) == [end] * answers, row
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.kinds and family.whole is None])
+def test_media_in_answers_are_no_targets(name: str, tmp_path: Path) -> None:
+    """D12: pictures, clips and sounds in an answer leave its words and its end alone as targets, whatever marks are
+    written for them; a template that can't place them there is refused."""
+    case = case_of(name)
+    media = [(kind, f"0_{0}.png" if kind == "image" else "0.wav") for kind in case.family.kinds if kind != "video"]
+    frames = [f"0_{frame}.png" for frame in range(case.family.clip_frames[-1])]
+    media += [("video", frames)] if "video" in case.family.kinds else []
+    words = [{"type": "text", "text": text} for text in ("red ", "green ", "blue")]
+    parts = [{"type": kind, kind: value} for kind, value in media]
+    mixed = [*itertools.chain(*itertools.zip_longest(words, parts, fillvalue=None))]
+    question = {"role": "user", "content": [{"type": "text", "text": "what"}]}
+    rows = [
+        {"messages": [question, {"role": "assistant", "content": [part for part in content if part is not None]}]}
+        for content in (mixed, words)
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(rows), encoding="utf-8")
+    param = json.loads(case.files["data.json"].read_text())["dataset_param"]
+    param["basic_parameters"] |= {"dataset": str(tmp_path / "data.json"), "dataset_dir": str(case.data.parent)}
+    dataset = build_mm_dataset(DatasetParam.from_dict(param), adapter=case.dataset.adapter)
+    tokenizer, plain = dataset.lazy_encoder.processor().tokenizer, dataset[1]
+    try:
+        sample = dataset[0]
+    except BadSample as error:
+        assert "places 0" in str(error) and name in ("glm4v", "llava_next", "mistral3")
+        return
+    assert name not in ("glm4v", "llava_next", "mistral3")
+    shown = [tokenizer.decode([t for t in made["labels"].tolist() if t != -100]).split() for made in (sample, plain)]
+    assert "".join(shown[0]) == "".join(shown[1]) and "redgreenblue" in "".join(shown[0])
 
 
 def whole_of(adapter: Any) -> Callable[[Any, list[Any], Mapping[str, list[Any]]], Mapping[str, Any]]:

@@ -13,8 +13,8 @@ TEMPLATE = """{%- for message in messages -%}
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}{{- '<image_placeholder>' -}}{%- else -%}{{- part.text -}}{%- endif -%}
 {%- endfor -%}
-{{- ('\\n\\n' if message.role == 'user' else eos_token) -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}"""
+{%- if not loop.last -%}{{- ('\\n\\n' if message.role == 'user' else eos_token) -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '\\n\\nAssistant: ' -}}{%- endif -%}"""
 TOKENS = {
     "bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
     "eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>",

@@ -10,7 +10,7 @@ from tests.support.families import Family, randomize
 from tests.support.tiny import tiny_qwen3_dir
 
 # the model's own: nothing ends an answer but what follows it
-_TEMPLATE = """[gMASK]<sop>
+TEMPLATE = """[gMASK]<sop>
 {%- for msg in messages %}
     {%- if msg.role == 'system' %}
 <|system|>
@@ -47,17 +47,22 @@ _IDS = {
 }
 
 
-def processor_dir(path: Path) -> Any:
+def processor_dir(path: Path, template: str = TEMPLATE) -> Any:
     """Save a GLM-4.1V processor with a small tokenizer in `path`; returns the tokenizer."""
     from transformers import AutoTokenizer, Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3_dir(path, weights=False))
-    turns = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
+    turns = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     tokenizer.add_tokens([*turns, *_IDS.values()], special_tokens=True)
     size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 2 * 8}
     image, video = Glm4vImageProcessor(size=size), Glm4vVideoProcessor(size=size)
-    Glm4vProcessor(image, tokenizer, video, chat_template=_TEMPLATE).save_pretrained(path)
+    Glm4vProcessor(image, tokenizer, video, chat_template=template).save_pretrained(path)
     return tokenizer
+
+
+def stops_of(tokenizer: Any) -> list[int]:
+    """Ids at which generation stops."""
+    return tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
 
 
 def ids_of(tokenizer: Any) -> dict[str, int]:
@@ -111,6 +116,7 @@ def make(path: Path) -> Path:
 
     tokenizer = processor_dir(path)
     text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    text["eos_token_id"] = stops_of(tokenizer)
     config = Glm4vConfig(text_config=text, vision_config=VISION, **ids_of(tokenizer))
     randomize(Glm4vForConditionalGeneration(config)).save_pretrained(path)
     return path

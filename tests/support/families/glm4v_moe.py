@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.families import Family, randomize
-from tests.support.families.glm4v import TEXT, VISION, ids_of, outputs, processor_dir
+from tests.support.families.glm4v import TEXT, VISION, ids_of, outputs, processor_dir, stops_of
+
+# a thought, closed at once, before each answer; nothing ends it but what follows
+TEMPLATE = """[gMASK]<sop>{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}{{- '<|assistant|>\\n<think></think>\\n' -}}
+{%- else -%}{{- '<|' + message.role + '|>\\n' -}}{%- endif -%}
+{%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
+{%- elif part.type == 'video' -%}{{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}
+{{- '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 
 def make(path: Path) -> Path:
@@ -14,8 +25,9 @@ def make(path: Path) -> Path:
     import torch
     from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
 
-    tokenizer = processor_dir(path)
+    tokenizer = processor_dir(path, TEMPLATE)
     text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    text["eos_token_id"] = stops_of(tokenizer)
     text |= {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     config = Glm4vMoeConfig(text_config=text, vision_config=VISION, **ids_of(tokenizer))
     model = randomize(Glm4vMoeForConditionalGeneration(config))

@@ -9,7 +9,7 @@ from tests.support.families import Family
 from tests.support.tiny_text import text_dir
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
-_TEMPLATE = """{%- for message in messages -%}
+TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{- '<|start|>assistant<|channel|>final<|message|>' + message.content -}}
 {{- '<|return|>' if loop.last else '<|end|>' -}}
@@ -28,7 +28,7 @@ def make(path: Path) -> Path:
         GptOssForCausalLM,
         GptOssConfig,
         fields,
-        template=_TEMPLATE,
+        template=TEMPLATE,
         tokens=_TOKENS,
         special={"eos_token": "<|return|>"},
     )
