@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media import KINDS
+from mindspeed_mm.data.tokens import media_token_ids
 from mindspeed_mm.utils.errors import ConfigError
 
 _SHOWN = 3
@@ -59,12 +60,12 @@ def check_model_match(processor: Any, adapter: DataAdapter, path: str, config: A
             )
     whole = getattr(config, "thinker_config", None) or config
     for kind in reads:
-        ours = getattr(processor, f"{kind}_token_id", None)
+        ours = media_token_ids(processor, kind)
         key = next((key for key in (f"{kind}_token_id", f"{kind}_token_index") if hasattr(whole, key)), "")
         theirs = getattr(whole, key, None)
-        if isinstance(ours, int) and isinstance(theirs, int) and ours != theirs:
+        if ours and isinstance(theirs, int) and theirs not in ours:
             raise ConfigError(
-                f"{path}: the processor writes {getattr(processor, f'{kind}_token', kind)} as {ours}, and {model} puts "
-                f"{kind}s where it finds {theirs} ({key}); use the processor that belongs to the model, or set {key} "
-                f"to {ours}"
+                f"{path}: the processor's {kind}s are written with token {' and '.join(map(str, ours))}, and {model} "
+                f"puts them where it finds {theirs} ({key}); use the processor that belongs to the model, or set {key} "
+                "as it has it"
             )

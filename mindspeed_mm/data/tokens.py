@@ -90,9 +90,7 @@ class Tokenizer:
         self._trusted: dict[Kind, bool] = {}
         self._kinds: dict[int, int] = {}
         for number, kind in enumerate(KINDS, start=1):
-            found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
-            found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number
-            self._kinds.update({token: number for token in found if isinstance(token, int)})
+            self._kinds.update(dict.fromkeys(media_token_ids(processor, kind), number))
 
     @property
     def media_ids(self) -> list[int]:
@@ -327,6 +325,13 @@ class Tokenizer:
         # No added token survives being cut after its first character.
         ids = [self._backend.encode(part, add_special_tokens=False).ids for part in (literal[:1], literal[1:])]
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
+
+
+def media_token_ids(processor: Any, kind: Kind) -> list[int]:
+    """Return the ids of the tokens that a processor writes for a medium; none where it has none of that kind."""
+    found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
+    found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number
+    return [token for token in found if isinstance(token, int)]
 
 
 def _specimen(kind: Kind, sampling_rate: int) -> tuple[Decoded, Geometry]:

@@ -230,9 +230,7 @@ def test_a_placeholder_other_than_the_models_is_refused_at_start(
     param = config(model, [talk("which digit", "seven")])
     assert check(tmp_path, param)[0] == 0
     edit_json(model / "config.json", image_token_id=ours - 3)
-    message = (
-        rf"writes <\|image_pad\|> as {ours}, and .*config\.json puts images where it finds {ours - 3} \(image_token"
-    )
+    message = rf"images are written with token {ours}, and .*config\.json puts them where it finds {ours - 3} \(image_t"
     with pytest.raises(ConfigError, match=message):
         start(param, model, fsdp2=True)
     assert main(["data", "check", str(tmp_path / "data.json"), "--num-workers", "0"]) == 1

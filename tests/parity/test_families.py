@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.model_match import read_model_config
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
 from tests.support.families import Family, families
@@ -137,13 +138,15 @@ def case_of(name: str) -> Case:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_are_the_processors(name: str) -> None:
-    """Ids and media tensors of every row equal those of the whole processor, and every size was foreseen.
+    """Ids and media tensors of every row equal those of the whole processor, which is found to be the model's; every
+    size was foreseen.
 
     Where the template writes nothing at the end of an answer, a token is put there, and nothing else is changed.
     """
     from transformers import AutoProcessor, AutoTokenizer
 
     case = case_of(name)
+    case.dataset.check_model(read_model_config(str(case.hf_dir)), "config.json")
     loader = AutoProcessor if case.family.kinds else AutoTokenizer
     processor = loader.from_pretrained(case.hf_dir)
     tokenizer, adapter = getattr(processor, "tokenizer", processor), case.dataset.adapter
