@@ -215,7 +215,7 @@ class StepReducer:
     def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both vectors summed over all ranks."""
         state = self._state
-        if device.device.type == "cpu":
+        if state.host_group is state.data_parallel_group:  # the device is the host
             together = torch.cat([device.double(), host])
             if state.data_parallel_size > 1:
                 dist.all_reduce(together, group=state.data_parallel_group)

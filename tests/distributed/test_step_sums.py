@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +24,15 @@ def new_sums() -> StepSums:
     return StepSums(torch.float64, CPU)
 
 
-def reduce_steps() -> list[tuple[BatchCounts, list[float], bool, dict[str, int]]]:
-    """Three steps: a second kind of media comes with the second one, on one rank only."""
-    rank, reducer, found = dist.get_rank(), StepReducer(initialize_parallel("gloo", 5)), []
+def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], bool, dict[str, int]]]:
+    """Three steps: a second kind of media comes with the second one, on one rank only.
+
+    Args:
+        has_queue: the host has a group of its own, as it has beside a device with a queue.
+    """
+    state = initialize_parallel("gloo", 5)
+    state = replace(state, host_group=dist.new_group(backend="gloo")) if has_queue else state
+    rank, reducer, found = dist.get_rank(), StepReducer(state), []
     for number in range(3):
         sums = new_sums()
         sums.add((torch.tensor(1.0), 1 + rank, {}))
@@ -38,10 +46,13 @@ def reduce_steps() -> list[tuple[BatchCounts, list[float], bool, dict[str, int]]
     return found
 
 
-def test_one_reduction_tells_sums_and_the_worst_rank(ranks2: RankPool) -> None:
-    once, with_names = {"all_reduce": 1}, {"all_reduce": 1, "all_gather_object": 1}
+@pytest.mark.parametrize("has_queue", [False, True], ids=["the device is the host", "a device with a queue"])
+def test_one_reduction_tells_sums_and_the_worst_rank(ranks2: RankPool, has_queue: bool) -> None:
+    """One of all figures, or, beside a device with a queue, one of each side."""
+    once = {"all_reduce": 1 + has_queue}
+    with_names = {**once, "all_gather_object": 1}
     media = [{"image": 4}, {"image": 2, "video": 2}, {"image": 2, "video": 2}]
-    for rank, steps in enumerate(ranks2.run(reduce_steps)):
+    for rank, steps in enumerate(ranks2.run(partial(reduce_steps, has_queue=has_queue))):
         for number, (counts, values, stop, calls) in enumerate(steps):
             assert calls == (once if number == 2 else with_names)
             assert (values, stop) == ([4.0, 3.0, 2.0 / 3.0], True)
