@@ -9,6 +9,7 @@ the FSDP2 road.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -221,6 +222,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
                 )
                 generation += 1
             _reset_state()
+            if not gc.get_freeze_count():
+                gc.collect()
+                gc.freeze()
+                frozen = gc.get_freeze_count()
             fn, args = pickle.loads(payload)
             reply = pickle.dumps((True, fn(*args)))
         except BaseException:
@@ -230,11 +235,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
         if gc.get_freeze_count() > frozen:
             # A training run freezes its model and its groups; left so, each keeps its memory and the groups' threads.
             gc.unfreeze()
-            gc.collect()
-            gc.freeze()
-            frozen = gc.get_freeze_count()
-        else:
-            gc.collect()
+        gc.collect()
 
 
 def _reset_state() -> None:
@@ -264,6 +265,11 @@ def _leave_groups() -> None:
     if megatron is None:
         return
     megatron.destroy_model_parallel()
+    rotary = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    for kind in list(vars(rotary).values()) if rotary else []:
+        for method in list(vars(kind).values()) if isinstance(kind, type) else []:
+            if isinstance(method, functools._lru_cache_wrapper):
+                method.cache_clear()  # its keys are modules that hold a group
     if c10d.is_initialized():
         for group in list(c10d._world.pg_map):
             if group is not c10d.GroupMember.WORLD:
