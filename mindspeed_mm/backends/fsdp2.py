@@ -14,6 +14,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
+from mindspeed_mm.backends.recompute import recompute_blocks
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
@@ -118,6 +119,7 @@ class FSDP2Backend:
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
             model.fsdp2_overrides = self._overrides
+            recompute_blocks(_sharded_root(model), self.config, args)
             model.fully_shard(process_group=self.state.data_parallel_group, fsdp2_config_path=args.fsdp2_config_path)
         limit_waiting(args.distributed_timeout_minutes)
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)

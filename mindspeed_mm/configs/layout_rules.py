@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from mindspeed_mm.configs.flags.distributed import NO_SELECTIVE_RECOMPUTE
 from mindspeed_mm.configs.flags.spec import road_of, roads_of
 from mindspeed_mm.utils.log import notice
 
@@ -52,9 +53,10 @@ def check_layout(args: Namespace) -> list[str]:
             "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron road, which has no "
             "such flag, starts from pretrain_vlm.py",
             *_sizes_of_fsdp2(args),
+            *_layers_to_recompute(args),
         ]
     if road_of(args) == "fsdp2":
-        return _sizes_of_fsdp2(args)
+        return [*_sizes_of_fsdp2(args), *_layers_to_recompute(args)]
     return [*_sizes_of_megatron(args), *_check_pipeline(args), *_check_overlap(args), *_check_recompute(args)]
 
 
@@ -142,16 +144,33 @@ def _check_recompute(args: Namespace) -> list[str]:
             "--recompute-granularity full needs --recompute-method: uniform recomputes all layers, block the first "
             "--recompute-num-layers of each stage"
         )
-    if granularity == "full" and method == "block" and args.recompute_num_layers is None:
-        problems.append("--recompute-method block needs --recompute-num-layers, the layers of each stage to recompute")
-    return problems
+    return [*problems, *_layers_to_recompute(args)]
+
+
+def _layers_to_recompute(args: Namespace) -> list[str]:
+    if args.recompute_granularity != "full":
+        return []
+    if args.recompute_method == "block" and args.recompute_num_layers is None:
+        return ["--recompute-method block needs --recompute-num-layers, the layers of each stage to recompute"]
+    if args.recompute_method is None and args.recompute_num_layers is not None and road_of(args) == "fsdp2":
+        return [
+            "--recompute-num-layers needs --recompute-method: block recomputes so many layers of each list of blocks, "
+            "uniform recomputes all; without either flag all layers are recomputed"
+        ]
+    return []
 
 
 def say_layout_notices(args: Namespace) -> None:
-    """Say what about the checkpoint's format has no effect on this road."""
+    """Say what about the checkpoint's format and about recompute has no effect on this road."""
     if road_of(args) == "fsdp2":
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
+        if args.recompute_granularity == "selective":
+            notice(f"--recompute-granularity selective has no effect here: {NO_SELECTIVE_RECOMPUTE}")
+        idle = [n for n in ("recompute_method", "recompute_num_layers") if getattr(args, n) is not None]
+        if idle and args.recompute_granularity != "full":
+            verb = "have" if len(idle) > 1 else "has"
+            notice(f"{' and '.join(map(_spelled, idle))} {verb} no effect here without --recompute-granularity full")
         return
     if args.ckpt_format == "torch":
         notice("--ckpt-format torch has no effect here: what is written is torch's distributed checkpoint (torch_dcp)")

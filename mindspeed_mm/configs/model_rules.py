@@ -40,7 +40,10 @@ REFUSED = (
 )
 
 NO_EFFECT = (
-    NoEffect(rf"{_PART}\.recompute_\w+|recompute(_plan.*)?", "recompute comes from fsdp2.yaml's recompute_modules"),
+    NoEffect(
+        rf"{_PART}\.recompute_\w+|recompute(_plan.*)?",
+        "recompute comes from fsdp2.yaml's recompute_modules, or from the flags",
+    ),
     NoEffect(
         rf"{_PART}\.(activation_offload|synchronize_per_layer)|activation_offload_plan.*",
         "memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",

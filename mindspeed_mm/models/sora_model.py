@@ -27,6 +27,7 @@ from mindspeed_mm.models.predictor.family import PredictorFamily, find_family, t
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.models.sora_layout import pipeline_layout
 from mindspeed_mm.models.transformers.base_model import adapt_class
+from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
@@ -187,7 +188,7 @@ class SoRAModel(MultiModalModule):
             paths["sharding_size"] = "auto"
             notice(
                 "there is no --fsdp2-config-path: the predictor is sharded over all ranks, block by block; fsdp2.yaml "
-                "may say otherwise, and its recompute_modules save memory"
+                "may say otherwise; its recompute_modules, or --recompute-granularity full, save memory"
             )
         self.predictor.weights_come_later = self.weights_come_later
         if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
@@ -328,12 +329,7 @@ def _build(family: PredictorFamily, structure: Mapping[str, Any]) -> Any:
 
 def block_paths(predictor: Any) -> list[str]:
     """Patterns of a diffusers model's repeated blocks."""
-    names = set(predictor._no_split_modules or ()) | set(getattr(predictor, "_repeated_blocks", None) or ())
-    found = []
-    for path, module in predictor.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) and type(module[0]).__name__ in names:
-            found.append(f"{path}.{{*}}")
-    return [path for path in found if not any(path != p and path.startswith(p.removesuffix("{*}")) for p in found)]
+    return [f"{path}.{{*}}" for path in block_lists(predictor)]
 
 
 def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:

@@ -503,6 +503,8 @@ def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., st
         fsdp2_config_path=written(offload_to_cpu=offload),
         bf16=False,
         fp16=False,
+        accumulate_allreduce_grads_in_fp32=False,
+        recompute_granularity=None,
         distributed_backend="nccl",
         distributed_timeout_minutes=1,
     )
@@ -595,6 +597,8 @@ def collectives_of_a_step(path: str, micro_batches: int) -> tuple[int, int, floa
         fsdp2_config_path=path,
         bf16=False,
         fp16=False,
+        accumulate_allreduce_grads_in_fp32=False,
+        recompute_granularity=None,
         distributed_backend="gloo",
         distributed_timeout_minutes=1,
         init_model_with_meta_device=False,

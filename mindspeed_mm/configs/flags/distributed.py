@@ -7,11 +7,15 @@ from typing import Annotated, Literal
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
+#: why FSDP2 can't recompute the core of attention alone
+NO_SELECTIVE_RECOMPUTE = (
+    "with FSDP2 whole blocks are recomputed, by --recompute-granularity full or fsdp2.yaml's recompute_modules"
+)
 _OPTIMIZER = no_effect(fsdp2="FSDP2 shards the optimizer already")
 _OVERLAP = no_effect(fsdp2="FSDP2 overlaps by prefetch, see fsdp2.yaml's num_to_forward_prefetch")
 _TENSOR = no_effect(fsdp2="there is one tensor-parallel rank")
 _PIPELINE = no_effect(fsdp2="there is one pipeline stage")
-_RECOMPUTE = no_effect(fsdp2="recompute comes from fsdp2.yaml's recompute_modules")
+_SELECTIVE = no_effect(fsdp2=NO_SELECTIVE_RECOMPUTE)
 
 Backend = Literal[
     "nccl",
@@ -62,11 +66,12 @@ class MegatronRoadArguments:
     overlap_grad_reduce: Annotated[bool, _OVERLAP("reduce gradients during backward")] = False
     overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters ahead of forward")] = False
     recompute_granularity: Annotated[
-        Literal["full", "selective"] | None, _RECOMPUTE("recompute whole layers, or the core of attention")
+        Literal["full", "selective"] | None,
+        flag("recompute whole layers, where fsdp2.yaml names no recompute_modules; or the core of attention"),
     ] = None
     recompute_method: Annotated[
         Literal["uniform", "block"] | None,
-        _RECOMPUTE("with full: uniform = all layers, recompute-num-layers at a time; block = the first so many"),
+        flag("with full: uniform = all layers, recompute-num-layers at a time; block = the first so many"),
     ] = None
-    recompute_num_layers: Annotated[int | None, _RECOMPUTE("with full: a number of layers", minimum=1)] = None
-    recompute_activations: Annotated[bool, _RECOMPUTE("the same as recompute-granularity selective")] = False
+    recompute_num_layers: Annotated[int | None, flag("with full: a number of layers", minimum=1)] = None
+    recompute_activations: Annotated[bool, _SELECTIVE("the same as recompute-granularity selective")] = False

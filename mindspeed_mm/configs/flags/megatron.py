@@ -32,9 +32,7 @@ _EXPERTS = no_effect(
     fsdp2="expert parallelism is not there yet: the HF model's own experts run on every rank",
     ptd="models with experts are not there yet on the Megatron road",
 )
-_RECOMPUTE = no_effect(
-    fsdp2="recompute comes from fsdp2.yaml's recompute_modules", ptd="a recomputed layer is recomputed whole"
-)
+_RECOMPUTE = no_effect("a recomputed layer is recomputed whole")
 _MEMORY = no_effect(
     fsdp2="memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
     ptd="memory is saved by --recompute-granularity and --use-distributed-optimizer",

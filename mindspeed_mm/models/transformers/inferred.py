@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.family import FamilyTraits, is_transformers_model
@@ -25,10 +26,10 @@ _ENCODERS = {"vision_encoder": ("vision_config", ("image", "video")), "audio_enc
 def block_lists(model: nn.Module) -> list[str]:
     """Paths of the lists whose elements are worth a unit each, without those inside an element of another.
 
-    transformers names the classes that are not to be split; where it names none, blocks are lists of one class.
+    transformers and diffusers name the classes of blocks; where they name none, blocks are lists of one class.
     """
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m.parameters())}
-    names = getattr(model, "_no_split_modules", None) or ()
+    names = {*(getattr(model, "_no_split_modules", None) or ()), *(getattr(model, "_repeated_blocks", None) or ())}
     found = [path for path, blocks in lists.items() if any(type(block).__name__ in names for block in blocks)]
     if not found:
         found = [path for path, blocks in lists.items() if len(blocks) > 1 and len({type(b) for b in blocks}) == 1]
@@ -77,7 +78,9 @@ def guard_idle_encoders(model: nn.Module, traits: FamilyTraits) -> None:
     units = {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, FSDPModule) and any(path == p or path.startswith(f"{p}.") for p in prefixes)
+        if isinstance(module, FSDPModule)
+        and any(path == p or path.startswith(f"{p}.") for p in prefixes)
+        and any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in module.parameters())
     }
     if units:
         _IdleUnits(units).install(model)

@@ -134,3 +134,38 @@ def test_what_has_no_effect_is_said(run_folder: Path, said: list[str], words: st
     args = validated(words)
     assert len(said) == 1 and said[0].startswith(start)
     assert args.sequence_parallel is False
+
+
+@pytest.mark.parametrize(
+    "words, start",
+    [
+        ("--recompute-granularity selective", "--recompute-granularity selective has no effect here: with FSDP2 whole"),
+        (
+            "--recompute-method block --recompute-num-layers 2",
+            "--recompute-method and --recompute-num-layers have no effect here without --recompute-granularity full",
+        ),
+    ],
+)
+def test_recompute_that_fsdp2_has_not_is_said(run_folder: Path, said: list[str], words: str, start: str) -> None:
+    validated(f"--use-torch-fsdp2 {words}")
+    assert len(said) == 1 and said[0].startswith(start)
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--recompute-method uniform", "--recompute-method block --recompute-num-layers 2"]
+)
+def test_full_recompute_with_fsdp2_needs_no_words(run_folder: Path, said: list[str], words: str) -> None:
+    assert validated(f"--use-torch-fsdp2 --recompute-granularity full {words}").recompute_granularity == "full"
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        ("--recompute-method block", "--recompute-method block needs --recompute-num-layers"),
+        ("--recompute-num-layers 2", "--recompute-num-layers needs --recompute-method: block recomputes so many"),
+    ],
+)
+def test_full_recompute_with_fsdp2_knows_of_which_layers(run_folder: Path, words: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        validated(f"--use-torch-fsdp2 --recompute-granularity full {words}")
