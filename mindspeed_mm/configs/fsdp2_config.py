@@ -65,7 +65,11 @@ class Fsdp2Config(Section):
     sub_modules_to_wrap: Paths | None = Field(
         None, description="module paths that become FSDP units of their own (the root always is one)"
     )
-    ignored_modules: Paths | None = Field(None, description="module paths that FSDP2 leaves whole on every rank")
+    ignored_modules: Paths | None = Field(
+        None,
+        description="module paths that stay whole on every rank, in param_dtype as the others; their gradients are "
+        "summed over ranks once a step",
+    )
     recompute_modules: Paths | None = Field(
         None, description="module paths whose activations are recomputed in the backward pass"
     )

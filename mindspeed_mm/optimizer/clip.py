@@ -65,17 +65,17 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | f
 
 @torch.no_grad()
 def sum_plain_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum over `group` the gradients of parameters that FSDP does not manage (ignored modules that are trained).
+    """Sum over `group` the gradients of parameters that FSDP leaves to each rank (ignored modules that are trained).
 
     A rank that made no gradient for one of them adds zeros.
     """
-    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    plain = [p for p in parameters if p.requires_grad and not (isinstance(p, DTensor) and p.device_mesh.size() > 1)]
     if not plain:
         return
     for param in plain:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-    gradients = [p.grad for p in plain if p.grad is not None]
+    gradients = [local_tensor(p.grad) for p in plain if p.grad is not None]
     flat = torch.cat([g.flatten().float() for g in gradients])
     dist.all_reduce(flat, group=group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

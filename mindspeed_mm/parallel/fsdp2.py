@@ -29,6 +29,8 @@ class ShardPlan:
     Attributes:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         ignored_params: parameters that stay whole on every rank.
+        whole_units: ignored modules that are cast as every other unit is: see `whole_units`.
+        own_mesh: of this rank alone, for them.
     """
 
     mesh: DeviceMesh
@@ -36,13 +38,19 @@ class ShardPlan:
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | int
     ignored_params: set[nn.Parameter] = field(default_factory=set)
+    whole_units: dict[str, nn.Module] = field(default_factory=dict)
+    own_mesh: DeviceMesh | None = None
+
+    @property
+    def casts(self) -> bool:
+        """Whether units compute, or hand on what they have computed, in another dtype than float32."""
+        return bool({self.mp_policy.param_dtype, self.mp_policy.output_dtype} - {None, torch.float32})
 
     @property
     def has_an_effect(self) -> bool:
         """Whether fully_shard would do anything: one rank without casts and offload computes the same without it."""
-        policy = self.mp_policy
-        casts = {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} - {None, torch.float32}
-        return self.mesh.size() > 1 or bool(casts) or isinstance(self.offload_policy, CPUOffloadPolicy)
+        reduces = self.mp_policy.reduce_dtype not in (None, torch.float32)
+        return self.mesh.size() > 1 or self.casts or reduces or isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `torch.distributed.fsdp.fully_shard`."""
@@ -53,6 +61,10 @@ class ShardPlan:
             "reshard_after_forward": self.reshard_after_forward,
             "ignored_params": self.ignored_params or None,
         }
+
+    def kwargs_of_whole_units(self) -> dict[str, Any]:
+        """The same for `whole_units`: sharded over one rank, they are whole and wait for no other rank."""
+        return {**self.kwargs(), "mesh": self.own_mesh, "reshard_after_forward": False, "ignored_params": None}
 
 
 def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[nn.Parameter]) -> ShardPlan:
@@ -111,6 +123,32 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
     return params
 
 
+def whole_units(root: nn.Module, ignored: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules to wrap so that `ignored` ones compute in the dtype of the others, by path.
+
+    A list of modules has no forward: its elements are taken. A module elsewhere that holds a parameter of an ignored
+    one (a tied embedding) is one too. A module with parameters of several dtypes, a quantised one for example, is left
+    as it is: it knows what it computes in.
+    """
+    units: dict[str, nn.Module] = {}
+
+    def add(path: str, module: nn.Module) -> None:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            for name, child in module.named_children():
+                add(f"{path}.{name}", child)
+        elif len({p.dtype for p in module.parameters()}) == 1:
+            units[path] = module
+
+    for path, module in ignored.items():
+        add(path, module)
+    params = {id(p) for module in units.values() for p in module.parameters()}
+    inside = {id(m) for module in units.values() for m in module.modules()}
+    for path, module in root.named_modules():
+        if id(module) not in inside and any(id(p) in params for p in module._parameters.values()):
+            units[path] = module
+    return units
+
+
 def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan) -> None:
     """Call fully_shard on each of `modules`, children before parents, then on `root`; not at all if in vain.
 
@@ -121,10 +159,12 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
         return
     # transformers outputs carry views (features of each image); torch warns of in-place use, and there is none
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
+    modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
     for unit in _units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(target, **plan.kwargs())
-    _refuse_calls_inside(root, modules)
+        fully_shard(target, **(plan.kwargs_of_whole_units() if id(unit[0]) in inside else plan.kwargs()))
+    _refuse_calls_inside(root, modules, plan.whole_units)
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs()
         if kwargs["reshard_after_forward"] is True:
@@ -133,7 +173,7 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
         fully_shard(root, **kwargs)
 
 
-def _refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole: Mapping[str, nn.Module]) -> None:
     """During the first forward of `root`, refuse a call of a unit's child from outside.
 
     The unit's parameters are not gathered then, and torch's own error names no module.
@@ -145,7 +185,7 @@ def _refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module]) -> N
             if any(isinstance(p, DTensor) for p in module._parameters.values()):
                 raise ConfigError(
                     f"fsdp2.yaml: '{path}' is called by the model while '{unit}', the unit that holds its parameters, "
-                    f"is not running; add '{path}' to sub_modules_to_wrap"
+                    f"is not running; add '{path}' to {'ignored_modules' if unit in whole else 'sub_modules_to_wrap'}"
                 )
 
         handles.append(child.register_forward_pre_hook(check))

@@ -120,6 +120,14 @@ def resolve_sharding_size(
     return size
 
 
+def build_own_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of this rank alone. Collective over all ranks, unless `mesh`, of `build_fsdp_mesh`, has one."""
+    if mesh.size(mesh.ndim - 1) == 1:
+        return mesh if mesh.ndim == 1 else mesh["shard"]
+    every = init_device_mesh(mesh.device_type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))
+    return every["own"]
+
+
 def build_fsdp_mesh(sharding_size: int, group: dist.ProcessGroup | None = None) -> DeviceMesh:
     """Return the mesh for `fully_shard`.
 

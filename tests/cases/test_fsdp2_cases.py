@@ -326,6 +326,23 @@ def test_l02_ranks_with_unequal_answers(ranks2: RankPool, alone: RankPool, qwen3
     assert_same_step(step(ranks2, tmp_path / "copies", qwen3_dir, data, fsdp2={"sharding_size": 1}), one)
 
 
+# --- ignored modules
+
+
+def test_ignored_modules_of_a_bf16_run(ranks2: RankPool, qwen2_5_vl_dir: Path, tmp_path: Path) -> None:
+    """A frozen tower and a trained head that FSDP2 ignores: the loss, the step and the weights of a run without."""
+    data = write_mixed_dataset(tmp_path / "data", rows=2, seed=5)
+    model = {"image_encoder": {"vision_encoder": {"freeze": True}, "vision_projector": {"freeze": True}}}
+    settings: dict[str, Any] = {"model": model, "bf16": True}
+    ignored = {"ignored_modules": ["model.visual", "lm_head"]}
+    plain = step(ranks2, tmp_path / "plain", qwen2_5_vl_dir, data, **settings)
+    found = step(ranks2, tmp_path / "ignored", qwen2_5_vl_dir, data, fsdp2=ignored, **settings)
+    assert_same_step(found, plain)
+    source = load_file(qwen2_5_vl_dir / "model.safetensors")
+    tower = {name for name in source if name.startswith("visual.") or ".visual." in name}
+    assert tower and all(torch.equal(found[1][name], source[name]) for name in tower)
+
+
 # --- nodes and processes
 
 

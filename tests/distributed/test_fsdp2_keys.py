@@ -29,6 +29,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.transformers import base_model
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
+from mindspeed_mm.optimizer.clip import sum_plain_gradients
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import logger
@@ -223,6 +224,47 @@ def test_ignored_modules(ranks2: RankPool, written: Callable[..., str]) -> None:
     for found in ranks2.run(parameters, path):
         assert found.pop("vision.stem.weight") is None
         assert set(found.values()) == {4}
+
+
+IGNORED = ["vision.stem", "language.blocks"]  # the second is a list: its elements are called
+
+
+def bf16_step(path: str, frozen: bool) -> tuple[set[Any], list[torch.Tensor | None], list[torch.Tensor]]:
+    """After two micro-batches: what computed with the ignored modules, their summed gradients, their weights."""
+    model = Toy()
+    ignored = [model.vision.stem, *model.language.blocks]
+    for module in ignored:
+        module.requires_grad_(not frozen)
+        nn.init.constant_(module.weight, 1.003)  # no number of bfloat16
+    model.fully_shard(fsdp2_config_path=path)
+    for last, seed in ((False, 0), (True, 1)):
+        fsdp2.set_gradient_sync(model, last, defer=False)
+        draws = torch.Generator().manual_seed(2 * seed + dist.get_rank())
+        model(torch.rand(SIZE, generator=draws)).sum().backward()
+    weights = [module.weight for module in ignored]
+    sum_plain_gradients(model.parameters(), None)
+    whole = lambda t: t.full_tensor() if isinstance(t, DTensor) else t  # noqa: E731
+    seen = {types for module in ignored for types in module.seen}
+    return seen, [None if w.grad is None else whole(w.grad) for w in weights], [whole(w.detach()) for w in weights]
+
+
+@covers("ignored_modules")
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("sharding_size", [1, 2])
+def test_ignored_modules_compute_and_train_as_the_others_do(
+    ranks2: RankPool, written: Callable[..., str], sharding_size: int, frozen: bool
+) -> None:
+    """In bf16 over whole float32 weights, with the gradients of a run that ignores nothing."""
+    bf16 = {"param_dtype": "bf16", "sharding_size": sharding_size, "sub_modules_to_wrap": BLOCKS}
+    expected = ranks2.run(bf16_step, written(**bf16), frozen)
+    found = ranks2.run(bf16_step, written(**bf16, ignored_modules=IGNORED), frozen)
+    for (seen, gradients, weights), (_, expected_gradients, _) in zip(found, expected, strict=True):
+        assert seen == {(torch.bfloat16, torch.bfloat16)}
+        assert all(w.dtype == torch.float32 and bool((w == 1.003).all()) for w in weights)
+        if frozen:
+            assert gradients == [None] * 3
+        else:
+            torch.testing.assert_close(gradients, expected_gradients, rtol=1e-6, atol=0)
 
 
 def runs_in_a_step(path: str) -> dict[str, int]:

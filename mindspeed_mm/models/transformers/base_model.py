@@ -23,7 +23,7 @@ from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import apply_recompute
-from mindspeed_mm.parallel.state import build_fsdp_mesh, resolve_sharding_size
+from mindspeed_mm.parallel.state import build_fsdp_mesh, build_own_mesh, resolve_sharding_size
 from mindspeed_mm.utils.log import notice
 
 
@@ -78,8 +78,10 @@ class FSDP2Mixin:
         self.device_mesh = build_fsdp_mesh(size, process_group)
         ignored = find_modules(self._module(), config.ignored_modules or (), where="fsdp2.yaml: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
-        self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
-        return self._fsdp2_plan.kwargs(), config
+        plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
+        if ignored and plan.casts:
+            plan.whole_units, plan.own_mesh = fsdp2.whole_units(self._module(), ignored), build_own_mesh(plan.mesh)
+        return plan.kwargs(), config
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Config | None = None) -> None:
         self.set_recompute_modules_to_wrap()
