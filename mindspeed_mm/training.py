@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, ForwardStep, ModelProvider, PendingStep
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
@@ -98,7 +99,11 @@ def pretrain(
         with hold_run_folder(args.save, args.rank, backend.gather_objects) as lock:
             start, progress = _find_start(args, backend)
             data = build_run_data(
-                train_valid_test_datasets_provider, args, backend.data_parallel_rank, backend.data_parallel_size
+                train_valid_test_datasets_provider,
+                args,
+                backend.data_parallel_rank,
+                backend.data_parallel_size,
+                backend.gather_objects if args.world_size > 1 else None,
             )
             args.train_iters = resolve_train_iters(
                 args, data.train_rows, data.global_batches_per_epoch, data.why_no_length
@@ -107,6 +112,7 @@ def pretrain(
             backend.build_optimizer(model)
             if start.directory is not None:
                 _load(start, progress, backend, args)
+            data.check_streams()
             _collect_garbage(args)
             train(forward_step_func, data, backend, args, progress, memory, lock)
 
@@ -193,6 +199,7 @@ def evaluate(
     """Mean loss over --eval-iters global batches of the validation data, always the same ones; forward only."""
     iterator: Iterator[Any] = loader.fresh_iterator()
     batches = loader.limit_batches(args.eval_iters)
+    forward_step = without_fillers(forward_step, loader.is_filler)
     loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * args.num_microbatches)
     loss = loss_sum / denominator if denominator else float("nan")
     watch.log_evaluation(iteration, batches, loss)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
@@ -16,12 +16,21 @@ from mindspeed_mm.data.batching import Batching, pack_capacity
 from mindspeed_mm.data.cost import CostModel
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.fixed_plan import Balance
-from mindspeed_mm.data.foreign import ForeignLoader, loader_generator
+from mindspeed_mm.data.foreign import IndexedLoader, StreamLoader, UserLoader
 from mindspeed_mm.data.loader import MMDataLoader
 from mindspeed_mm.data.model_match import read_model_config
-from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
+from mindspeed_mm.data.plan import Layout
+from mindspeed_mm.data.rank_check import (
+    Gather,
+    check_sampler,
+    check_stream,
+    require_micro_batch_size,
+    settle_length,
+    settle_parts,
+)
+from mindspeed_mm.data.user_order import DataSetOrder, LoaderOrder
 from mindspeed_mm.utils.errors import ConfigError, DataError
-from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.log import info_rank0, notice
 
 
 @dataclass
@@ -36,9 +45,21 @@ class ValidData:
     loader: Any
     global_batches: int | None
 
+    def __post_init__(self) -> None:
+        self._empty: set[int] = set()
+
     def fresh_iterator(self) -> Iterator[Any]:
         """Micro-batches from the start, pass after pass."""
-        return _from_start(self.loader)
+        self._empty.clear()
+        for number, batch in enumerate(_endless(self.loader)):
+            is_ours = isinstance(self.loader, MMDataLoader) and isinstance(batch, Mapping)
+            if is_ours and not int(batch.get("num_rows", 1)):
+                self._empty.add(number)
+            yield batch
+
+    def is_filler(self, number: int) -> bool:
+        """Whether the micro-batch of this number, read from the last fresh iterator, only fills up a global batch."""
+        return number in self._empty or (isinstance(self.loader, UserLoader) and self.loader.is_filler(number))
 
     def limit_batches(self, wanted: int) -> int:
         """`wanted` global batches, at most one pass."""
@@ -54,7 +75,9 @@ class RunData:
         valid: None: no evaluation.
         train_rows, global_batches_per_epoch: None for data without a length; packs have a fraction.
         why_no_length: a clause that says why there is none.
-        state_dict: the position after the batches handed out; None for data that keep no position of their own.
+        state_dict: the position after the batches handed out.
+        check_streams: ends the run with a ConfigError where all ranks read the same rows of iterables; reads the first
+            micro-batches of these. Other data have been checked.
     """
 
     train: CountingIterator
@@ -64,6 +87,7 @@ class RunData:
     close: Callable[[], None]
     why_no_length: str = "this one is streamed"
     state_dict: Callable[[], dict[str, Any]] | None = None
+    check_streams: Callable[[], None] = lambda: None
 
 
 def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[Any, Any, None]:
@@ -139,7 +163,11 @@ def _costs(args: Any) -> CostModel:
 
 
 def build_run_data(
-    provider: Callable[..., Any], args: Any, data_parallel_rank: int, data_parallel_size: int
+    provider: Callable[..., Any],
+    args: Any,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    gather: Gather | None = None,
 ) -> RunData:
     """Call the provider and bring its answer into form.
 
@@ -149,53 +177,62 @@ def build_run_data(
         args: micro_batch_size, global_batch_size, num_microbatches, num_workers, seed, consumed_train_samples,
             train_iters, eval_iters, eval_interval; data_state, if there is one: what `RunData.state_dict` returned in
             the run that this one goes on from.
+        gather: what every rank of the run gave, by rank; None: there is one.
 
     Raises:
-        DataError: no training data.
+        ConfigError: a loader of the user's own whose batches or ranks don't fit the run's.
+        DataError: no training data, or too few rows.
     """
     answer = provider(_wanted_samples(args)) if inspect.signature(provider).parameters else provider()
     train, valid, *_ = (*answer, None, None) if isinstance(answer, (tuple, list)) else (answer, None, None)
     if train is None:
         raise DataError("train_valid_test_datasets_provider returned no training data (None)")
-    train_loader = _as_loader(train, args, data_parallel_rank, data_parallel_size, training=True)
+    train_loader = _as_loader(train, args, data_parallel_rank, data_parallel_size, gather, training=True)
     valid_data = None
     if valid is not None and args.eval_iters and args.eval_interval:
-        loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, training=False)
+        loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, gather, training=False)
         valid_data = ValidData(loader, loader.global_batches_per_epoch)
     _go_to_checkpoint(train_loader, args)
-    iterator = _resumed(train_loader, args, data_parallel_size)
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
-    rows = _rows(train_loader, args, data_parallel_size)
+    rows = train_loader.num_rows
     info_rank0(f"training data: {rows if rows is not None else 'unknown number of'} rows")
+    loaders = {"training": train_loader, **({"validation": valid_data.loader} if valid_data else {})}
 
     def close() -> None:
-        for loader in (train_loader, valid_data.loader if valid_data else None):
-            if isinstance(loader, MMDataLoader):
-                loader.close()
+        for loader in loaders.values():
+            loader.close()
+
+    def check_streams() -> None:
+        for what, loader in loaders.items():
+            is_kept = what == "training" or not getattr(loader, "is_used_up", False)
+            if gather is not None and isinstance(loader, StreamLoader) and is_kept:
+                check_stream(loader, what, gather)
 
     return RunData(
-        CountingIterator(iterator, args.micro_batch_size, adapter),
+        CountingIterator(_endless(train_loader), args.micro_batch_size, adapter),
         valid_data,
         rows,
         train_loader.global_batches_per_epoch,
         close,
         _why_no_length(train_loader),
-        train_loader.state_dict if isinstance(train_loader, MMDataLoader) else None,
+        train_loader.state_dict,
+        check_streams,
     )
 
 
 def _go_to_checkpoint(loader: Any, args: Any) -> None:
     """Take the position that a checkpoint holds; one from before positions were kept has consumed samples only.
 
-    A loader of the user's own is resumed by skipping, even where it has a state: that of a worker is no position.
+    The state of a user's own loader is not asked for: that of a worker is no position.
     """
-    if not isinstance(loader, MMDataLoader):
-        return
     state = getattr(args, "data_state", None)
-    if state is not None:
+    consumed = {"consumed_samples": args.consumed_train_samples}
+    if isinstance(loader, UserLoader):
+        loader.go_to(consumed if state is None else state)
+    elif state is not None:
         loader.load_state_dict(state)
     elif args.consumed_train_samples and loader.capacity is not None:
-        loader.load_state_dict({"consumed_samples": args.consumed_train_samples})
+        loader.load_state_dict(consumed)
 
 
 def _why_no_length(loader: Any) -> str:
@@ -214,67 +251,49 @@ def _wanted_samples(args: Any) -> list[int]:
     return [iters * args.global_batch_size, evaluations * each, each]
 
 
-def _as_loader(data: Any, args: Any, rank: int, size: int, *, training: bool) -> Any:
+def _as_loader(
+    data: Any, args: Any, rank: int, size: int, gather: Gather | None, *, training: bool
+) -> MMDataLoader | UserLoader:
     if isinstance(data, MMDataLoader):
         return data
+    what, per_batch = "training" if training else "validation", args.micro_batch_size
+    common = (Layout(per_batch, args.global_batch_size, size), rank, args.seed, training)
+    whole_only = getattr(args, "pipeline_model_parallel_size", 1) > 1  # stages exchange tensors of one size
+    loader: UserLoader
     if isinstance(data, DataLoader):
-        return ForeignLoader(data, args.num_microbatches, args.seed)
-    if isinstance(data, Dataset) and hasattr(data, "__len__"):
-        sampler = GlobalOrderBatchSampler(
-            len(data),  # type: ignore[arg-type]
-            args.micro_batch_size,
-            args.global_batch_size,
-            rank,
-            size,
-            shuffle=training,
-            seed=args.seed,
-            drop_last=True,
-            consumed_samples=args.consumed_train_samples if training else 0,
+        require_micro_batch_size(data, per_batch, what)
+        if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
+            loader = StreamLoader(data, *common)
+        else:
+            loader = IndexedLoader(data, LoaderOrder(data, per_batch, args.seed, whole_only), *common)
+            check_sampler(loader, what)
+    elif isinstance(data, Dataset) and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        order = DataSetOrder(len(data), per_batch, training, args.seed, drop_last=training or whole_only)
+        own = DataLoader(data, batch_size=per_batch, num_workers=args.num_workers)
+        loader = IndexedLoader(own, order, *common)
+    elif hasattr(data, "__iter__"):
+        loader = StreamLoader(data, *common)
+    else:
+        raise ConfigError(
+            f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a "
+            "length, a DataLoader, another iterable of batches, or None"
         )
-        # without a generator of its own the loader draws from the global random state, after a resume has restored it
-        loader = DataLoader(
-            data, batch_sampler=sampler, num_workers=args.num_workers, generator=loader_generator(args.seed)
+    if gather is not None:
+        settle = settle_parts if isinstance(loader, IndexedLoader) else settle_length
+        settle(loader, what, gather, training)  # type: ignore[operator]
+    loader.check_length()
+    if whole_only and not training and loader.num_rows is not None and loader.num_rows % per_batch:
+        notice(
+            f"the last {loader.num_rows % per_batch} row(s) of the validation data are left out: pipeline stages "
+            f"exchange whole micro-batches of {per_batch}"
         )
-        return PositionedLoader(loader, sampler)
-    if hasattr(data, "__iter__"):
-        return ForeignLoader(data, args.num_microbatches, args.seed)
-    raise ConfigError(
-        f"train_valid_test_datasets_provider returned a {type(data).__name__}; expected a torch Dataset with a length, "
-        "a DataLoader, another iterable of batches, or None"
-    )
+    return loader
 
 
-class PositionedLoader:
-    """A DataLoader over one of our samplers: endless, and at its position."""
-
-    def __init__(self, loader: DataLoader, sampler: GlobalOrderBatchSampler) -> None:
-        self._loader = loader
-        self.num_rows = sampler.num_rows
-        self.global_batches_per_epoch = sampler.global_batches_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-
-def _resumed(loader: Any, args: Any, size: int) -> Iterator[Any]:
-    """An endless iterator that continues after the consumed samples.
+def _endless(loader: Any) -> Iterator[Any]:
+    """Micro-batches without end, from the loader's position, or of validation data from the start.
 
     Workers start with the first batch that is asked for, after the model has been built: they then share, instead of
     importing it once more, what the model's modules and the processor's have in common.
     """
-    if isinstance(loader, ForeignLoader):
-        return loader.batches(args.consumed_train_samples // (args.micro_batch_size * size))
-    return _from_start(loader)
-
-
-def _from_start(loader: Any) -> Iterator[Any]:
-    yield from loader.batches() if isinstance(loader, ForeignLoader) else loader
-
-
-def _rows(loader: Any, args: Any, size: int) -> int | None:
-    if not isinstance(loader, ForeignLoader):
-        return loader.num_rows
-    try:
-        return len(loader.loader) * args.micro_batch_size * size
-    except TypeError:
-        return None
+    yield from loader.batches() if isinstance(loader, UserLoader) else loader

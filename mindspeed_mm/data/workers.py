@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from mindspeed_mm.utils.errors import DataError
 
@@ -86,6 +86,28 @@ def start_worker(_: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+class WorkerStart:
+    """A `worker_init_fn` for a loader of the user's own: `start_worker`, then the user's.
+
+    Args:
+        dataset: What the user's function finds as `get_worker_info().dataset`, in place of our view of it.
+        then: The user's `worker_init_fn`, if there is one.
+    """
+
+    def __init__(self, dataset: Any, then: Any = None) -> None:
+        self._dataset = dataset
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Prepare worker number `worker`."""
+        start_worker(worker)
+        info = get_worker_info()
+        if info is not None:
+            object.__setattr__(info, "dataset", self._dataset)  # torch's record of a worker is frozen
+        if self._then is not None:
+            self._then(worker)
 
 
 def _end_with_parent(parent: int) -> None:

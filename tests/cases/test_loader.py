@@ -325,8 +325,8 @@ def test_k05_a_users_loader_with_a_state_is_resumed_by_skipping() -> None:
     args = arguments("--train-iters", "9", "--global-batch-size", "2")
     args.consumed_train_samples, args.data_state = 4, None
     data = build_run_data(lambda: WithState(torch.arange(10), batch_size=1), args, 0, 1)  # type: ignore[arg-type]
-    assert data.state_dict is None
-    assert [int(batch) for batch in take(data.train, 3)] == [4, 5, 6]
+    assert [int(batch) for batch in take(data.train, 4)] == [4, 5, 6, 7]
+    assert data.state_dict is not None and data.state_dict() == {"consumed_samples": 8, "epoch": 0, "place": 8}
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.encode import Sample
-from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.unit.data.data_rows import flat, talk
+from tests.unit.data.rank_batches import RankBatches
 
 IN_ORDER = {"sampler_type": "SequentialSampler"}
 
@@ -114,7 +114,7 @@ def test_loader_hands_out_the_samplers_rows(param: Any, rows: list[Any], workers
     """In this process and in workers: the same endless sequence, epoch after epoch."""
     dataset = build_mm_dataset(param(rows))
     loader = build_mm_dataloader(dataset, None, micro_batch_size=2, global_batch_size=4, num_workers=workers)
-    rows_of = GlobalOrderBatchSampler(6, 2, 4)
+    rows_of = RankBatches(6, 2, 4)
     expected = [[dataset[i]["input_ids"].tolist() for i in batch] for batch in itertools.islice(rows_of, 7)]
     assert _ids(loader, 7) == expected
     assert (loader.num_rows, loader.rows_per_epoch, loader.global_batches_per_epoch) == (6, 4, 1)

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.data.sampler import GlobalOrderBatchSampler
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.unit.data.data_rows import flat
+from tests.unit.data.rank_batches import RankBatches
 
 
 def _take(count: int, **options: Any) -> list[list[int]]:
     """The first `count` micro-batches of a rank."""
     settings = {"num_rows": 16, "micro_batch_size": 1, "global_batch_size": 1, **options}
-    return list(itertools.islice(GlobalOrderBatchSampler(**settings), count))
+    return list(itertools.islice(RankBatches(**settings), count))
 
 
 def _global_rows(batches: int, dp_size: int, **options: Any) -> list[list[int]]:
     """The rows of the first global batches, put together from all ranks, as sets in order."""
     ranks = []
     for rank in range(dp_size):
-        sampler = GlobalOrderBatchSampler(dp_rank=rank, dp_size=dp_size, **options)
+        sampler = RankBatches(dp_rank=rank, dp_size=dp_size, **options)
         each = sampler.micro_batches_per_global_batch
         taken = list(itertools.islice(sampler, batches * each))
         ranks.append([flat(taken[i * each : (i + 1) * each]) for i in range(batches)])
@@ -48,7 +48,7 @@ def test_orders_differ_by_epoch_and_repeat_by_seed() -> None:
 
 def test_order_is_fixed_for_good() -> None:
     """Checkpoints rely on it: an order may never change with a version of numpy or of ours."""
-    sampler = GlobalOrderBatchSampler(8, 1, 1, seed=42)
+    sampler = RankBatches(8, 1, 1, seed=42)
     assert [sampler.order(epoch).tolist() for epoch in (0, 1)] == [EPOCH_0, EPOCH_1]
 
 
@@ -113,8 +113,8 @@ def test_position_inside_a_global_batch_goes_to_the_next_one() -> None:
 
 
 def test_numbers_of_an_epoch() -> None:
-    kept = GlobalOrderBatchSampler(10, 2, 4, dp_size=2, drop_last=False)
-    dropped = GlobalOrderBatchSampler(10, 2, 4, dp_size=2)
+    kept = RankBatches(10, 2, 4, dp_size=2, drop_last=False)
+    dropped = RankBatches(10, 2, 4, dp_size=2)
     assert (kept.global_batches_per_epoch, kept.samples_per_epoch) == (3, 12)
     assert (dropped.global_batches_per_epoch, dropped.samples_per_epoch) == (2, 8)
     assert kept.micro_batches_per_global_batch == 1

@@ -1,0 +1,41 @@
+"""Evaluation over data whose last global batch is filled up with micro-batches that were there before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_mm.backends.protocol import ForwardStep, normalise_loss_output
+
+
+def without_fillers(forward_step: ForwardStep, is_filler: Callable[[int], bool]) -> ForwardStep:
+    """Return a `forward_step` whose loss function says nothing of fillers: they are run, as other ranks run theirs.
+
+    Losses that are means become sums over micro-batches with their number, which says the same of the others.
+
+    Args:
+        forward_step: the user's.
+        is_filler: whether a micro-batch is one, by its number on this rank since the evaluation began; asked for when
+            the micro-batch has been read.
+    """
+    seen: Counter[int] = Counter()  # every chunk of a pipeline reads every micro-batch
+
+    def step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        output, loss_func = forward_step(data_iterator, model)
+        number = seen[id(model)]
+        seen[id(model)] += 1
+        counts = not is_filler(number)
+
+        def loss_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            loss, denominator, metrics = normalise_loss_output(loss_func(*args))
+            weight = torch.ones_like(loss.detach()) if denominator is None else denominator
+            if not counts:
+                return torch.zeros_like(loss), torch.zeros_like(weight), {}
+            return loss, weight, metrics
+
+        return output, loss_of
+
+    return step

@@ -1,0 +1,137 @@
+"""A user's data set as its loader's workers see it: with random numbers of each row's own, which a resume repeats."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from mindspeed_mm.data.workers import WorkerStart
+from mindspeed_mm.utils.sample_random import sample_key
+from mindspeed_mm.utils.seeds import host_seeded, seed_host
+
+
+class DrawnBatch(NamedTuple):
+    """The rows of a micro-batch.
+
+    Attributes:
+        indices: what the batch sampler gave; one index where the loader doesn't collate.
+        epoch: passes over the data before this one.
+        place: of the first row in the epoch, over all ranks.
+    """
+
+    indices: Any
+    epoch: int
+    place: int
+
+
+class SeededRows(Dataset):
+    """Finished micro-batches of a map-style data set.
+
+    Before a row is read, `random`, numpy's global state and torch's default generator are seeded from the run's seed,
+    the epoch and the row's place in it: augmentation differs between rows, ranks and epochs, depends neither on workers
+    nor on a resume, and this process's own random state stays as it was.
+
+    Args:
+        dataset: The user's.
+        collate: Makes a micro-batch of rows.
+        seed: The run's.
+        collates: Whether rows are put together; else the data set hands out whole micro-batches.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool = True) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._collates = collates
+
+    def __getitems__(self, batch: DrawnBatch) -> Any:
+        """Return a micro-batch."""
+        key = self._key(batch, 0)
+        with host_seeded(key) if get_worker_info() is None else nullcontext():
+            seed_host(key)
+            rows = self._rows(batch)
+            seed_host(key ^ 1)
+            return self._collate(rows)
+
+    def _rows(self, batch: DrawnBatch) -> Any:
+        if not self._collates:
+            return self._dataset[batch.indices]
+        if getattr(self._dataset, "__getitems__", None):
+            return self._dataset.__getitems__(batch.indices)
+        rows = []
+        for number, index in enumerate(batch.indices):
+            seed_host(self._key(batch, number))
+            rows.append(self._dataset[index])
+        return rows
+
+    def _key(self, batch: DrawnBatch, number: int) -> int:
+        return sample_key(self._seed, batch.place + number, batch.epoch)
+
+
+class SeededStream(IterableDataset):
+    """An iterable data set in workers, with random numbers of each micro-batch's own.
+
+    The first micro-batch of a worker and epoch draws the same on every rank, so that an order which a data set draws
+    when it begins is one that its ranks can divide among themselves; those that follow draw by rank.
+
+    Args:
+        dataset: The user's.
+        batch_size: Samples of a micro-batch.
+        seed: The run's.
+        rank: Data-parallel rank.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, seed: int, rank: int) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self._rank = rank
+        self.epoch = 0
+        self._begun = 0  # workers that live on count the epochs themselves
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        epoch, self._begun = self.epoch + self._begun, self._begun + 1
+        seed_host(stream_key(self._seed, epoch, self._rank, 0, worker))
+        samples = iter(self._dataset)
+        number = 0
+        while True:
+            if number % self._batch_size == 0:
+                seed_host(stream_key(self._seed, epoch, self._rank, number // self._batch_size, worker))
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            number += 1
+            yield sample
+
+
+def stream_key(seed: int, epoch: int, rank: int, number: int, worker: int = 0) -> int:
+    """Return the key of a stream's micro-batch `number`; the first one's is the same on every rank."""
+    return sample_key(sample_key(seed, rank if number else -1, worker), number, epoch)
+
+
+def with_our_workers(loader: DataLoader, **changed: Any) -> DataLoader:
+    """Return a copy of a user's loader whose workers outlive a scheduler's signals.
+
+    Args:
+        loader: The user's; stays as it is, and every option of it holds for the copy.
+        changed: Attributes that the copy has instead.
+    """
+    twin = copy.copy(loader)
+    # DataLoader refuses to have these set after its construction; a constructor of a subclass may take anything
+    twin.__dict__.update(changed, _iterator=None)
+    if loader.num_workers:
+        twin.worker_init_fn = WorkerStart(loader.dataset, loader.worker_init_fn)
+        if loader.multiprocessing_context is None and "fork" in multiprocessing.get_all_start_methods():
+            twin.multiprocessing_context = "fork"
+    return twin
