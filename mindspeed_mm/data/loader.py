@@ -51,7 +51,7 @@ class MMDataLoader:
         self.num_workers = num_workers
         self.capacity = capacity
         self.consumed_samples = consumed_samples
-        self._rows = BatchRows(dataset, collate, capacity)
+        self._rows = BatchRows(dataset, collate, capacity, sampler.planner.order.seed)
         self._param = param
         self._first = sampler.state if restarts else None
         self._loader: DataLoader | None = None

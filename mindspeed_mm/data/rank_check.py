@@ -178,7 +178,7 @@ def digest(value: Any) -> str | None:
     found = hashlib.sha256()
     try:
         _feed(value, found)
-    except _Unknown:
+    except (_Unknown, RuntimeError, NotImplementedError):  # torch: a tensor without bytes in a row, a sparse one
         return None
     return found.hexdigest()
 

@@ -11,8 +11,11 @@ from torch.utils.data import Dataset
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.encode import IGNORE_INDEX
 from mindspeed_mm.data.plan import FILLER, PlannedRow
+from mindspeed_mm.data.user_rows import DrawnBatch
 from mindspeed_mm.data.workers import Failure
 from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.sample_random import sample_key
+from mindspeed_mm.utils.seeds import host_seeded, seed_host
 
 
 class BatchRows(Dataset):
@@ -23,21 +26,34 @@ class BatchRows(Dataset):
             `get(row, bucket, epoch)`.
         collate: Samples to a micro-batch; with packs a `Collator`.
         capacity: Tokens of a pack; None: one sample a row.
+        seed: The run's. As in `SeededRows`, global random states depend on a row's place alone; of data sets of ours,
+            which draw from none of them, they are left alone.
     """
 
-    def __init__(self, dataset: Any, collate: Any, capacity: int | None = None) -> None:
+    def __init__(self, dataset: Any, collate: Any, capacity: int | None = None, seed: int = 0) -> None:
         self._dataset = dataset
         self._collate = collate
         self._capacity = capacity
+        self._seed = seed
+        self._is_ours = getattr(dataset, "has_fillers", False)
 
-    def __getitems__(self, rows: Sequence[PlannedRow]) -> Any:
-        """Return a micro-batch, or the `Failure` that one of its rows caused."""
+    def __getitems__(self, batch: DrawnBatch) -> Any:
+        """Return a micro-batch of `PlannedRow`s, or the `Failure` that one of its rows caused."""
         try:
-            if self._capacity is not None:
-                return self._collate.pack([self._pack(row, self._capacity) for row in rows])
-            return self._collate([self._row(*piece) for (piece,) in rows])
+            if self._is_ours:
+                return self._made(batch.indices)
+            with host_seeded(sample_key(self._seed, batch.place, -1)):
+                return self._made(batch.indices, batch.place)
         except MMError as error:
             return Failure(str(error))
+
+    def _made(self, rows: Sequence[PlannedRow], place: int | None = None) -> Any:
+        samples = []
+        for number, row in enumerate(rows):
+            if place is not None:
+                seed_host(sample_key(self._seed, place + number, 0))
+            samples.append(self._row(*row[0]) if self._capacity is None else self._pack(row, self._capacity))
+        return self._collate(samples) if self._capacity is None else self._collate.pack(samples)
 
     def _row(self, index: int, piece: int = 0, epoch: int | None = None) -> Any:
         if epoch is not None:

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_mm.data.plan import PlannedRow, Planner
+from mindspeed_mm.data.plan import Planner
+from mindspeed_mm.data.user_rows import DrawnBatch
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -48,13 +49,17 @@ class PlannedBatches:
         self._state, left_out = self._ahead.popleft()
         return left_out
 
-    def __iter__(self) -> Iterator[list[PlannedRow]]:
-        """Yield this rank's micro-batches, from the state on."""
+    def __iter__(self) -> Iterator[DrawnBatch]:
+        """Yield this rank's micro-batches of `PlannedRow`s, from the state on."""
         self.go_to(self._state)
         self._running = self.planner.batches()
+        size, ranks = self.planner.layout.micro_batch_size, self.planner.layout.dp_size
         for batch in self._running:
             self._ahead.append((batch.state, batch.left_out))
-            yield from batch.micro_batches[self.dp_rank]
+            end = batch.state["position"] if "position" in batch.state else batch.state["packing"]["next"]
+            first = end - self.planner.layout.global_batch_size
+            for number, rows in enumerate(batch.micro_batches[self.dp_rank]):
+                yield DrawnBatch(rows, 0, first + (number * ranks + self.dp_rank) * size)
 
     def close(self) -> None:
         """Stop the plan, and the workers that measure for it; what was read ahead is forgotten."""

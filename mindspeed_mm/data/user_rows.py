@@ -19,9 +19,9 @@ class DrawnBatch(NamedTuple):
     """The rows of a micro-batch.
 
     Attributes:
-        indices: what the batch sampler gave; one index where the loader doesn't collate.
-        epoch: passes over the data before this one.
-        place: of the first row in the epoch, over all ranks.
+        indices: what the batch sampler gave: rows of the plan, or indices; one where the loader doesn't collate.
+        epoch: passes over the data before this one; 0 where `place` counts on over them.
+        place: of the first row, over all ranks.
     """
 
     indices: Any

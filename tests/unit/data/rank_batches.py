@@ -72,5 +72,5 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the row indices of this rank's micro-batches, without end."""
-        for rows in self._batches:
-            yield [row for ((row, _),) in rows]
+        for batch in self._batches:
+            yield [row for ((row, _),) in batch.indices]

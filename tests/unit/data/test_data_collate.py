@@ -12,6 +12,7 @@ from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.collate import NOTES, Collator
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.rows import BatchRows
+from mindspeed_mm.data.user_rows import DrawnBatch
 from tests.unit.data.fake_data import FakeRows
 
 
@@ -77,7 +78,7 @@ def test_one_sample_a_row_says_the_same_on_the_host() -> None:
 
 def rows(dataset: FakeRows, capacity: int, *planned: list[tuple[int, int]]) -> dict[str, Any]:
     collate = Collator(dataset.adapter, CollateParam(), dataset)
-    return BatchRows(dataset, collate, capacity).__getitems__(planned)
+    return BatchRows(dataset, collate, capacity).__getitems__(DrawnBatch(planned, 0, 0))
 
 
 def test_a_pack_is_made_of_the_planned_pieces() -> None:

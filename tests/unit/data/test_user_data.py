@@ -27,9 +27,11 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 
+from mindspeed_mm.data import build_mm_dataloader
 from mindspeed_mm.data.providers import RunData, build_run_data
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.unit.data.data_rows import flat
@@ -282,14 +284,20 @@ def drawn(data: RunData, count: int) -> list[tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize("form", ["data set", "loader"])
+@pytest.mark.parametrize("form", ["data set", "loader", "build_mm_dataloader"])
 def test_augmentation_is_drawn_by_row_place_and_epoch(form: str) -> None:
     """Other numbers for each row, rank and epoch; the same after a resume, with workers or without."""
 
     def data(rank: int = 0, size: int = 1, workers: int = 0, consumed: int = 0) -> RunData:
         args = settings(size=size, num_workers=workers, consumed_train_samples=consumed)
-        loader = DataLoader(Rows(8), shuffle=True, num_workers=workers)
-        return build_run_data(lambda: Rows(8) if form == "data set" else loader, args, rank, size)
+        rows: Any = Rows(8)
+        if form == "loader":
+            rows = DataLoader(rows, shuffle=True, num_workers=workers)
+        elif form == "build_mm_dataloader":
+            rows.collate_fn = default_collate
+            sizes = {"micro_batch_size": 1, "global_batch_size": 4, "num_workers": workers}
+            rows = build_mm_dataloader(rows, None, None, consumed, dp_rank=rank, dp_size=size, **sizes)
+        return build_run_data(lambda: rows, args, rank, size)
 
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     whole = drawn(data(), 16)
