@@ -19,12 +19,15 @@ WRAP = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
 WORDS = "red green blue small large round square picture left right above below what where".split()  # noqa: SIM905
 
 
-def prepare(folder: Path, rows: int = 64, seed: int = 0, smallest: bool = False) -> tuple[Path, Path]:
+def prepare(
+    folder: Path, rows: int = 64, seed: int = 0, smallest: bool = False, layers: int | None = None
+) -> tuple[Path, Path]:
     """Make a Qwen2.5-VL of 4.9 M parameters with weights, and a sharegpt file with 0, 1 and 2 images a row.
 
     Args:
         folder: what is in it already stays as it is.
         smallest: a model of 0.2 M parameters instead.
+        layers: of its language model, and blocks of its vision tower.
 
     Returns:
         (HF directory, data file).
@@ -48,6 +51,8 @@ def prepare(folder: Path, rows: int = 64, seed: int = 0, smallest: bool = False)
     if smallest:
         text |= {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
         vision |= {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "out_hidden_size": 64}
+    if layers is not None:
+        text["num_hidden_layers"] = vision["depth"] = layers
     save_model_dir(qwen2_5_vl_config(tokenizer, text=text, vision=vision), tokenizer, hf_dir, seed)
     (data_dir / "images").mkdir(parents=True)
     content = []

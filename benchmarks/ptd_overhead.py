@@ -160,13 +160,19 @@ class BareLoop:
             (figures[0] / figures[1]).item(), float(norm)
 
 
-def our_ptd_loop(folder: Path, layout: str, batches: list[dict[str, Any]], accumulation: int, replicas: int) -> Any:
-    """Our loop on the Megatron backend over prepared micro-batches."""
+def our_ptd_loop(
+    folder: Path, name: str, layout: str, batches: list[dict[str, Any]], accumulation: int, replicas: int
+) -> Any:
+    """Our loop on the Megatron backend over prepared micro-batches.
+
+    Args:
+        name: of the run's folder.
+    """
     from step_overhead import our_loop
 
     return our_loop(
         folder,
-        f"run_{layout}",
+        name,
         batches,
         accumulation,
         "pretrain_vlm.py",
@@ -190,7 +196,7 @@ def compare(layout: str, folder: Path, rounds: int, block: int) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     replicas = world if layout == "dp2" else 1
     batches = collated_batches(hf_dir, data_file, MICRO_BATCH)[rank % replicas :: replicas]
-    ours = our_ptd_loop(folder, layout, batches, ACCUMULATION, replicas)
+    ours = our_ptd_loop(folder, f"run_{layout}", layout, batches, ACCUMULATION, replicas)
     bare = BareLoop(ours, batches, MICRO_BATCH)
     times = ours.alternate(block, rounds, {"bare": lambda: timed(bare.step, block)})
     if rank == 0:

@@ -139,16 +139,17 @@ class BareLoop:
 
         hf_dir, _ = prepare(folder)
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32).train()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in (*model.model.visual.blocks, *model.model.language_model.layers):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        self.world = dist.get_world_size()
+        if self.world > 1:
+            mesh = init_device_mesh("cpu", (self.world,))
+            for block in (*model.model.visual.blocks, *model.model.language_model.layers):
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
         self.model, self.batches, self.accumulation = model, endless(batches), accumulation
-        self.world = dist.get_world_size()
 
     def step(self) -> None:
         """One optimizer step."""
@@ -160,7 +161,8 @@ class BareLoop:
         dist.all_reduce(tokens)
         total = torch.zeros(())
         for i, batch in enumerate(micro):
-            self.model.set_is_last_backward(i == len(micro) - 1)
+            if self.world > 1:
+                self.model.set_is_last_backward(i == len(micro) - 1)
             labels = batch.pop("labels")
             batch.pop("num_rows", None)
             logits = self.model(**batch, use_cache=False).logits
@@ -174,7 +176,7 @@ class BareLoop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)
-        (total / self.world).item(), norm.full_tensor().item()
+        (total / self.world).item(), (norm.full_tensor() if self.world > 1 else norm).item()
 
 
 def step_against_bare_loop(folder: Path, rounds: int, block: int) -> None:

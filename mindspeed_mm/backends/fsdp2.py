@@ -34,6 +34,7 @@ from mindspeed_mm.optimizer.clip import (
     all_parameters,
     clip_factor,
     local_squared_norm,
+    number_of_copies,
     scale_gradients,
     sum_plain_gradients,
 )
@@ -41,7 +42,7 @@ from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.optimizer.groups import is_idle
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
-from mindspeed_mm.parallel.fsdp2 import set_gradient_sync
+from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
 from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
@@ -125,6 +126,7 @@ class FSDP2Backend:
         accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
         self.model = model
         self._root = _sharded_root(model)
+        self._units = sharded_units(self._root)
         for module, directory in waiting.items() if load_weights else ():
             self._load_weights_of(_sharded_root(module), Path(directory))
         self._towers = _tower_parameters(model)
@@ -141,6 +143,7 @@ class FSDP2Backend:
         self.optimizer = build_optimizer(self._root, self.args)
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
         self._parameters = all_parameters(self.optimizer.param_groups)
+        self._copies = [number_of_copies(p, self.state.world_size) for p in self._parameters]
         self._fused = bool(self.optimizer.defaults.get("fused"))
         asked, flag = getattr(model, "ema_decay", None), self.args.ema_decay
         decay = asked if flag is None else flag
@@ -159,7 +162,7 @@ class FSDP2Backend:
         scale = self.loss_scale.scale
         for i in range(num_microbatches):
             if num_microbatches > 1:
-                set_gradient_sync(self._root, i == num_microbatches - 1, self.config.defer_gradient_sync)
+                set_gradient_sync(self._units, i == num_microbatches - 1, self.config.defer_gradient_sync)
             output, loss_func = forward_step(data_iterator, self.model)
             loss = self._sums.add(loss_func(output))
             (loss * scale if scale != 1.0 else loss).backward()
@@ -171,7 +174,7 @@ class FSDP2Backend:
         scale = self.loss_scale.scale
         if self.data_parallel_size > 1:
             sum_plain_gradients(self._parameters, self.state.data_parallel_group)
-        squared = local_squared_norm(self._parameters, self.state.world_size, self._sum_dtype)
+        squared = local_squared_norm(self._parameters, self._copies, self._sum_dtype)
         zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
         squared = zero if squared is None else squared.to(self.state.device)
         sums, self._sums = self._sums, self._new_sums()
@@ -200,10 +203,8 @@ class FSDP2Backend:
                 output, loss_func = forward_step(data_iterator, self.model)
                 sums.add(loss_func(output))
         loss_sum, denominator = self._reducer.reduce_loss(sums)
-        for module in self._root.modules():
-            # forward without backward leaves the root whole; a later step must not find it stale
-            if hasattr(module, "reshard") and hasattr(module, "unshard"):
-                module.reshard()
+        for unit in self._units:
+            unit.reshard()  # forward without backward leaves the root whole; a later step must not find it stale
         return loss_sum, denominator
 
     def flops(self, counts: BatchCounts) -> float | None:

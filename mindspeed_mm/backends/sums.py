@@ -170,16 +170,16 @@ class StepReducer:
         told = [sums.sums, sums.means, has_new, stop_requested]
         told += [getattr(counts, name) for name in _SUMMED]
         told += [counts.media.get(kind, 0) for kind in self._media]
-        host = torch.zeros(len(told) + 2 * ranks, dtype=torch.float64)
-        host[: len(told)] = torch.tensor(told, dtype=torch.float64)
-        waits, costs = host[len(told) :].view(2, ranks)
+        waits, costs = [0.0] * ranks, [0.0] * ranks
         waits[rank], costs[rank] = counts.wait_seconds, counts.cost
+        host = torch.tensor([*told, *waits, *costs], dtype=torch.float64)
 
         own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
         device, host = self._sum(torch.cat([own, sums.figures(self._is_pair)]), host)
 
-        waits, costs = host[len(told) :].view(2, ranks)
-        with_sum, means, with_new, stop, *numbers = map(int, host[: len(told)].tolist())
+        summed_up = host.tolist()
+        waits, costs = summed_up[len(told) : -ranks], summed_up[-ranks:]
+        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(told)])
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
         if with_new:
@@ -189,8 +189,8 @@ class StepReducer:
             **dict(zip(_SUMMED, numbers, strict=False)),
             media=media,
             row_ids=counts.row_ids,
-            wait_seconds=float(waits.max()),
-            cost=float(costs.sum()),
+            wait_seconds=max(waits),
+            cost=sum(costs),
             imbalance=imbalance(costs),
         )
         squared, loss, denominator = device[:3].unbind()
@@ -259,14 +259,14 @@ class StepReducer:
         return figures, totals
 
 
-def imbalance(costs: torch.Tensor) -> float:
+def imbalance(costs: Sequence[float]) -> float:
     """The largest cost of a rank over the mean, 1 if all are equal.
 
     Args:
-        costs: [ranks] float64; ranks that share another's rows have zero and don't count.
+        costs: of each rank; ranks that share another's rows have zero and don't count.
     """
-    having = costs[costs > 0]
-    return float(having.max() / having.mean()) if len(having) else 1.0
+    having = [cost for cost in costs if cost > 0]
+    return max(having) * len(having) / sum(having) if having else 1.0
 
 
 def _is_pair(value: Any) -> bool:

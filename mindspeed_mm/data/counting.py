@@ -120,7 +120,9 @@ class CountingIterator:
         counts.rows += int(batch.get("num_rows", rows))
         counts.rows_left_out += int(batch.get("rows_left_out", 0))
         if "row_ids" in batch:
-            counts.row_ids = (counts.row_ids or []) + [int(number) for number in batch["row_ids"] if number >= 0]
+            ids = batch["row_ids"]
+            numbers = ids.tolist() if isinstance(ids, torch.Tensor) else ids  # at once: a read of each would be slow
+            counts.row_ids = (counts.row_ids or []) + [int(number) for number in numbers if number >= 0]
 
     def _count_shapes(self, batch: Mapping[str, Any]) -> None:
         """A micro-batch of clips or latents of one shape: tokens are those of the diffusion transformer."""

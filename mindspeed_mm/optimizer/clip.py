@@ -26,25 +26,31 @@ def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
     return world_size // different
 
 
-def local_squared_norm(parameters: Iterable[nn.Parameter], world_size: int, dtype: torch.dtype) -> torch.Tensor | None:
+@torch.no_grad()  # a DTensor's local part is then handed out as it is, without a node of autograd for each parameter
+def local_squared_norm(
+    parameters: Iterable[nn.Parameter], copies: Iterable[int], dtype: torch.dtype
+) -> torch.Tensor | None:
     """This rank's contribution to the squared L2 norm of all gradients.
 
     Summed over all ranks the contributions give the squared norm of the whole gradients: what several ranks hold alike
     counts as its fraction on each. So parameters sharded over different meshes, and plain ones, need one reduction.
 
+    Args:
+        copies: of each parameter, `number_of_copies`.
+
     Returns:
         a scalar of `dtype`, or None if no parameter has a gradient.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for param in parameters:
+    for param, number in zip(parameters, copies, strict=True):
         if param.grad is not None:
             part = local_tensor(param.grad)
             if part.numel():
-                by_copies.setdefault(number_of_copies(param.grad, world_size), []).append(part)
+                by_copies.setdefault(number, []).append(part)
     total: torch.Tensor | None = None
-    for copies, parts in by_copies.items():
+    for number, parts in by_copies.items():
         norms = torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float32)).to(dtype)
-        contribution = norms.square().sum() / copies
+        contribution = norms.square().sum() / number
         total = contribution if total is None else total + contribution
     return total
 

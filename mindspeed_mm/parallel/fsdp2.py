@@ -273,25 +273,28 @@ def use_summed_gradients(root: nn.Module, mesh_size: int) -> None:
     """
     if mesh_size == 1:
         return  # one rank: nothing is summed, and a factor would cost a division
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in sharded_units(root):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
-def set_gradient_sync(root: nn.Module, is_last: bool, defer: bool) -> None:
+def sharded_units(root: nn.Module) -> list[FSDPModule]:
+    """The modules that fully_shard was called on, `root` among them."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(units: Iterable[FSDPModule], is_last: bool, defer: bool) -> None:
     """Say what happens to gradients after the next backward of a step with several micro-batches.
 
     Args:
-        root: the wrapped model.
+        units: of the wrapped model, as `sharded_units` lists them.
         is_last: whether this is the step's last micro-batch.
         defer: keep whole gradients on every rank until then (less communication, more memory). Otherwise gradients
             are reduce-scattered every time and only HSDP's all-reduce over replicas waits.
     """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            if defer:
-                module.set_requires_gradient_sync(is_last, recurse=False)
-            else:
-                module.set_requires_all_reduce(is_last, recurse=False)
-            module.set_is_last_backward(is_last)
+    for unit in units:
+        if defer:
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+        else:
+            unit.set_requires_all_reduce(is_last, recurse=False)
+        unit.set_is_last_backward(is_last)

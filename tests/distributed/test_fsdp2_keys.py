@@ -419,7 +419,7 @@ def norms_over_micro_batches(path: str) -> tuple[float, float]:
     weight, draws = model.vision.stem.weight, torch.Generator().manual_seed(dist.get_rank())
     exact = torch.zeros(SIZE, dtype=torch.float64)
     for i, batch in enumerate(torch.rand(32, SIZE, generator=draws)):
-        fsdp2.set_gradient_sync(model, i == 31, model.fsdp2_config.defer_gradient_sync)
+        fsdp2.set_gradient_sync(fsdp2.sharded_units(model), i == 31, model.fsdp2_config.defer_gradient_sync)
         model(batch).sum().backward()
         plain(batch.bfloat16()).sum().backward()
         exact += plain.vision.stem.weight.grad
