@@ -29,6 +29,7 @@ from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
+from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.build import build_optimizer, step_fused
 from mindspeed_mm.optimizer.clip import (
     all_parameters,
@@ -72,6 +73,12 @@ class FSDP2Backend:
         self.is_logging_rank = self.state.is_logging_rank
         self.is_row_rank = True
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
+        self.backward_factor = BackwardFactor(
+            self.loss_scale,
+            estimates=self.compute_dtype == "fp16",
+            data_parallel_size=self.data_parallel_size,
+            group=self.state.data_parallel_group,
+        )
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
@@ -129,6 +136,8 @@ class FSDP2Backend:
         self._units = sharded_units(self._root)
         for module, directory in waiting.items() if load_weights else ():
             self._load_weights_of(_sharded_root(module), Path(directory))
+        if self.compute_dtype == "fp16" and hasattr(model, "expected_factor"):
+            model.expected_factor = self.backward_factor.expected
         self._towers = _tower_parameters(model)
         traits = getattr(model, "traits", None)
         self._flops_model = flops_model(self._root, traits) if isinstance(traits, FamilyTraits) else None
@@ -159,19 +168,20 @@ class FSDP2Backend:
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
         """Run forward and backward of a step's micro-batches."""
-        scale = self.loss_scale.scale
+        self.backward_factor.begin(num_microbatches)
         for i in range(num_microbatches):
             if num_microbatches > 1:
                 set_gradient_sync(self._units, i == num_microbatches - 1, self.config.defer_gradient_sync)
             output, loss_func = forward_step(data_iterator, self.model)
             loss = self._sums.add(loss_func(output))
-            (loss * scale if scale != 1.0 else loss).backward()
+            self.backward_factor.meet(self._sums.denominator, is_mean=self._sums.means > 0)
+            self.backward_factor.apply(loss).backward()
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
         """See the protocol."""
         if self._pending is not None:
             self._pending.result()  # by now long done on the device: tells whether the schedule may go on
-        scale = self.loss_scale.scale
+        factor = self.backward_factor.now()
         if self.data_parallel_size > 1:
             sum_plain_gradients(self._parameters, self.state.data_parallel_group)
         squared = local_squared_norm(self._parameters, self._copies, self._sum_dtype)
@@ -180,11 +190,12 @@ class FSDP2Backend:
         sums, self._sums = self._sums, self._new_sums()
         counts.cost = self.flops(counts) or counts.tokens
         reduced = self._reducer.reduce(sums, squared, counts, stop_requested)
-        norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
+        norm = reduced.squared_norm.sqrt() / reduced.divisor / factor
         self._release_idle_towers(reduced.counts)
         pending = PendingFSDP2Step(self, reduced, norm)
         stepped = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets
-        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (reduced.divisor * scale))
+        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (reduced.divisor * factor))
+        self.backward_factor.learn(reduced.divisor, reduced.has_targets)
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
@@ -228,7 +239,7 @@ class FSDP2Backend:
         source = getattr(self.model, "source", None)
         states = {
             "schedule": self.schedule.state_dict(),
-            "loss_scale": self.loss_scale.state_dict(),
+            "loss_scale": self.backward_factor.state_dict(),
             "source": str(Path(source).absolute()) if source else None,  # what an export from here on starts from
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
@@ -247,7 +258,7 @@ class FSDP2Backend:
         )
         if schedule:
             self.schedule.load_state_dict(extra["schedule"])
-            self.loss_scale.load_state_dict(extra.get("loss_scale", {}))
+            self.backward_factor.load_state_dict(extra.get("loss_scale", {}))
         return extra
 
     def load_weights(self, directory: Path) -> None:

@@ -30,6 +30,7 @@ from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_ev
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.transformers.family import traits_of
 from mindspeed_mm.monitor.flops import flops_model
+from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
@@ -147,6 +148,12 @@ class PTDBackend:
             for i, chunk in enumerate(chunks)
         ]
         limit_waiting(args.distributed_timeout_minutes)
+        self.backward_factor = BackwardFactor(
+            self.loss_scale,
+            estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
+            data_parallel_size=self.data_parallel_size,
+            group=self.state.data_parallel_group,
+        )
         self._connect_schedule()
         if self._twin is not None:
             self._flops_model = flops_model(self._twin, traits_of(self._twin))
@@ -170,11 +177,15 @@ class PTDBackend:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.backward_factor.begin(num_microbatches)
         self._run(forward_step, data_iterator, num_microbatches, forward_only=False)
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> PTDStep:
         """See the protocol."""
         optimizer, scale = self.optimizer, self.loss_scale.scale
+        if not self.backward_factor.is_agreed:
+            self.backward_factor.agree(self.gather_objects)
+        backward_factor = self.backward_factor.now()
         optimizer.prepare_grads()
         squared = sum_of_squares(optimizer, self._sum_dtype, self.state.device)
         if not self.args.use_distributed_optimizer:
@@ -184,12 +195,14 @@ class PTDBackend:
         if not self.is_row_rank:
             told = BatchCounts(wait_seconds=counts.wait_seconds)
         reduced = self._reducer.reduce(self._take_own_sums(), squared, told, stop_requested)
-        norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
-        divisor, *figures = torch.cat([reduced.divisor.reshape(1), reduced.figures(norm)]).tolist()
+        divisor = reduced.divisor * backward_factor
+        norm = reduced.squared_norm.sqrt() / divisor
+        self.backward_factor.learn(reduced.divisor, reduced.has_targets)
+        divisor, *figures = torch.cat([divisor.reshape(1), reduced.figures(norm)]).tolist()
         result = reduced.result(figures, learning_rate=self.schedule.current_lr, loss_scale=scale)
         if not result.skipped:
             factor = float(clip_factor(torch.tensor(result.grad_norm, dtype=torch.float64), self.args.clip_grad))
-            scale_gradients(optimizer.get_parameters(), factor / (divisor * scale))
+            scale_gradients(optimizer.get_parameters(), factor / divisor)
             step_busy_groups(optimizer, reduced.counts.media)
             self.schedule.step()
         if result.skip_reason != "no targets":
@@ -227,7 +240,7 @@ class PTDBackend:
         source = getattr(self.chunks[0], "source", None)
         states = {
             "schedule": self.schedule.state_dict(),
-            "loss_scale": self.loss_scale.state_dict(),
+            "loss_scale": self.backward_factor.state_dict(),
             "source": str(Path(source).absolute()) if source else None,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
@@ -237,7 +250,7 @@ class PTDBackend:
         extra = self._stored.load(directory, optimizer=optimizer, rng=rng, strict=not self.args.no_strict_load)
         if schedule:
             self.schedule.load_state_dict(extra["schedule"])
-            self.loss_scale.load_state_dict(extra.get("loss_scale", {}))
+            self.backward_factor.load_state_dict(extra.get("loss_scale", {}))
         return extra
 
     def load_weights(self, directory: Path) -> None:
@@ -280,13 +293,15 @@ class PTDBackend:
         """Give Megatron's schedules what they call."""
         config = self._config
         config.finalize_model_grads_func = self._finalize_gradients
-        config.grad_scale_func = self._scale_loss
+        config.grad_scale_func = self.backward_factor.apply
         if self.args.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model]
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
 
-    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.loss_scale.scale == 1.0 else loss * self.loss_scale.scale
+    def _has_losses_between_stages(self) -> bool:
+        """Whether stages without a loss start gradients too: those of experts' balance, or of further tokens."""
+        own = (getattr(self._config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
+        return any(own) and self.sizes.pipeline > 1
 
     def _finalize_gradients(self, model: list[nn.Module], num_tokens: Any = None, **_: Any) -> None:
         """Sum over replicas, over parts of the sequence, and over the two copies of a tied embedding."""
@@ -296,7 +311,7 @@ class PTDBackend:
     def _run(self, forward_step: ForwardStep, data_iterator: Any, num_microbatches: int, *, forward_only: bool) -> None:
         def step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
             output, loss_func = forward_step(iterator, chunk)
-            return output, lambda tensor: self._add(loss_func(tensor))
+            return output, lambda tensor: self._add(loss_func(tensor), is_trained=not forward_only)
 
         chunks = len(self.model)
         iterators: Any = data_iterator if chunks == 1 else share_batches(data_iterator, chunks)
@@ -326,9 +341,11 @@ class PTDBackend:
         sums, self._sums = self._sums, self._new_sums()
         return self._new_sums() if self.tensor_rank else sums
 
-    def _add(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def _add(self, output: Any, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
         loss = self._sums.add(output)
+        if is_trained:
+            self.backward_factor.meet(self._sums.denominator, is_mean=self._sums.means > 0)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     def _gather_parameters(self) -> None:

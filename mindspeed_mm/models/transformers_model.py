@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -144,7 +144,8 @@ class TransformersModel(MultiModalModule):
             return self.model(input_ids=input_ids, use_cache=False, **batch)
         if targets is None:
             targets = select_targets(labels, self.loss_options.loss_type)
-        self._head_loss.expect(targets, self.loss_options.positions_per_chunk(input_ids.shape[0]))
+        factor = None if self.expected_factor is None else self.expected_factor(len(targets.tokens))
+        self._head_loss.expect(targets, self.loss_options.positions_per_chunk(input_ids.shape[0]), factor)
         if self._router_loss is not None:
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()
@@ -175,6 +176,8 @@ class TransformersModel(MultiModalModule):
             self._idle_towers.install(self.model.get_submodule(self.traits.language_model))
         return done
 
+    expected_factor: Callable[[int], float | torch.Tensor] | None = None
+    """In float16: targets of a micro-batch → about what its loss, taken as a sum, is multiplied with in backward."""
     weights_come_later: bool = False
     fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
 

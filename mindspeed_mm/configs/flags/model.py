@@ -64,7 +64,7 @@ class PrecisionArguments:
     fp16: Annotated[bool, flag("compute in float16, over fp32 master weights")] = False
     loss_scale: Annotated[
         float | None,
-        flag("fp16: fixed factor on the loss; absent = dynamic, it falls and rises as the gradients allow", above=0),
+        flag("fp16: fixed factor on the step's mean loss; absent = dynamic, as the gradients allow", above=0),
     ] = None
     initial_loss_scale: Annotated[float, flag("dynamic loss scale: the first one", above=0)] = 2.0**32
     min_loss_scale: Annotated[float, flag("dynamic loss scale: the smallest one", above=0)] = 1.0

@@ -20,17 +20,19 @@ class HeadLoss:
     def __init__(self, head: nn.Module) -> None:
         self._targets: Targets | None = None
         self._chunk: int | None = None
+        self._factor: float | torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         head.register_forward_pre_hook(self._before)
         head.register_forward_hook(self._after)
 
-    def expect(self, targets: Targets, chunk: int | None) -> None:
+    def expect(self, targets: Targets, chunk: int | None, factor: float | torch.Tensor | None = None) -> None:
         """Let the next call of the head return the weighted cross-entropy sum (float32 scalar) for `targets`.
 
         Args:
             chunk: at most so many positions' logits exist at once; None: all targets' logits.
+            factor: about what the sum's gradient will be; None: whatever it is, it keeps gradients in their range.
         """
-        self._targets, self._chunk = targets, chunk
+        self._targets, self._chunk, self._factor = targets, chunk, factor
 
     def _before(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         if self._targets is None:
@@ -51,7 +53,13 @@ class HeadLoss:
         # the empty projection ties the head's hooks into the graph even if the loss below makes its own gradients
         return (
             ChunkedCrossEntropy.apply(
-                hidden, head.weight, getattr(head, "bias", None), targets.tokens, targets.weights, self._chunk
+                hidden,
+                head.weight,
+                getattr(head, "bias", None),
+                targets.tokens,
+                targets.weights,
+                self._chunk,
+                self._factor,
             )
             + logits.sum().float()
         )

@@ -129,7 +129,8 @@ def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head projection and cross-entropy a chunk of positions at a time; logits of one chunk exist at once.
 
-    The gradients are made in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed twice.
+    The gradients are made in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed twice. In
+    float16 they are made times the factor that backward is expected to bring, in whose range they fit.
     """
 
     @staticmethod
@@ -141,8 +142,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         tokens: torch.Tensor,
         weights: torch.Tensor | None,
         chunk: int,
+        factor: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum."""
+        ctx.factor = factor
         needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
@@ -160,6 +163,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad_logits[torch.arange(grad_logits.shape[0], device=logits.device), tokens[part]] -= 1
             if weights is not None:
                 grad_logits *= weights[part, None]
+            if factor is not None:
+                grad_logits *= factor
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -177,8 +182,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Scale the gradients made in forward."""
-        scaled = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        left = grad_output if ctx.factor is None else grad_output / ctx.factor
+        scaled = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None, None)
 
 
 def finish_loss(

@@ -107,6 +107,29 @@ def test_chunks_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == len(targets.tokens) == 22
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**30])
+def test_chunks_in_half_precision_keep_gradients_in_range(scale: float) -> None:
+    """fp16: a sum over thousands of targets passes its largest number, and a part of it may pass its smallest.
+
+    Gradients are made in the forward pass times about the factor that backward brings, whatever that is.
+    """
+    torch.manual_seed(0)
+    rows, factor = 4096, scale / 4096
+    hidden, head = torch.full((rows, 8), 24.0) + torch.randn(rows, 8), torch.nn.Linear(8, 4, bias=False)
+    tokens = torch.randint(0, 4, (rows,))
+    half = [hidden.half().requires_grad_(), head.weight.detach().half().requires_grad_()]
+    whole = [tensor.detach().float().requires_grad_() for tensor in half]
+    (weighted_cross_entropy(whole[0] @ whole[1].T, tokens, None) * factor).backward()
+    about = torch.tensor(factor / 2)  # known on the device, and not exactly
+    (ChunkedCrossEntropy.apply(*half, None, tokens, None, 512, about) * factor).backward()
+    for found, expected in zip(half, whole, strict=True):
+        if expected.grad.abs().max() > 65504:
+            assert not found.grad.isfinite().all()  # the loss scale is too large, and must come to know it
+        else:
+            error = (found.grad.float() - expected.grad).norm() / expected.grad.norm()
+            assert error < 5e-3
+
+
 def test_frozen_head_gets_no_gradient() -> None:
     hidden, labels, head = batch()
     head.requires_grad_(False)
