@@ -250,14 +250,15 @@ def bf16_step(path: str, frozen: bool) -> tuple[set[Any], list[torch.Tensor | No
 
 @covers("ignored_modules")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-@pytest.mark.parametrize("sharding_size", [1, 2])
+@pytest.mark.parametrize("pool, sharding_size", [("ranks1", 1), ("ranks2", 1), ("ranks2", 2)])
 def test_ignored_modules_compute_and_train_as_the_others_do(
-    ranks2: RankPool, written: Callable[..., str], sharding_size: int, frozen: bool
+    request: pytest.FixtureRequest, written: Callable[..., str], pool: str, sharding_size: int, frozen: bool
 ) -> None:
     """In bf16 over whole float32 weights, with the gradients of a run that ignores nothing."""
+    ranks = request.getfixturevalue(pool)
     bf16 = {"param_dtype": "bf16", "sharding_size": sharding_size, "sub_modules_to_wrap": BLOCKS}
-    expected = ranks2.run(bf16_step, written(**bf16), frozen)
-    found = ranks2.run(bf16_step, written(**bf16, ignored_modules=IGNORED), frozen)
+    expected = ranks.run(bf16_step, written(**bf16), frozen)
+    found = ranks.run(bf16_step, written(**bf16, ignored_modules=IGNORED), frozen)
     for (seen, gradients, weights), (_, expected_gradients, _) in zip(found, expected, strict=True):
         assert seen == {(torch.bfloat16, torch.bfloat16)}
         assert all(w.dtype == torch.float32 and bool((w == 1.003).all()) for w in weights)

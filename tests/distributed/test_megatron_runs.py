@@ -178,6 +178,20 @@ def test_half_precision(layout: str, flags: dict[str, Any], pools: Pools, tmp_pa
     assert found == (losses[2:], norms[2:])
 
 
+def gradient_dtypes(flag: str, dtype: torch.dtype) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Of each parameter, and of the sum of its gradients."""
+    from tests.support.tiny_steps import Chunk, TinySteps
+
+    run = TinySteps("ptd", lambda: Chunk().to(dtype), **{flag: True})
+    return {(p.dtype, p.main_grad.dtype) for chunk in run.backend.model for p in chunk.parameters()}
+
+
+@pytest.mark.parametrize("flag, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_gradients_are_summed_in_fp32(megatron_pools: dict[int, RankPool], flag: str, dtype: torch.dtype) -> None:
+    """With --accumulate-allreduce-grads-in-fp32 and without, as on the other backend."""
+    assert megatron_pools[1].run(gradient_dtypes, flag, dtype)[0] == {(dtype, torch.float32)}
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5_vl tied"])
 def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """From a directory in bfloat16 and several files, over two stages of two ranks, into a directory: lr is 0."""
