@@ -14,7 +14,7 @@ import torch
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
-from tests.support.tiny_families import assert_same, tiny_family_dir, weights_in
+from tests.support.tiny_families import assert_same, weights_in
 from tests.support.workers import RankError, RankPool
 
 TRAINED = {"image_encoder": {"vision_encoder": {"freeze": False}, "vision_projector": {"freeze": False}}}
@@ -195,10 +195,16 @@ def test_gradients_are_summed_in_fp32(megatron_pools: dict[int, RankPool], flag:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5_vl tied"])
 def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """From a directory in bfloat16 and several files, over two stages of two ranks, into a directory: lr is 0."""
-    hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", weights=False)
-    for name in ("config.json", "generation_config.json"):
-        (hf_dir / name).unlink()
-    tiny_family_dir(hf_dir, family, dtype=torch.bfloat16, max_shard_size=100_000)
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", tie="tied" in family)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    (hf_dir / "model.safetensors").unlink()
+    model.save_pretrained(hf_dir, max_shard_size=100_000)
+    assert len(list(hf_dir.glob("*.safetensors"))) > 1
     data = write_mixed_dataset(tmp_path / "data", rows=4, seed=2, images=False)
     # from where model.json says, or from where --load says
     random = {"train_from_scratch": True} if "tied" in family else {}
