@@ -124,20 +124,20 @@ _PIL = threading.RLock()
 def _reading(file: MediaFile, most: int) -> Iterator[Any]:
     """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample.
 
-    PIL's own limit is `most` while the file is decoded: some formats say only then how large they are.
+    PIL's own limit, twice `most`, stays: some formats say only while they are decoded how large they are.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with _own_limit(), Image.open(file.open()) as opened:
+        with _limit_of_pil(most), Image.open(file.open()) as opened:
             file.check_pixels("image", *opened.size, most)
-            Image.MAX_IMAGE_PIXELS = most
             yield opened
     except (BadSample, MemoryError):
         raise
     except Image.DecompressionBombError as error:
         raise file.fault(
-            f"is too large to be decoded as an image (preprocess_parameters.media_max_pixels is {most}): {error}",
+            f"is too large to be decoded as an image: {error}; if it shall be used, set "
+            f"preprocess_parameters.media_max_pixels in data.json, now {most}, to its pixels",
             "image too large",
         ) from None
     except UnidentifiedImageError:
@@ -148,12 +148,12 @@ def _reading(file: MediaFile, most: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _own_limit() -> Iterator[None]:
-    """Take PIL's limit, which is the process's, out of force; afterwards it is as it was."""
+def _limit_of_pil(most: int) -> Iterator[None]:
+    """Set PIL's limit, which is the process's; afterwards it is as it was."""
     from PIL import Image
 
     with _PIL:
-        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, most
         try:
             yield
         finally:
