@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from pathlib import Path
@@ -14,7 +15,7 @@ from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
-from mindspeed_mm.configs.scalars import show
+from mindspeed_mm.configs.scalars import read_bool, show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_checks import check_generation_files, check_generation_model
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
@@ -248,14 +249,20 @@ def merge_mm_args(
         "tool": ToolsConfig.from_dict,
     }
     mm, problems = MMConfig({}), []
-    for name, check in checks.items():
+    for name in checks:
         path = getattr(args, f"mm_{name}", None)
-        if not path:
-            continue
         try:
-            content = _read_config(name, path)
-            check(content, file=str(content.config_file))
-            setattr(mm, name, content)
+            if path:
+                setattr(mm, name, _read_config(name, path))
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        settle_remote_code(args, mm)  # before the checks, some of which read a model's directory
+    except ConfigError as error:
+        problems.append(str(error))
+    for name, content in vars(mm).items():
+        try:
+            checks[name](content, file=str(content.config_file))
         except ConfigError as error:
             problems.append(str(error))
     if not problems and model_kind == data_kind == "generation" and not (own_model or own_data):
@@ -265,6 +272,43 @@ def merge_mm_args(
     if problems:
         raise ConfigError("\n".join(problems))
     args.mm = mm
+
+
+def settle_remote_code(args: argparse.Namespace, mm: MMConfig) -> None:
+    """Let `trust_remote_code` mean one thing in the whole run, wherever it is written.
+
+    It is true if the flag, model.json or data.json says so, for model, configuration, processor and tokenizer alike;
+    `args.trust_remote_code` and both files say it afterwards.
+
+    Raises:
+        ConfigError: one of them says true, and a file says false.
+    """
+    sections: list[Any] = []
+    said = {"--trust-remote-code": True} if getattr(args, "trust_remote_code", False) else {}
+    for name, keys in (("model", ()), ("data", ("dataset_param", "preprocess_parameters"))):
+        section: Any = getattr(mm, name, None)
+        for key in keys:
+            section = section.get(key) if isinstance(section, ConfigReader) else None
+        if not isinstance(section, ConfigReader):
+            continue
+        sections.append(section)
+        value = section.get("trust_remote_code")
+        with contextlib.suppress(ValueError):  # its own check says what is wrong with it
+            if value is not None:
+                path = ".".join((*keys, "trust_remote_code"))
+                said[f"{getattr(mm, name).config_file}: '{path}'"] = read_bool(value)
+    if not any(said.values()):
+        return
+    if not all(said.values()):
+        yes = " and ".join(where for where, value in said.items() if value)
+        no = " and ".join(where for where, value in said.items() if not value)
+        raise ConfigError(
+            f"{no} is false, and {yes} true; code that comes with a model's directory is run for the whole run or not "
+            "at all: make them agree, or keep one of them"
+        )
+    args.trust_remote_code = True
+    for section in sections:
+        section.trust_remote_code = True
 
 
 def _check_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:

@@ -17,8 +17,8 @@ from mindspeed_mm.configs.data_rules import (
 )
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
 from mindspeed_mm.configs.other_scripts import DATASET_TYPES, dataset_type_problem
-from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
-from mindspeed_mm.configs.scalars import read_int
+from mindspeed_mm.configs.published import is_given, published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
     Bool,
     Count,
@@ -226,12 +226,17 @@ class PreprocessParameters(Section):
     model_name_or_path: str = Field(description="directory with the processor, or the tokenizer of a text model")
     use_fast_tokenizer: Bool = Field(True, description="the fast version is always used: exact targets need it")
     split_special_tokens: Bool = Field(False, description="special tokens typed into a text are split like any text")
-    trust_remote_code: Bool = Field(False, description="run code that comes with the processor")
+    trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     fix_mistral_regex: Bool = Field(False, description="repair of Mistral tokenizers' splitting pattern")
     image_max_pixels: Count | None = Field(None, description="larger images are scaled down to this area")
     image_min_pixels: Size | None = Field(None, description="smaller images are scaled up to this area")
     image_do_pan_and_scan: Bool = Field(False, description="the processor's pan-and-scan crops")
-    crop_to_patches: Bool = Field(False, description="the processor's tiling of large images")
+    crop_to_patches: Bool | None = Field(
+        None, description="the processor's tiling of large images; null = as the processor does by itself"
+    )
+    min_patches: Count | None = Field(None, description="least tiles of an image, where the processor cuts tiles")
+    max_patches: Count | None = Field(None, description="most tiles of an image, where the processor cuts tiles")
+    tile_size: Count | None = Field(None, description="side of a tile in pixels; must be the processor's own")
     video_max_pixels: Count | None = Field(None, description="larger frames are scaled down to this area")
     video_min_pixels: Size | None = Field(None, description="smaller frames are scaled up to this area")
     video_fps: Annotated[Float, Field(gt=0)] | None = Field(None, description="frames a second taken from a video")
@@ -248,6 +253,9 @@ class PreprocessParameters(Section):
     media_max_pixels: Count = Field(MEDIA_MAX_PIXELS, description=MEDIA_MAX_PIXELS_IS)
 
 
+_NO_DRAWN_FRAMES = "not there: a video ends the run while it is given"
+
+
 class DatasetParam(Section):
     """`dataset_param`."""
 
@@ -257,6 +265,15 @@ class DatasetParam(Section):
     basic_parameters: BasicParameters = Field(description="rows and targets")
     preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
     attr: DatasetAttr = Field(DatasetAttr(), description="names of columns and roles")
+    sampling_method: str | None = Field(None, description=f"how frames are drawn from a video; {_NO_DRAWN_FRAMES}")
+    min_num_frame: Count | None = Field(None, description=f"least frames drawn from a video; {_NO_DRAWN_FRAMES}")
+    max_num_frame: Count | None = Field(None, description=f"most frames drawn from a video; {_NO_DRAWN_FRAMES}")
+
+    @property
+    def draws_frames(self) -> list[str]:
+        """The keys given that ask for frames drawn by number, which isn't there."""
+        keys = ("sampling_method", "min_num_frame", "max_num_frame")
+        return [key for key in keys if getattr(self, key) is not None]
 
     @classmethod
     def from_dict(cls, mapping: Any, file: str | None = None) -> DatasetParam:
@@ -365,10 +382,21 @@ def _part_from_dict(cls: type[SectionT], name: str, mapping: Any, file: str | No
 def _judge(section: Section, keys: SortedKeys, file: str, start: str = "") -> None:
     """Refuse what isn't there yet, and say what has no effect: the parts apart, so that each is said once."""
     no_effect = {start + path: value for path, value in keys.published.items()}
-    raise_all(refusals(no_effect | _flatten(section, start), REFUSED, file))
+    given = no_effect | _flatten(section, start)
+    raise_all([*refusals(given, REFUSED, file), *_older_limits(given, file)])
     loader = [path for path in no_effect if path.startswith("dataloader_param.")]
     say_no_effect(loader, NO_EFFECT, file)
     say_no_effect([path for path in no_effect if path not in loader], NO_EFFECT, file)
+
+
+def _older_limits(given: Mapping[str, Any], file: str) -> list[str]:
+    """Sentences about limits on media in older words, where the ones that count aren't given."""
+    start = "dataset_param.preprocess_parameters."
+    return [
+        f"{file}: '{start}{kind}_resolution' is {show(older)}; write {kind}_max_pixels, which is an area"
+        for kind in ("image", "video")
+        if is_given(older := given.get(f"{start}{kind}_resolution")) and given.get(f"{start}{kind}_max_pixels") is None
+    ]
 
 
 def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:

@@ -61,6 +61,23 @@ REFUSED = (
     ),
     Refused(f"{_BASIC}.chat_template", is_given, "a template of one's own is not there yet; write 'template'"),
     Refused(
+        "dataset_param.use_thumbnail",
+        lambda value: value is not None and not is_on(value),
+        "the processor always adds the whole picture to its tiles; write true, and dynamic_image_size: false for "
+        "pictures without tiles",
+    ),
+    Refused(
+        "dataset_param.template_name",
+        lambda value: is_given(value) and not str(value).startswith("internvl"),
+        "only the template of the model's own directory stands for such a name (internvl…); name another one with "
+        "basic_parameters.template",
+    ),
+    Refused(
+        "dataset_param.tokenizer_config.add_eos_token",
+        is_on,
+        "the chat template says where an end token stands; write false",
+    ),
+    Refused(
         "val_dataset_param.basic_parameters.dataset", is_given, f"write the validation file as '{_BASIC}.val_dataset'"
     ),
 )
@@ -86,8 +103,7 @@ NO_EFFECT = (
         "the tokenizer comes from dataset_param.preprocess_parameters.model_name_or_path",
     ),
     NoEffect(
-        r"dataset_param\.(template_name|patch_size|image_size|down_sample_ratio|dynamic_image_size|use_thumbnail"
-        r"|(min|max)_dynamic_patch|(min|max)_num_frame|sampling_method)",
+        r"dataset_param\.(template_name|patch_size|down_sample_ratio|use_thumbnail)",
         "the model's own processor and chat template decide",
     ),
     NoEffect(r"dataset_param\.group_by_length", "write dataloader_param.sampler_type: LengthGroupedSampler"),

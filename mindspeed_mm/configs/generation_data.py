@@ -200,6 +200,7 @@ class GenerationPreprocessParameters(Section):
     use_aesthetic: Bool = Field(False, description="must be false: scores aren't written into captions")
     train_pipeline: TrainPipeline = Field(TrainPipeline(), description="steps from frames to the model's input")
     media_timeout: Annotated[Float, Field(gt=0)] = Field(60.0, description="seconds that reading one clip may take")
+    trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     media_max_pixels: Count = Field(MEDIA_MAX_PIXELS, description=MEDIA_MAX_PIXELS_IS)
 
     @model_validator(mode="after")
@@ -289,7 +290,8 @@ class GenerationDataConfig(Section):
         no_effect += {_TOKENIZER_KEYS + key for item in tokenizers for key in item if key not in _TOKENIZER_READ}
         if kind == "feature":
             no_effect += [path for path in given if path.removeprefix("dataset_param.").startswith(_OF_CLIPS)]
-            no_effect = [path for path in no_effect if path != "dataset_param.preprocess_parameters.cfg"]
+            of_use = [f"dataset_param.preprocess_parameters.{key}" for key in ("cfg", "trust_remote_code")]
+            no_effect = [path for path in no_effect if path not in of_use]
         say_no_effect(sorted(no_effect), _OF_FEATURES if kind == "feature" else NO_EFFECT, file)
         config._file = file
         return config

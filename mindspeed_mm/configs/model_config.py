@@ -135,7 +135,7 @@ class TransformersModelConfig(Section):
     model_id: FamilyName = Field(None, description="registered family or HF model_type; absent = the HF architecture")
     init_from_hf_path: str | None = Field(None, description="HF directory: config, weights, tokenizer. Required")
     train_from_scratch: Bool = Field(False, description="random weights instead of the directory's")
-    trust_remote_code: Bool = Field(False, description="run code that comes with the directory, as --trust-remote-code")
+    trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     plugin: Annotated[list[str], BeforeValidator(_read_plugins)] = Field(
         [], description="modules imported first; they may register models"
     )

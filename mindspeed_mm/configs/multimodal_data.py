@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_mm.configs.scalars import show
+from mindspeed_mm.configs.scalars import read_bool, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 _KEYS = ("data_path", "data_folder", "repeat_time", "max_samples")
@@ -14,19 +14,59 @@ _COLUMNS = {"messages": "conversations", "images": "image", "videos": "video", "
 _TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
 
-def translated_dataset_param(param: Any, file: str) -> Any:
-    """Return `dataset_param` with multimodal `basic_parameters` written as entries of `dataset`; others as they are.
+#: InternVL's keys of how an image is cut into tiles: what they are called beside the processor, how they are read
+TILE_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "dynamic_image_size": ("crop_to_patches", read_bool),
+    "min_dynamic_patch": ("min_patches", read_int),
+    "max_dynamic_patch": ("max_patches", read_int),
+    "image_size": ("tile_size", read_int),
+}
 
-    Each {data_path, data_folder, repeat_time} becomes an entry with the names of InternVL's columns, or with those
-    of `attr` where it gives some. The processor is that of `preprocess_parameters.model_name_or_path`, else of
-    `tokenizer_config.from_pretrained`.
+
+def translated_dataset_param(param: Any, file: str) -> Any:
+    """Return `dataset_param` in the words of `dataset_type: huggingface`.
+
+    InternVL's keys of how an image is cut into tiles become keys of `preprocess_parameters`; multimodal
+    `basic_parameters` become entries of `dataset`.
 
     Args:
         param: Plain mapping.
         file: The file's name, for messages.
 
     Raises:
-        ConfigError: An entry without data_path, or with an unknown key.
+        ConfigError: A key without the kind of value that it has, or that says something else than its other name; an
+            entry without data_path, or with an unknown key.
+    """
+    return _with_entries(_with_tiles(param, file), file)
+
+
+def _with_tiles(param: Any, file: str) -> Any:
+    if not isinstance(param, Mapping) or not any(param.get(key) is not None for key in TILE_KEYS):
+        return param
+    preprocess = dict(param.get("preprocess_parameters") or {})
+    for key, (name, read) in TILE_KEYS.items():
+        if param.get(key) is None:
+            continue
+        try:
+            value = read(param[key])
+        except ValueError as error:
+            raise ConfigError(f"{file}: 'dataset_param.{key}' is {show(param[key])}; {error}") from None
+        if preprocess.get(name) not in (None, value):
+            raise ConfigError(
+                f"{file}: 'dataset_param.{key}' is {show(value)} and 'preprocess_parameters.{name}' "
+                f"{show(preprocess[name])}; they are the same, keep one"
+            )
+        preprocess[name] = value
+    rest = {key: value for key, value in param.items() if key not in TILE_KEYS}
+    return {**rest, "preprocess_parameters": preprocess}
+
+
+def _with_entries(param: Any, file: str) -> Any:
+    """`dataset_param` with multimodal `basic_parameters` written as entries of `dataset`; others as they are.
+
+    Each {data_path, data_folder, repeat_time} becomes an entry with the names of InternVL's columns, or with those
+    of `attr` where it gives some. The processor is that of `preprocess_parameters.model_name_or_path`, else of
+    `tokenizer_config.from_pretrained`.
     """
     if not isinstance(param, Mapping) or param.get("dataset_type") != "multimodal":
         return param

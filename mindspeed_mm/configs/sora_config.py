@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.published import is_on, published_paths, refusals, say_no_effect
 from mindspeed_mm.configs.scalars import read_float, show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -223,6 +223,7 @@ class SoRAModelConfig(Section):
     enable_encoder_dp: Bool = Field(
         False, description="share encoding among ranks that take the same sample; there are none with FSDP2"
     )
+    trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     use_ema: Bool = Field(False, description="keep averaged weights (--ema-decay, 0.9999 where that is absent)")
 
     _file: str = PrivateAttr("model.json")
@@ -281,6 +282,9 @@ class SoRAModelConfig(Section):
         config = None
         if not problems:
             config, problems = validate_section(cls, typed, file)
+            if config and config.ae and config.ae.dtype != "fp32" and is_on(keys.published.get("patch.ae_float32")):
+                said = f"'patch.ae_float32' is true and 'ae.dtype' {config.ae.dtype}"
+                problems.append(f"{file}: {said}; write fp32 as 'ae.dtype', or false")
         raise_all(problems)
         assert config is not None
         say_no_effect(no_effect, NO_EFFECT, file)

@@ -36,6 +36,13 @@ REFUSED = (
     Refused("predictor.FPDT", is_on, "chunked sequences in host memory are not there yet; write false"),
     Refused("use_dynamic_dpcp", is_on, "context parallelism is not there yet; write false"),
     Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
+    Refused(
+        "patch.adaptive_clip_grad_norm", is_on, "adaptive clipping is not there yet; write false and use --clip-grad"
+    ),
+    Refused(
+        "patch.layerwise_disaggregated_training", is_on, "layer-wise disaggregated training is not there; write false"
+    ),
+    Refused("text_encoder.load_in_8bit", is_on, "text encoders compute in text_encoder.dtype; write false"),
 )
 
 NO_EFFECT = (

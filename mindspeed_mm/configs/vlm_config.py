@@ -174,7 +174,7 @@ class VLMModelConfig(Section):
         None, description="HF directory: config, weights. Absent = the numbers below describe a Qwen2.5-VL"
     )
     train_from_scratch: Bool = Field(False, description="random weights instead of the directory's or --load's")
-    trust_remote_code: Bool = Field(False, description="run code that comes with the directory, as --trust-remote-code")
+    trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     img_context_token_id: Size | None = Field(None, description="token that stands for a part of an image")
     video_token_id: Size | None = Field(None, description="token that stands for a part of a video")
     vision_start_token_id: Size | None = Field(None, description="token before an image or a video")

@@ -111,7 +111,8 @@ class DefaultAdapter:
             if has_processor(path):
                 name = _processor_class(path)
                 found = getattr(transformers, name, None) if name and not options.trust_remote_code else None
-                return _settled((found or transformers.AutoProcessor).from_pretrained(path, **extra))
+                processor = _settled((found or transformers.AutoProcessor).from_pretrained(path, **extra))
+                return _tiled(processor, options, path)
             return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {error}") from error
@@ -225,6 +226,29 @@ def _settled(processor: Any) -> Any:
     video = getattr(processor, "video_processor", None)
     if video is not None and getattr(video, "cap_pixels_per_frame", False) is None:
         video.cap_pixels_per_frame = False
+    return processor
+
+
+def _tiled(processor: Any, options: PreprocessParameters, path: str) -> Any:
+    """A processor that cuts images into as many tiles as data.json says."""
+    names = ("crop_to_patches", "min_patches", "max_patches")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    part = getattr(processor, "image_processor", None)
+    missing = [name for name in given if not hasattr(part, name) and given[name] is not False]
+    if missing:
+        raise ConfigError(
+            f"dataset_param.preprocess_parameters: {', '.join(missing)} (or InternVL's names, dynamic_image_size …): "
+            f"{type(part).__name__} of {path} doesn't cut images into tiles so; remove it"
+        )
+    side = _size(part, "height")
+    if options.tile_size is not None and side is not None and options.tile_size != side:
+        raise ConfigError(
+            f"dataset_param.preprocess_parameters.tile_size (InternVL's image_size) is {options.tile_size}, and the "
+            f"processor of {path} makes tiles of {side} pixels; write {side}, or remove it"
+        )
+    given = {name: value for name, value in given.items() if hasattr(part, name)}
+    if given:
+        processor.images_kwargs = {**(getattr(processor, "images_kwargs", None) or {}), **given}
     return processor
 
 

@@ -114,6 +114,7 @@ class Encoder:
         self.path = path
         self._processor, self._template_args = processor, (basic.template, basic.enable_thinking, path)
         self._template: ChatTemplate | None = None
+        self._draws_frames = param.draws_frames
         self.tokenizer = Tokenizer(processor, adapter, image_options, options.split_special_tokens)
         self._types_tokens = bool(getattr(processor, "return_mm_token_type_ids", False))
 
@@ -215,6 +216,13 @@ class Encoder:
 
     def _check_kinds(self, conversation: Conversation) -> None:
         for kind in {ref.kind for ref in conversation.media}:
+            if kind == "video" and self._draws_frames:
+                keys = ", ".join(f"dataset_param.{key}" for key in self._draws_frames)
+                raise ConfigError(
+                    f"{conversation.where}: the row has a video, and {keys} ask for frames drawn by their number, "
+                    "which isn't there: frames are taken by time; remove these keys, and write "
+                    "preprocess_parameters.video_fps and video_maxlen if other frames are wanted"
+                )
             if kind not in self.tokenizer.reads:
                 number = sum(ref.kind == kind for ref in conversation.media)
                 takes = ", ".join(self.tokenizer.reads) or "text only: it has a tokenizer and no processor"

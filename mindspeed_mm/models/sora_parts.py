@@ -106,14 +106,23 @@ def open_parts(
         )
         described = config.first_frame_encoder
         if described is not None:
-            parts.image_encoder = open_image_encoder(described, config.file)
+            parts.image_encoder = open_image_encoder(described, config.file, config.trust_remote_code)
     if needs_text:
         parts.captions = open_captions(config, family, tokenizers)
     return parts
 
 
-def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder:
-    """Load an encoder of pictures, with the image processor in its directory or beside it."""
+def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_code: bool = False) -> ImageEncoder:
+    """Load an encoder of pictures, with the image processor in its directory or beside it.
+
+    Args:
+        described: `image_encoder` of model.json.
+        file: its name, for messages.
+        trust_remote_code: whether code in these directories may run.
+
+    Raises:
+        ConfigError: no encoder in the directory, or no image processor.
+    """
     import transformers
 
     if not described.from_pretrained or not (Path(described.from_pretrained) / "config.json").is_file():
@@ -125,7 +134,8 @@ def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder
     said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     names = said.get("architectures") or []
     found: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), transformers.AutoModel)
-    model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype))
+    remote: Any = {"trust_remote_code": trust_remote_code}
+    model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype), **remote)
     place = image_processor_directory(directory)
     if place is None:
         raise ConfigError(
@@ -133,7 +143,7 @@ def open_image_encoder(described: ImageEncoderConfig, file: str) -> ImageEncoder
             f"{' or '.join(_PROCESSORS)} beside it"
         )
     model.requires_grad_(False)
-    return ImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place)))
+    return ImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place), **remote))
 
 
 def image_processor_directory(encoder: Path) -> Path | None:

@@ -202,7 +202,7 @@ def data_json(script: Script) -> dict[str, Any]:
             "tokenizer_config": {"hub_backend": "hf", "autotokenizer_name": "AutoTokenizer", "from_pretrained": hf_dir},
             "attr": attr,
             "template_name": "internvl2_5",
-            "image_size": 448,
+            "image_size": 32,
             "dynamic_image_size": True,
             "sampling_method": "rand",
         }

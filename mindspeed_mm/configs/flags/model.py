@@ -21,7 +21,9 @@ class ModelArguments:
     init_model_with_meta_device: Annotated[
         bool, _BUILT_ON_META("build without memory, then load or draw each shard")
     ] = False
-    trust_remote_code: Annotated[bool, flag("run code that comes with a model or processor directory")] = False
+    trust_remote_code: Annotated[
+        bool, flag("run code that comes with a model or processor directory, in the whole run")
+    ] = False
     untie_embeddings_and_output_weights: Annotated[
         bool,
         no_effect(

@@ -78,8 +78,9 @@ def open_captions(config: SoRAModelConfig, family: PredictorFamily, tokenizers: 
         tokenizer = described.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
         beside = tokenizer_directory(tokenizer, directory, component_name("tokenizer", number), config.file, number)
         wanted = expected.get(slot)
-        parts[slot] = load_encoder(directory, described, wanted if inspect.isclass(wanted) else None, where)
-        parts[component_name("tokenizer", number)] = _load_tokenizer(beside)
+        fitting, trusted = wanted if inspect.isclass(wanted) else None, config.trust_remote_code
+        parts[slot] = load_encoder(directory, described, fitting, where, trusted)
+        parts[component_name("tokenizer", number)] = _load_tokenizer(beside, trusted)
     encoders = [parts[slot] for slot in slots]
     pipeline = _pipeline(
         pipeline_class, {n: parts.get(n) for n, p in takes.items() if n != "self" and _is_component(n, p, parts)}
@@ -144,10 +145,10 @@ def _class_name(expected: Any) -> str:
     return getattr(expected, "__name__", None) or "any"
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory))
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"tokenizer '{directory}' can't be loaded: {error}") from error

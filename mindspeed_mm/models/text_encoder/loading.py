@@ -26,7 +26,9 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 _ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 
 
-def load_encoder(directory: Path, described: TextEncoderConfig, expected: Any, where: str) -> Any:
+def load_encoder(
+    directory: Path, described: TextEncoderConfig, expected: Any, where: str, trust_remote_code: bool = False
+) -> Any:
     """Load a text encoder, frozen and in evaluation mode.
 
     Args:
@@ -34,13 +36,14 @@ def load_encoder(directory: Path, described: TextEncoderConfig, expected: Any, w
         described: of model.json.
         expected: class that the pipeline is written for; None: any.
         where: file and key, for messages.
+        trust_remote_code: whether code in the directory may run.
 
     Raises:
         ConfigError: an unknown model_id, or one of another model than the directory's.
         CheckpointError: the directory can't be loaded, or lacks weights.
     """
     found = _find_class(directory, described.model_id, expected, where)
-    model = _load(found, directory, described)
+    model = _load(found, directory, described, trust_remote_code)
     if expected is not None and not isinstance(model, expected) and hasattr(model, "get_decoder"):
         # the words' part of a model of pictures and words
         inner = model.get_decoder()
@@ -114,10 +117,13 @@ def _root(kind: str) -> str:
     return kind.removesuffix("_model").removesuffix("_text")
 
 
-def _load(found: Any, directory: Path, described: TextEncoderConfig) -> Any:
+def _load(found: Any, directory: Path, described: TextEncoderConfig, trust_remote_code: bool) -> Any:
     try:
         model, info = found.from_pretrained(
-            str(directory), dtype=to_torch_dtype(described.dtype), output_loading_info=True
+            str(directory),
+            dtype=to_torch_dtype(described.dtype),
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"text encoder '{directory}' can't be loaded as {found.__name__}: {error}") from error

@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
             otherwise are in the folder already.
     """
     from mindspeed_mm import accelerator
+    from mindspeed_mm.configs.config import MMConfig, settle_remote_code
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.models.sora_encode import SampleEncoder
@@ -100,8 +101,10 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
     output, needs_text = _settle(options)
-    model = SoRAModelConfig.from_dict(read_json(options.mm_model), file=options.mm_model)
-    data = GenerationDataConfig.from_dict(read_json(options.mm_data), file=options.mm_data)
+    files = MMConfig({"model": options.mm_model, "data": options.mm_data})
+    settle_remote_code(options, files)
+    model = SoRAModelConfig.from_dict(files.model, file=options.mm_model)
+    data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
     family, _, _ = resolve_predictor(model)
     dataset = open_clips(data, generation_rule(model, options.seed), options.validation)
     tokenizers = data.dataset_param.tokenizer_dirs

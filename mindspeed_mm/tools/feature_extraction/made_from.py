@@ -13,7 +13,7 @@ from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.models.predictor.family import PredictorFamily
 
 #: preprocess_parameters that are of use when features are read, or change nothing
-_LATER = ("cfg", "media_timeout", "media_max_pixels")
+_LATER = ("cfg", "media_timeout", "media_max_pixels", "trust_remote_code")
 _MOST_ENCODERS = 3  # of a pipeline whose model.json names none
 _WEIGHTS = (".safetensors", ".bin", ".model", ".json", ".txt")
 

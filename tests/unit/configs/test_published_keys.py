@@ -23,6 +23,7 @@ from mindspeed_mm.configs.environment import VARIABLES, say_environment
 from mindspeed_mm.configs.flags.spec import Road
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.configs.multimodal_data import TILE_KEYS
 from mindspeed_mm.configs.published import published_paths
 from mindspeed_mm.configs.sections import key_paths, sort_keys
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
@@ -101,6 +102,7 @@ def test_every_key_is_taken_with_every_value(
     """All but those that ask for what isn't there; what the schema doesn't honour is said by its name."""
     problems, silent = {}, []
     fields = set(key_paths(schema)) | {f"text_encoder.{name}" for name in TextEncoderConfig.model_fields}
+    fields |= {f"dataset_param.{name}" for name in TILE_KEYS}  # honoured under the processor's names
     for key, value in pairs(kind, prefix):
         forget_notices()
         said.clear()

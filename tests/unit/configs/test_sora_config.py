@@ -254,3 +254,21 @@ def test_a_generation_model_is_told_to_other_scripts(tmp_path: Path, monkeypatch
     args = Namespace(mm_model="model.json", roads=("fsdp2",), use_torch_fsdp2=True, load=None)
     with pytest.raises(ConfigError, match=r"belongs to pretrain_sora\.py; this script trains language"):
         merge_mm_args(args)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"patch": {"adaptive_clip_grad_norm": True}}, r"patch\.adaptive_clip_grad_norm' is true; .*--clip-grad"),
+        ({"patch": {"layerwise_disaggregated_training": True}}, r"layerwise_disaggregated_training' is true"),
+        ({"patch": {"ae_float32": True}, "ae": {"dtype": "bf16"}}, r"patch\.ae_float32' is true and 'ae\.dtype' bf16"),
+    ],
+)
+def test_patches_that_change_what_is_trained(keys: dict[str, Any], message: str) -> None:
+    """They are refused; switched off, or saying what is done anyway, they are fine."""
+    model = {"predictor": {"model_id": "wan"}}
+    with pytest.raises(ConfigError, match=message):
+        SoRAModelConfig.from_dict({**model, **keys})
+    off = {"patch": dict.fromkeys(keys["patch"], False)}
+    SoRAModelConfig.from_dict({**model, **off})
+    SoRAModelConfig.from_dict({**model, "patch": {"ae_float32": True}, "ae": {"dtype": "fp32"}})
