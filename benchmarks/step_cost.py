@@ -279,7 +279,8 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="step-cost-"))
     for layers, _ in SIZES.values():
         folder_of(folder, layers)  # before ranks would do it, each for itself
-    for part, ranks in (("fsdp2", 1), ("fsdp2", 2), ("megatron", 1)):
+    kinds = (("fsdp2", 1), ("fsdp2", 2), ("megatron", 1))
+    for part, ranks in kinds[1:] if options.smallest else kinds:
         if options.part in (part, "all") and options.ranks in (ranks, None):
             words = [str(Path(__file__).resolve()), "--worker", part, "--folder", str(folder)]
             words += ["--names", str(options.names), *(["--smallest"] if options.smallest else [])]

@@ -12,13 +12,10 @@ from typing import Any
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
 from mindspeed_mm.configs.flags.spec import road_of
-from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
 from mindspeed_mm.configs.scalars import read_bool, show
 from mindspeed_mm.configs.sections import raise_all
-from mindspeed_mm.configs.sora_checks import check_generation_files, check_generation_model
-from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig, check_pipeline_layers
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
@@ -268,7 +265,7 @@ def merge_mm_args(
     if not problems and model_kind == data_kind == "generation" and not (own_model or own_data):
         model, data = getattr(mm, "model", None), getattr(mm, "data", None)
         if model is not None and data is not None:
-            problems += check_generation_files(SoRAModelConfig.from_dict(model), GenerationDataConfig.from_dict(data))
+            problems += _generation_problems(model, data)
     if problems:
         raise ConfigError("\n".join(problems))
     args.mm = mm
@@ -351,7 +348,22 @@ def _check_data(content: ConfigReader, file: str) -> None:
     raise_all(check_local_path(file, key, config.dataset_param.preprocess_parameters.model_name_or_path))
 
 
+# The schemas of generation are imported where they are used: runs of language models start without them.
+
+
+def _generation_problems(model: ConfigReader, data: ConfigReader) -> list[str]:
+    """What in two files that are each right doesn't fit together."""
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.configs.sora_checks import check_generation_files
+    from mindspeed_mm.configs.sora_config import SoRAModelConfig
+
+    return check_generation_files(SoRAModelConfig.from_dict(model), GenerationDataConfig.from_dict(data))
+
+
 def _check_generation_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+    from mindspeed_mm.configs.sora_checks import check_generation_model
+    from mindspeed_mm.configs.sora_config import SoRAModelConfig
+
     elsewhere = owner_problem(content.to_dict(), file, "generation")
     raise_all([elsewhere] if elsewhere else [])
     config = SoRAModelConfig.from_dict(content, file=file)
@@ -359,6 +371,8 @@ def _check_generation_model(args: argparse.Namespace, content: ConfigReader, fil
 
 
 def _check_generation_data(content: ConfigReader, file: str) -> None:
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+
     GenerationDataConfig.from_dict(content, file=file)
 
 
