@@ -55,8 +55,8 @@ def step_fused(optimizer: Any, grad_scale: torch.Tensor, found_inf: torch.Tensor
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters are in host memory (offload_to_cpu)."""
-    return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+    """Whether parameters are in host memory (offload_to_cpu); those of a group are all in the same place."""
+    return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"][:1])
 
 
 @torch.no_grad()
