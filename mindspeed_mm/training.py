@@ -27,6 +27,7 @@ from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sent
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
+from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.log import info_rank0, is_first_rank, logger
@@ -135,6 +136,7 @@ def train(
     epoch_samples = _epoch_samples(data, args)
     saver = _open_saver(args, progress.last_saved, lock)
     watch = _open_watch(backend, args, progress.iteration)
+    skips = _open_skip_watch(backend, data, args, progress.iteration, saver)
     profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
     started, stop = time.time(), StopSignal()
 
@@ -147,6 +149,7 @@ def train(
         while progress.iteration < args.train_iters:
             pending = train_step(forward_step, data.train, backend, args, wants_to_stop)
             _account(pending, progress, watch, backend, args)
+            skips.add(progress.iteration, pending.result, pending.counts.row_ids)
             profiler.step()
             memory.step()
             if _is_due(progress.iteration, args.eval_interval) and data.valid is not None:
@@ -161,11 +164,14 @@ def train(
                 break
             if saver and progress.iteration < args.train_iters and _save_is_due(progress, epoch_samples, args):
                 watch.pause_clock()
-                _save(saver, backend, progress, data, args)
+                skips.look()
+                if _has_something_new(saver, skips, progress):
+                    _save(saver, backend, progress, data, args)
                 watch.restart_clock()
             if args.manual_gc and _is_due(progress.iteration, args.manual_gc_interval):
                 gc.collect()
         profiler.stop()
+        skips.look() if progress.iteration < args.train_iters else skips.finish()
         if saver:
             saver.wait()
             if saver.last_saved != progress.iteration:
@@ -300,6 +306,17 @@ def _save_is_due(progress: Progress, epoch_samples: float | None, args: Any) -> 
     return epoch_samples is not None and now // epoch_samples > (now - args.global_batch_size) // epoch_samples
 
 
+def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progress) -> bool:
+    """Whether a step has changed something since the last checkpoint; the same on all ranks."""
+    if skips.last_trained == progress.iteration:
+        return True
+    saver.wait()  # one in the background may have ended on this rank only, as far as it has looked
+    if skips.last_trained > max(saver.last_saved, 0):
+        return True
+    info_rank0(f"no checkpoint of iteration {progress.iteration}: no step has changed anything since the last one")
+    return False
+
+
 def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
     """Where to start from: a checkpoint or weights of --load, or the weights that model.json names.
 
@@ -359,6 +376,21 @@ def _open_watch(backend: Backend, args: Any, iteration: int) -> Watch:
         tensorboard_dir=args.tensorboard_dir,
         world_size=args.world_size,
         compute_dtype=backend.compute_dtype,
+    )
+
+
+def _open_skip_watch(
+    backend: Backend, data: RunData, args: Any, iteration: int, saver: CheckpointSaver | None
+) -> SkipWatch:
+    is_dynamic = backend.compute_dtype == "fp16" and args.loss_scale is None
+    return SkipWatch(
+        iteration,
+        limit=args.max_skipped_steps,
+        gather=backend.gather_objects,
+        data=data,
+        last_good=saver.last_good if saver is not None else lambda: "there is none, as there is no --save",
+        row_rank=backend.is_row_rank,
+        smallest_scale=args.min_loss_scale if is_dynamic else None,
     )
 
 

@@ -165,12 +165,16 @@ class CheckpointSaver:
             logger.error(f"{sentence}; training goes on, and saves again when it is due")
         return SaveOutcome(running.iteration, running.failure)
 
-    def _describe(self, iteration: int, failure: StepFailed) -> str:
+    def last_good(self) -> str:
+        """A clause that names the last checkpoint that is visible, after the save in the background has ended."""
+        self._look()
         try:
-            last = f"the last good checkpoint is '{find_checkpoint(self.root).directory}'"
+            return f"the last good checkpoint is '{find_checkpoint(self.root).directory}'"
         except CheckpointError:
-            last = f"'{self.root}' holds no checkpoint yet"
-        return f"the checkpoint of iteration {iteration} could not be saved: {failure}; {last}"
+            return f"'{self.root}' holds no checkpoint yet"
+
+    def _describe(self, iteration: int, failure: StepFailed) -> str:
+        return f"the checkpoint of iteration {iteration} could not be saved: {failure}; {self.last_good()}"
 
     def _bring(self, running: _Running) -> None:
         """The whole road, on this thread."""

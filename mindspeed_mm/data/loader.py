@@ -61,6 +61,11 @@ class MMDataLoader:
         self._notes = NoteCounter()
 
     @property
+    def faults(self) -> Mapping[str, int]:
+        """Rows that could not be used so far, by reason; those of all ranks add up to all of them."""
+        return self._notes.faults
+
+    @property
     def num_rows(self) -> int | None:
         """Rows of the data set; None as long as the end of a stream has not been found."""
         return self.sampler.planner.order.num_rows
@@ -124,8 +129,9 @@ class MMDataLoader:
         """Move the position; returns the rows that the plan has left out, and adds their number to the batch."""
         left_out = self.sampler.finish_batch()
         self.consumed_samples += self.sampler.planner.layout.global_batch_size
-        if left_out and self.sampler.dp_rank == 0:  # every rank has found the same ones
-            batch["rows_left_out"] += len(left_out)
+        if not left_out or self.sampler.dp_rank != 0:  # every rank has found the same ones
+            return []
+        batch["rows_left_out"] += len(left_out)
         where = getattr(self.dataset, "where", "row {}".format)
         return [Note(f"{where(row)}: {fault}", fault) for row, fault in left_out]
 

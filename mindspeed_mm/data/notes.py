@@ -27,6 +27,11 @@ class NoteCounter:
         self._cut = 0
         self._faults: Counter[str] = Counter()
 
+    @property
+    def faults(self) -> Counter[str]:
+        """Rows left out so far, by reason."""
+        return self._faults
+
     def add(self, notes: list[Note]) -> None:
         """Count notes, and say how many there are if it is time."""
         cut = [note for note in notes if note.fault is None]

@@ -28,6 +28,7 @@ from mindspeed_mm.data.rank_check import (
     settle_length,
     settle_parts,
 )
+from mindspeed_mm.data.usable import refuse_unusable
 from mindspeed_mm.data.user_order import DataSetOrder, LoaderOrder
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -78,6 +79,8 @@ class RunData:
         state_dict: the position after the batches handed out.
         check_streams: ends the run with a ConfigError where all ranks read the same rows of iterables; reads the first
             micro-batches of these. Other data have been checked.
+        where: names the file and row of a number in `row_ids`; None: unknown.
+        faults: why rows were left out on this rank so far, counted.
     """
 
     train: CountingIterator
@@ -88,6 +91,8 @@ class RunData:
     why_no_length: str = "this one is streamed"
     state_dict: Callable[[], dict[str, Any]] | None = None
     check_streams: Callable[[], None] = lambda: None
+    where: Callable[[int], str] | None = None
+    faults: Callable[[], Mapping[str, int]] = dict
 
 
 def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[Any, Any, None]:
@@ -196,6 +201,8 @@ def build_run_data(
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
     rows = train_loader.num_rows
     info_rank0(f"training data: {rows if rows is not None else 'unknown number of'} rows")
+    if isinstance(train_loader, MMDataLoader):
+        refuse_unusable(train_loader.dataset, rows)
     loaders = {"training": train_loader, **({"validation": valid_data.loader} if valid_data else {})}
 
     def close() -> None:
@@ -217,6 +224,8 @@ def build_run_data(
         _why_no_length(train_loader),
         train_loader.state_dict,
         check_streams,
+        getattr(train_loader.dataset, "where", None) if isinstance(train_loader, MMDataLoader) else None,
+        (lambda: train_loader.faults) if isinstance(train_loader, MMDataLoader) else dict,
     )
 
 

@@ -45,9 +45,14 @@ class CheckpointError(MMError, RuntimeError):
     """A checkpoint or a weight file is missing, damaged or does not fit."""
 
 
+class TrainingError(MMError, RuntimeError):
+    """Training can't go on: its steps change nothing any more."""
+
+
 def kind_of(error: MMError) -> str:
-    """Return what a person calls the error: ConfigError, DataError or CheckpointError."""
-    return next((k.__name__ for k in (ConfigError, DataError, CheckpointError) if isinstance(error, k)), "Error")
+    """Return what a person calls the error: ConfigError, DataError, CheckpointError or TrainingError."""
+    kinds = (ConfigError, DataError, CheckpointError, TrainingError)
+    return next((k.__name__ for k in kinds if isinstance(error, k)), "Error")
 
 
 def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:

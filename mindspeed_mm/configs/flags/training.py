@@ -31,4 +31,11 @@ class TrainingArguments:
     train_samples: Annotated[int | None, flag("rows in all", minimum=1)] = None
     exit_interval: Annotated[int | None, flag("exit after a step that is a multiple of this", minimum=1)] = None
     exit_duration_in_mins: Annotated[int | None, flag("save and exit after this many minutes", minimum=1)] = None
+    max_skipped_steps: Annotated[
+        int,
+        flag(
+            "ours: skipped steps in a row (loss or gradient not finite, or no targets) that end the run; 0 = none",
+            minimum=0,
+        ),
+    ] = 100
     exit_signal_handler: Annotated[bool, flag("SIGTERM and SIGUSR1 save a checkpoint and exit; always on")] = True

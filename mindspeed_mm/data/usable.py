@@ -1,0 +1,46 @@
+"""Is there anything to train on? Asked before a run begins, as far as it can be known without decoding media."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from mindspeed_mm.utils.errors import DataError, MMError
+
+_MOST_ROWS = 1000
+_MOST_SECONDS = 30.0
+
+
+def refuse_unusable(dataset: Any, num_rows: int | None) -> None:
+    """Look for a row that gives a sample, from the first one on: most often that is the one.
+
+    After many rows without one, and of a data set that can't be measured, nothing is said: the run finds out.
+
+    Args:
+        dataset: may have `measure(row) -> list[SampleSize]`.
+        num_rows: None: unknown.
+
+    Raises:
+        DataError: no row gives a sample; why, counted.
+    """
+    if not num_rows or not hasattr(dataset, "measure"):
+        return
+    faults: Counter[str] = Counter()
+    started = time.monotonic()
+    for row in range(num_rows):
+        if row >= _MOST_ROWS or time.monotonic() - started > _MOST_SECONDS:
+            return
+        try:
+            sizes = dataset.measure(row)
+        except MMError:  # of a row that ends the run when its turn comes
+            return
+        if not sizes or any(size.fault is None for size in sizes):
+            return
+        faults[sizes[0].fault] += 1
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in faults.most_common())
+    where = getattr(dataset, "where", "row {}".format)
+    raise DataError(
+        f"none of the {num_rows} rows of the training data can be used: {reasons} (the first: {where(0)}); "
+        "`mindspeed-mm data check` says what is wrong with each"
+    )
