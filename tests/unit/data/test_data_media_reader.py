@@ -132,7 +132,9 @@ def test_headers_are_read_once_until_the_file_changes(tmp_path: Path, monkeypatc
     from mindspeed_mm.data import media_reader
 
     looked, image_size = [], media_reader.image_size
-    monkeypatch.setattr(media_reader, "image_size", lambda file: looked.append(file.path) or image_size(file))
+    monkeypatch.setattr(
+        media_reader, "image_size", lambda file, *limit: looked.append(file.path) or image_size(file, *limit)
+    )
     monkeypatch.setattr(media_reader, "_REMEMBERED", 1)
     path, reader = tmp_path / "a.png", _reader()
     Image.new("RGB", (100, 80)).save(path)

@@ -435,6 +435,7 @@ def growth(*words: Any) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.full
 def test_conversion_holds_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
