@@ -16,7 +16,7 @@ from mindspeed_mm.backends.protocol import Backend, ForwardStep, ModelProvider, 
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
 from mindspeed_mm.checkpoint.dcp import read_state
-from mindspeed_mm.checkpoint.earlier_run import settle_folder
+from mindspeed_mm.checkpoint.earlier_run import paths_of, settle_folder
 from mindspeed_mm.checkpoint.run_lock import RunLock, hold_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
@@ -171,7 +171,10 @@ def train(
             if args.manual_gc and _is_due(progress.iteration, args.manual_gc_interval):
                 gc.collect()
         profiler.stop()
-        skips.look() if progress.iteration < args.train_iters else skips.finish()
+        if progress.iteration < args.train_iters:
+            skips.look()
+        else:
+            skips.finish()
         if saver:
             saver.wait()
             if saver.last_saved != progress.iteration:
@@ -324,7 +327,9 @@ def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
     """
     start = find_start(args.load, args.save, args.ckpt_step, args.finetune)
     if args.save:
+        files = {f"{n}.json": getattr(args.mm, n).to_dict() for n in ("model", "data") if hasattr(args.mm, n)}
         how = {"finetune": args.finetune, "overwrite": args.overwrite, "restarts": args.restarts}
+        how["reads"] = paths_of(files) if args.overwrite else {}
         settle = partial(settle_folder, args.save, args.load, start, **how)
         on_first_rank(settle, args.rank, backend.gather_objects)
     if start.directory is not None:

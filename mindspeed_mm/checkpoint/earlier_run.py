@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.checkpoint.run_folder import METRICS, ROWS, TRACKER, checkpoints, hide
 from mindspeed_mm.checkpoint.start import Start
 from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.files import fsync_path, is_same_path
+from mindspeed_mm.utils.files import fsync_path, is_inside, is_same_path
 from mindspeed_mm.utils.log import logger
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
@@ -41,6 +43,7 @@ def settle_folder(
     finetune: bool = False,
     overwrite: bool = False,
     restarts: int = 0,
+    reads: Mapping[str, str] | None = None,
 ) -> None:
     """Make sure that a run doesn't write over another one, unless it was told to. For one process: rank 0's.
 
@@ -50,6 +53,7 @@ def settle_folder(
         finetune: --finetune, for the message.
         overwrite: remove what is there (--overwrite); `load` doesn't lie in there then.
         restarts: how often torchrun has started this run again: what is there then is its own, and is not removed.
+        reads: key → path that the run's files name (`paths_of`): what it reads is not removed either.
 
     Raises:
         ConfigError: the folder holds what another run wrote, and this one does not go on with it.
@@ -62,6 +66,7 @@ def settle_folder(
     if start.resumes and start.directory is not None and is_same_path(start.directory.parent, root):
         _tell_of_later_ones(root, start.directory)
     elif overwrite and not restarts:
+        _refuse_needed(found, reads or {})
         remove(found)
         logger.warning(f"--overwrite: removed from '{root}' what an earlier run wrote: {_names(found)}")
     else:
@@ -85,6 +90,39 @@ def remove(found: Sequence[Path]) -> None:
             shutil.rmtree(path)
         if path.name == TRACKER:
             fsync_path(path.parent)  # it names nothing any more before that goes
+
+
+def paths_of(files: Mapping[str, Any]) -> dict[str, str]:
+    """Every text of a run's files, by its key ("model.json: init_from_hf_path").
+
+    Args:
+        files: name → content; nested dicts and lists.
+    """
+    found: dict[str, str] = {}
+
+    def visit(key: str, value: Any) -> None:
+        if isinstance(value, str) and value:
+            found[key] = value
+        elif isinstance(value, Mapping):
+            for name, inner in value.items():
+                visit(f"{key}.{name}" if ": " in key else f"{key}: {name}", inner)
+        elif isinstance(value, (list, tuple)):
+            for number, inner in enumerate(value):
+                visit(f"{key}[{number}]", inner)
+
+    for name, content in files.items():
+        visit(name, content)
+    return found
+
+
+def _refuse_needed(found: Sequence[Path], reads: Mapping[str, str]) -> None:
+    for key, path in reads.items():
+        for trace in found:
+            if os.path.exists(path) and is_inside(path, trace):
+                raise ConfigError(
+                    f"--overwrite would remove '{trace}', and {key} names '{path}', which this run reads; give another "
+                    "--save, or move what it reads out of there"
+                )
 
 
 def _tell_of_later_ones(root: Path, directory: Path) -> None:

@@ -46,6 +46,8 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+# Groups that device meshes keep have threads that poll; a pool with more of them is replaced by a new one.
+MOST_THREADS = 100
 OUTPUT_SHOWN = 4000  # characters of a rank's own output that an error repeats
 
 
@@ -72,8 +74,8 @@ class RankPool:
     """`world_size` processes with a gloo process group that stay alive between functions.
 
     Started at the first `run`. After any failure the processes are thrown away and the next `run` starts new ones: a
-    collective that one rank left in the middle can't be trusted again. Between functions the random seeds, the default
-    dtype and the environment variables are put back.
+    collective that one rank left in the middle can't be trusted again. So are processes with too many threads. Between
+    functions the random seeds, the default dtype and the environment variables are put back.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -85,10 +87,13 @@ class RankPool:
         if self._ranks is None:
             self._ranks = _Ranks(self.world_size, with_group=True)
         try:
-            return self._ranks.call(fn, args, timeout)
+            results = self._ranks.call(fn, args, timeout)
         except BaseException:
             self.close()
             raise
+        if max(map(_threads, self.pids)) > MOST_THREADS:
+            self.close()
+        return results
 
     @property
     def pids(self) -> list[int]:
@@ -299,6 +304,11 @@ def _server_environment() -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def _threads(pid: int) -> int:
+    tasks = Path(f"/proc/{pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.checkpoint import earlier_run
-from mindspeed_mm.checkpoint.earlier_run import settle_folder, traces_of_run
+from mindspeed_mm.checkpoint.earlier_run import paths_of, settle_folder, traces_of_run
 from mindspeed_mm.checkpoint.run_folder import TRACKER, RunFolder, checkpoints, has_checkpoint
 from mindspeed_mm.checkpoint.start import find_start
 from mindspeed_mm.utils.errors import ConfigError
@@ -179,3 +179,17 @@ def test_overwrite_killed_at_any_change(tmp_path: Path, monkeypatch: pytest.Monk
     RunFolder(run).remove_leftovers()
     settle(run, overwrite=True)
     assert names(run) == []
+
+
+def test_what_the_run_reads_is_not_removed(tmp_path: Path) -> None:
+    root = used(tmp_path / "run", 2, others=("metrics.jsonl", "hf"))
+    (root / "hf" / "config.json").touch()
+    before = names(root)
+    files = {"model.json": {"parts": [{"from": str(root / "hf")}]}, "data.json": {"paths": [str(tmp_path), "no path"]}}
+    reads = paths_of(files)
+    assert list(reads) == ["model.json: parts[0].from", "data.json: paths[0]", "data.json: paths[1]"]
+    with pytest.raises(ConfigError, match=re.escape(f"and model.json: parts[0].from names '{root / 'hf'}', which")):
+        settle(root, overwrite=True, reads=reads)
+    assert names(root) == before
+    settle(root, overwrite=True, reads=paths_of({"data.json": files["data.json"]}))
+    assert names(root) == []
