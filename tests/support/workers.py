@@ -47,7 +47,7 @@ WORKER_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 # Groups that device meshes keep have threads that poll; a pool with more of them is replaced by a new one.
-MOST_THREADS = 100
+MOST_THREADS = 40
 OUTPUT_SHOWN = 4000  # characters of a rank's own output that an error repeats
 
 
