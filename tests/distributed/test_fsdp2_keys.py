@@ -238,7 +238,7 @@ def bf16_step(path: str, frozen: bool) -> tuple[set[Any], list[torch.Tensor | No
         nn.init.constant_(module.weight, 1.003)  # no number of bfloat16
     model.fully_shard(fsdp2_config_path=path)
     for last, seed in ((False, 0), (True, 1)):
-        fsdp2.set_gradient_sync(model, last, defer=False)
+        fsdp2.set_gradient_sync(fsdp2.sharded_units(model), last, defer=False)
         draws = torch.Generator().manual_seed(2 * seed + dist.get_rank())
         model(torch.rand(SIZE, generator=draws)).sum().backward()
     weights = [module.weight for module in ignored]
