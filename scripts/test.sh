@@ -17,8 +17,9 @@ if [ $# -gt 0 ]; then
     exec python -m pytest "${options[@]}" "$@"
 fi
 
-# What starts no processes of its own runs on two cores at once; the rest uses them all by itself.
+# Two tests at a time, also where a test starts processes of its own: these wait for each other most of the time. Files stay
+# whole, as their tests share models and reference runs. Unit tests come first: they say soonest what is broken.
 status=0
 python -m pytest "${options[@]}" -n 2 --dist loadfile tests/unit || status=$?
-python -m pytest "${options[@]}" --ignore=tests/unit || status=$?
+python -m pytest "${options[@]}" -n 2 --dist loadfile --ignore=tests/unit || status=$?
 exit $status

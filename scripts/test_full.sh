@@ -20,7 +20,7 @@ for shard in "${shards[@]}"; do
         exit 2
     fi
     started=$SECONDS
-    bash scripts/test.sh -m full "tests/$shard" 2>&1 | tee "$report"
+    bash scripts/test.sh -m full -n 2 "tests/$shard" 2>&1 | tee "$report"
     code=${PIPESTATUS[0]}
     # 5: no test of this folder belongs to the tables
     if [ "$code" -ne 0 ] && [ "$code" -ne 5 ]; then

@@ -46,8 +46,9 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# Groups that device meshes keep have threads that poll; a pool with more of them is replaced by a new one.
-MOST_THREADS = 40
+# Groups have threads that poll. Those of Megatron are left when the next function starts (60 threads or so until then);
+# those of device meshes stay, and a pool with more threads than this is replaced by a new one.
+MOST_THREADS = 100
 OUTPUT_SHOWN = 4000  # characters of a rank's own output that an error repeats
 
 
