@@ -15,6 +15,8 @@ from tests.support.trained_wan import TrainedWan, write_wan_dir
 from tests.support.workers import RankPool
 
 LAYOUTS: dict[str, tuple[str, int | str]] = {"1": ("ranks1", "auto"), "2": ("ranks2", "auto"), "HSDP": ("ranks4", 2)}
+# four ranks on two cores: in the whole tables only; test_generation_layouts.py has a run of them in the suite
+HSDP = pytest.param("HSDP", marks=pytest.mark.full)
 BEFORE, AFTER = 4, 3  # steps before and after the checkpoint; the second one is skipped
 
 
@@ -43,15 +45,32 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wan_dir(tmp_path_factory.mktemp("wan"), max_shard_size="20KB")
 
 
+ON_ANOTHER = [
+    ("1", "2"),
+    ("2", "1"),
+    pytest.param("1", "HSDP", marks=pytest.mark.full),
+    pytest.param("HSDP", "2", marks=pytest.mark.full),
+]
+
+
+class FirstRuns(dict[str, dict[str, Any]]):
+    """What the first run gave on each layout (rank 0), and its folder; run when it is first asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory, source: Path, request: pytest.FixtureRequest) -> None:
+        super().__init__()
+        self._folders, self._source, self._request = folders, source, request
+
+    def __missing__(self, layout: str) -> dict[str, Any]:
+        pool, size = LAYOUTS[layout]
+        root = self._folders.mktemp(f"run-{layout}")
+        ranks = self._request.getfixturevalue(pool).run(first_run, str(root), str(self._source), size, timeout=120)
+        self[layout] = {**ranks[0], "root": root}
+        return self[layout]
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, source: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the first run gave on each layout (rank 0), and its folder."""
-    made: dict[str, Any] = {}
-    for layout, (pool, size) in LAYOUTS.items():
-        root = tmp_path_factory.mktemp(f"run-{layout}")
-        ranks = request.getfixturevalue(pool).run(first_run, str(root), str(source), size, timeout=240)
-        made[layout] = {**ranks[0], "root": root}
-    return made
+def first(tmp_path_factory: pytest.TempPathFactory, source: Path, request: pytest.FixtureRequest) -> FirstRuns:
+    return FirstRuns(tmp_path_factory, source, request)
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -60,8 +79,8 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         torch.testing.assert_close(tensor, other[name], rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_come_from_a_diffusers_directory_exactly(first: dict[str, Any], source: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["1", "2", HSDP])
+def test_weights_come_from_a_diffusers_directory_exactly(first: FirstRuns, source: Path, layout: str) -> None:
     expected = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     loaded = first[layout]["loaded"]
     assert len(list(source.glob("*.safetensors"))) > 2
@@ -71,8 +90,8 @@ def test_weights_come_from_a_diffusers_directory_exactly(first: dict[str, Any], 
         assert torch.equal(loaded[f"ema.{name}"], tensor), name
 
 
-@pytest.mark.parametrize("layout", ["2", "HSDP"])
-def test_losses_and_averages_do_not_depend_on_the_layout(first: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize("layout", ["2", HSDP])
+def test_losses_and_averages_do_not_depend_on_the_layout(first: FirstRuns, layout: str) -> None:
     one, other = first["1"], first[layout]
     finite = [loss for i, loss in enumerate(one["losses"]) if i != 1]
     assert finite == pytest.approx([loss for i, loss in enumerate(other["losses"]) if i != 1], rel=1e-6)
@@ -80,16 +99,16 @@ def test_losses_and_averages_do_not_depend_on_the_layout(first: dict[str, Any], 
     assert one["ema"] == other["ema"] == {"steps": BEFORE + AFTER - 1, "max_decay": 0.5}
 
 
-def test_averages_lag_behind_the_weights(first: dict[str, Any]) -> None:
+def test_averages_lag_behind_the_weights(first: FirstRuns) -> None:
     end, start = first["1"]["end"], first["1"]["loaded"]
     name = "blocks.0.attn1.to_q.weight"
     moved, averaged = (end[f"{kind}.{name}"] - start[f"model.{name}"] for kind in ("model", "ema"))
     assert 0.2 < float(averaged.norm() / moved.norm()) < 0.99
 
 
-@pytest.mark.parametrize(("layout", "of"), [("1", "HSDP"), ("2", "1"), ("HSDP", "2")])
+@pytest.mark.parametrize(("layout", "of"), ON_ANOTHER)
 def test_a_run_goes_on_on_another_layout(
-    first: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path, layout: str, of: str
+    first: FirstRuns, request: pytest.FixtureRequest, tmp_path: Path, layout: str, of: str
 ) -> None:
     pool, size = LAYOUTS[layout]
     checkpoint = first[of]["root"] / f"iter_{BEFORE:07d}"
@@ -99,8 +118,8 @@ def test_a_run_goes_on_on_another_layout(
     assert found["ema"] == first["1"]["ema"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_holds_the_averages_once(first: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize("layout", ["1", "2", HSDP])
+def test_a_checkpoint_holds_the_averages_once(first: FirstRuns, layout: str) -> None:
     for iteration, taken in ((BEFORE, BEFORE - 1), (BEFORE + AFTER, BEFORE + AFTER - 1)):
         folder = first[layout]["root"] / f"iter_{iteration:07d}"
         names = DcpReader(folder).tensors
@@ -108,8 +127,8 @@ def test_a_checkpoint_holds_the_averages_once(first: dict[str, Any], layout: str
         assert json.loads((folder / "state.json").read_text())["ema"] == {"steps": taken, "max_decay": 0.5}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_exports_hold_weights_and_averages(first: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize("layout", ["1", "2", HSDP])
+def test_exports_hold_weights_and_averages(first: FirstRuns, layout: str) -> None:
     from diffusers import WanTransformer3DModel
 
     root = first[layout]["root"]
