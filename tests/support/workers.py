@@ -203,8 +203,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: collecting after each function then looks at that function's objects only
-    frozen = gc.get_freeze_count()
+    # What was imported stays: collecting after each function then looks at that function's objects only. A training run
+    # must not freeze its own, though: its model and groups would stay, and with them the threads of the groups.
+    freeze, gc.freeze = gc.freeze, lambda: None
+    freeze()
     environment = dict(os.environ)
 
     generation = 0
@@ -228,20 +230,15 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
                 )
                 generation += 1
             _reset_state()
-            if not gc.get_freeze_count():
-                gc.collect()
-                gc.freeze()
-                frozen = gc.get_freeze_count()
             fn, args = pickle.loads(payload)
             reply = pickle.dumps((True, fn(*args)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(reply)
         del reply
-        if gc.get_freeze_count() > frozen:
-            # A training run freezes its model and its groups; left so, each keeps its memory and the groups' threads.
-            gc.unfreeze()
+        forget_globals()
         gc.collect()
+        freeze()  # what is left has been imported
 
 
 def _reset_state() -> None:
