@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from mindspeed_mm.utils.seeds import host_seeded, number_of
 _END: Any = object()
 
 
-class UserLoader:
+class UserLoader(ABC):
     """What loaders over a user's data have in common: whole steps, and the position.
 
     In training an epoch's last micro-batches that don't fill a step are left out: no step takes batches of two epochs.
@@ -85,15 +86,17 @@ class UserLoader:
             step = -(-self.consumed_samples // size)
             self._epoch, self._step = divmod(step, steps) if steps else (0, step)
 
+    @abstractmethod
     def check_length(self) -> None:
         """Raise DataError if an epoch makes no step."""
 
+    @abstractmethod
     def close(self) -> None:
         """End the workers."""
 
+    @abstractmethod
     def _read(self) -> Iterator[tuple[Any, bool, tuple[int, int] | None]]:
         """(micro-batch, whether it is a filler, the position after it where a step ends), from the position on."""
-        raise NotImplementedError
 
     def _too_few(self, found: int, needed: int) -> DataError:
         rows = "" if self.num_rows is None else f"{self.num_rows} row(s), "
