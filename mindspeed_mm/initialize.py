@@ -62,6 +62,7 @@ def describe_run(
         args_defaults=args_defaults,
         required=[name for name in REQUIRED if not optional.get(name)],
         roads=roads,
+        own_model=own_model,
     )
     if model_kind == "generation" and not args.use_torch_fsdp2:
         args.use_torch_fsdp2 = True

@@ -46,6 +46,7 @@ def parse_args(
     required: Sequence[str] = REQUIRED,
     roads: Sequence[Road] = ("fsdp2",),
     run: YamlRun | None = None,
+    own_model: bool = False,
 ) -> Namespace:
     """Read a launch command.
 
@@ -57,6 +58,7 @@ def parse_args(
         required: attributes that must be given (a script with its own model and data needs fewer).
         roads: those that the script can take: "fsdp2" (with --use-torch-fsdp2), "ptd" (without).
         run: the run's YAML file, where the script has read it by itself.
+        own_model: the model is the script's own, and may read flags that a model of ours has no use for.
 
     Returns:
         A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
@@ -96,7 +98,7 @@ def parse_args(
     args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode
 
     road = road_of(args)
-    problems = _missing_flags(args, required, run) + _refused_flags(flags, given, road, places)
+    problems = _missing_flags(args, required, run) + _refused_flags(flags, given, road, places, own_model)
     raise_all(problems + _missing_paths(flags, args, road, places))
     _say_no_effect(flags, given, road, places)
     say_environment()
@@ -252,11 +254,15 @@ def _asks_for_nothing(item: Flag, value: Any) -> bool:
     return value in item.harmless or (item.kind is bool and value == item.default)
 
 
-def _refused_flags(flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str]) -> list[str]:
+def _refused_flags(
+    flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str], own_model: bool
+) -> list[str]:
     return [
-        f"{places[item.name]}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {item.refused[road]}"
+        f"{places[item.name]}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {why}"
         for item in flags
-        if road in item.refused and item.name in given and not _asks_for_nothing(item, given[item.name])
+        if (why := item.refused.get(road) or ("" if own_model else item.not_of_ours))
+        and item.name in given
+        and not _asks_for_nothing(item, given[item.name])
     ]
 
 

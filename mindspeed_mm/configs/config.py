@@ -14,7 +14,7 @@ from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection
 from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
-from mindspeed_mm.configs.scalars import read_bool, show
+from mindspeed_mm.configs.scalars import read_bool, read_int, show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig, check_pipeline_layers
@@ -308,6 +308,48 @@ def settle_remote_code(args: argparse.Namespace, mm: MMConfig) -> None:
         section.trust_remote_code = True
 
 
+def settle_caption_length(model: Any, data: Any) -> None:
+    """Let `model_max_length` of data.json's (first) tokenizer be the longest caption of the first text encoder.
+
+    Args:
+        model, data: content of model.json and data.json of a generation model; `text_encoder.max_length` of the first
+            is set where the second names a length and the captions are still to be encoded.
+
+    Raises:
+        ConfigError: both name a length, and not the same one.
+    """
+    param: Any = data.get("dataset_param")
+    found: Any = param.get("tokenizer_config") if _is_object(param) else None
+    first: Any = (found[0] if found else None) if isinstance(found, list) else found
+    if not _is_object(first) or first.get("model_max_length") is None:
+        return
+    if model.get("load_text_features") or param.get("dataset_type") == "feature":
+        return
+    key = "dataset_param.tokenizer_config.model_max_length"
+    try:
+        length = read_int(first.get("model_max_length"))
+    except ValueError as error:
+        file = getattr(data, "config_file", None) or "data.json"
+        raise ConfigError(f"{file}: '{key}' is {show(first.get('model_max_length'))}; {error}") from None
+    encoders = model.get("text_encoder")
+    encoder: Any = (encoders[0] if encoders else None) if isinstance(encoders, list) else encoders
+    if encoder is None:
+        model["text_encoder"] = [{"max_length": length}]
+        return
+    if not _is_object(encoder):  # its own check says what is wrong with it
+        return
+    if encoder.get("max_length") not in (None, length):
+        raise ConfigError(
+            f"the longest caption is {show(encoder.get('max_length'))} tokens by model.json's text_encoder.max_length "
+            f"and {length} by data.json's {key}; make them agree, or keep one of them"
+        )
+    encoder["max_length"] = length
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, (Mapping, ConfigReader))
+
+
 def _check_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
     elsewhere = owner_problem(content.to_dict(), file)
     raise_all([elsewhere] if elsewhere else [])
@@ -357,6 +399,10 @@ def _generation_problems(model: ConfigReader, data: ConfigReader) -> list[str]:
     from mindspeed_mm.configs.sora_checks import check_generation_files
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
 
+    try:
+        settle_caption_length(model, data)
+    except ConfigError as error:
+        return [str(error)]
     return check_generation_files(SoRAModelConfig.from_dict(model), GenerationDataConfig.from_dict(data))
 
 

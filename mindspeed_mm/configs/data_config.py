@@ -15,6 +15,7 @@ from mindspeed_mm.configs.data_rules import (
     SAMPLERS,
     SAMPLERS_NOT_YET,
 )
+from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
 from mindspeed_mm.configs.other_scripts import DATASET_TYPES, dataset_type_problem
 from mindspeed_mm.configs.published import is_given, published_paths, refusals, say_no_effect, warn_of_near_keys
@@ -220,6 +221,17 @@ class BasicParameters(Section):
         return self
 
 
+class ProcessorSteps(Section):
+    """`train_pipeline`: lists of {"trans_type": name, "param": {…}}, which the processor must agree with."""
+
+    image: Annotated[list[dict[str, Any]] | None, BeforeValidator(read_steps)] = Field(
+        None, description="of pictures; absent = as the processor does"
+    )
+    video: Annotated[list[dict[str, Any]] | None, BeforeValidator(read_steps)] = Field(
+        None, description="of frames; absent = as the processor does"
+    )
+
+
 class PreprocessParameters(Section):
     """The processor, and limits on media. An absent limit is the processor's own."""
 
@@ -237,6 +249,9 @@ class PreprocessParameters(Section):
     min_patches: Count | None = Field(None, description="least tiles of an image, where the processor cuts tiles")
     max_patches: Count | None = Field(None, description="most tiles of an image, where the processor cuts tiles")
     tile_size: Count | None = Field(None, description="side of a tile in pixels; must be the processor's own")
+    train_pipeline: ProcessorSteps = Field(
+        ProcessorSteps(), description="published steps from pictures to pixel values; must be what the processor does"
+    )
     video_max_pixels: Count | None = Field(None, description="larger frames are scaled down to this area")
     video_min_pixels: Size | None = Field(None, description="smaller frames are scaled up to this area")
     video_fps: Annotated[Float, Field(gt=0)] | None = Field(None, description="frames a second taken from a video")

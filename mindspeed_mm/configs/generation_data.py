@@ -83,7 +83,8 @@ def _read_methods(value: Any) -> Any:
 
 
 _TOKENIZER_KEYS = "dataset_param.tokenizer_config."
-_TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name")  # the class is what the directory says
+#: the class is what the directory says; `settle_caption_length` hands model_max_length to the text encoder
+_TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name", "model_max_length")
 
 
 def _read_tokenizers(value: Any) -> Any:
@@ -225,7 +226,8 @@ class GenerationDatasetParam(Section):
         GenerationPreprocessParameters(), description="frames, sizes and captions"
     )
     tokenizer_config: Annotated[list[dict[str, Any]] | None, BeforeValidator(_read_tokenizers)] = Field(
-        None, description="from_pretrained: directory of the tokenizer, where model.json names none; one or a list"
+        None, description="from_pretrained: directory of the tokenizer, where model.json names none; model_max_length: "
+        "text_encoder.max_length, where model.json names none; one or a list"
     )
     enable_text_preprocessing: Bool = Field(False, description="clean captions by text_preprocess_methods")
     text_preprocess_methods: Annotated[list[str], BeforeValidator(_read_methods)] = Field(

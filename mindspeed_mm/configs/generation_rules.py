@@ -38,8 +38,7 @@ NO_EFFECT = (
     ),
     NoEffect(
         r"dataset_param\.tokenizer_config\..*",
-        "captions are tokenized as the model's diffusers pipeline does it; the longest one is model.json's "
-        "text_encoder.max_length",
+        "captions are tokenized as the model's diffusers pipeline does it",
     ),
     NoEffect(r"dataloader_param\.num_workers", "the number of workers comes from --num-workers"),
     NoEffect(r"dataloader_param\.batch_size", "batch sizes come from --micro-batch-size and --global-batch-size"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on
+from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_not_zero, is_on
 
 #: names that transformers' attention registry knows by itself
 ATTENTION_NAMES = (
@@ -18,6 +18,11 @@ ATTENTION_NOT_YET = ("var_len_fa", "native-sparse")
 _PART = r"(image_encoder|audio_encoder|text_decoder|vision_encoder|vision_projector)(\.\w+)*"
 
 REFUSED = (
+    Refused(
+        "text_decoder.moe_aux_loss_coeff",
+        is_not_zero,
+        "the load-balancing loss is weighted by loss_cfg.router_aux_loss_coef; write that instead",
+    ),
     Refused(
         "freeze",
         is_given,
@@ -54,7 +59,6 @@ NO_EFFECT = (
         r"|use_fused_rotary_pos_emb|bias_\w+_fusion|\w+_implementation)|\w+_implementation",
         "the kernels are transformers' own",
     ),
-    NoEffect(rf"{_PART}\.moe_aux_loss_coeff", "the load-balancing loss is weighted by loss_cfg.router_aux_loss_coef"),
     NoEffect(
         r"text_decoder\.use_chunk_loss|enable_chunk_loss|chunkloss_plan.*", "chunked loss is loss_cfg.compute_mode"
     ),

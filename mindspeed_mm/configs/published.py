@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from mindspeed_mm.configs.scalars import read_bool, show
+from mindspeed_mm.configs.scalars import read_bool, read_float, show
 from mindspeed_mm.configs.sections import Section, key_paths, sort_keys
 from mindspeed_mm.utils.errors import nearest_names
 from mindspeed_mm.utils.log import notice
@@ -62,6 +62,14 @@ def is_on(value: Any) -> bool:
 def is_given(value: Any) -> bool:
     """Whether a published value says anything: not null, not empty."""
     return value not in (None, "", [], {})
+
+
+def is_not_zero(value: Any) -> bool:
+    """Whether a published value is given and is another number than 0 (anything but a number counts)."""
+    try:
+        return is_given(value) and read_float(value) != 0
+    except ValueError:
+        return True
 
 
 def refusals(keys: Mapping[str, Any], rules: Iterable[Refused], file: str) -> list[str]:

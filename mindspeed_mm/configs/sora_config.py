@@ -106,7 +106,10 @@ class TextEncoderConfig(Section):
     ucg_rate: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         None, description="share of captions that are left out, so that guidance can be used; absent = data.json's cfg"
     )
-    max_length: Count | None = Field(None, description="longest caption in tokens; absent = the family's")
+    max_length: Count | None = Field(
+        None,
+        description="longest caption in tokens; absent = data.json's tokenizer_config.model_max_length, or the family's"
+    )
 
 
 class ImageEncoderConfig(Section):
@@ -177,6 +180,12 @@ class DiffusionConfig(Section):
     beta_start: Float | None = Field(None, description="ddpm: first beta; absent = the family's")
     beta_end: Float | None = Field(None, description="ddpm: last beta; absent = the family's")
     beta_schedule: str | None = Field(None, description="ddpm: diffusers' name of the curve; absent = the family's")
+    trained_betas: list[Float] | None = Field(
+        None, description="ddpm: the beta of every timestep, in place of a curve; absent = the curve"
+    )
+    rescale_betas_zero_snr: Bool | None = Field(
+        None, description="ddpm: scale the betas so that nothing is left of the last latents; absent = the family's"
+    )
     guidance: Float = Field(1.0, description="value of the guidance embedding of distilled models (flux, hunyuanvideo)")
 
     @property

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mindspeed_mm.configs.config import settle_caption_length
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.flags.spec import flag
 from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on, published_paths, refusals, say_no_effect
@@ -163,9 +164,11 @@ class SoRAInferenceConfig:
 
     @classmethod
     def from_file(cls, path: str | Path, data_file: str | None = None) -> SoRAInferenceConfig:
-        """Read model.json, and of data.json, where it is given, the directories of tokenizers."""
-        data = read_json(Path(data_file)) if data_file else {}
-        config = cls.from_dict(read_json(Path(path)), str(path))
+        """Read model.json, and of data.json, where it is given, tokenizers' directories and the longest caption."""
+        model, data = read_json(Path(path)), read_json(Path(data_file)) if data_file else {}
+        if isinstance(model, dict) and isinstance(data, Mapping):
+            settle_caption_length(model, data)
+        config = cls.from_dict(model, str(path))
         param = data.get("dataset_param") if isinstance(data, Mapping) else None
         found = param.get("tokenizer_config") if isinstance(param, Mapping) else None
         return cls(config.model, config.sampling, config.tokenizers or _directories(found), config.file)

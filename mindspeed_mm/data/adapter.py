@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.media import Clip, Foreseen, Geometry, Kind
+from mindspeed_mm.data.processor_steps import check_steps
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -112,10 +113,12 @@ class DefaultAdapter:
                 name = _processor_class(path)
                 found = getattr(transformers, name, None) if name and not options.trust_remote_code else None
                 processor = _settled((found or transformers.AutoProcessor).from_pretrained(path, **extra))
-                return _tiled(processor, options, path)
-            return transformers.AutoTokenizer.from_pretrained(path, **extra)
+            else:
+                return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {error}") from error
+        check_steps(processor, options, path)
+        return _tiled(processor, options, path)
 
     def reads(self, processor: Any) -> tuple[Kind, ...]:
         """Return the kinds that the processor has a part and a placeholder token for."""

@@ -56,6 +56,20 @@ def _layout(what: str, **details: Any) -> FlagDetails:
     )
 
 
+_DROPOUT = (
+    "the model's dropout is attention_dropout of its config.json, or on the Megatron backend model.json's "
+    "text_decoder.attention_dropout; write it there, and 0 here"
+)
+_AUX_LOSS = (
+    "the load-balancing loss is weighted by model.json's loss_cfg.router_aux_loss_coef; write it there, and 0 here"
+)
+
+
+def _of_own_models(what: str, instead: str) -> FlagDetails:
+    """A number that a script's own model may read; a model of ours has it from elsewhere, so only 0 is taken."""
+    return flag(what, not_of_ours=instead, harmless=(0.0,))
+
+
 @dataclass
 class MegatronStructureArguments:
     """Model structure and tokenizer."""
@@ -80,8 +94,8 @@ class MegatronStructureArguments:
     ] = True
     add_qkv_bias: Annotated[bool, _STRUCTURE("bias in q, k, v")] = False
     qk_layernorm: Annotated[bool, _STRUCTURE("normalised q and k")] = False
-    attention_dropout: Annotated[float, _STRUCTURE("dropout of attention")] = 0.1
-    hidden_dropout: Annotated[float, _STRUCTURE("dropout of hidden states")] = 0.1
+    attention_dropout: Annotated[float, _of_own_models("dropout of attention", _DROPOUT)] = 0.1
+    hidden_dropout: Annotated[float, _of_own_models("dropout of hidden states", _DROPOUT)] = 0.1
     init_method_std: Annotated[float, _STRUCTURE("deviation of random weights")] = 0.02
     vocab_size: Annotated[int | None, _STRUCTURE("tokens in the vocabulary")] = None
     padded_vocab_size: Annotated[int | None, _STRUCTURE("tokens in the vocabulary, with padding")] = None
@@ -92,12 +106,7 @@ class MegatronStructureArguments:
     num_experts: Annotated[int | None, _STRUCTURE("experts of a layer")] = None
     moe_router_topk: Annotated[int, _STRUCTURE("experts of a token")] = 2
     moe_router_load_balancing_type: Annotated[str, _STRUCTURE("load balancing")] = "aux_loss"
-    moe_aux_loss_coeff: Annotated[
-        float,
-        no_effect("the load-balancing loss is weighted by loss_cfg.router_aux_loss_coef")(
-            "weight of the load-balancing loss"
-        ),
-    ] = 0.0
+    moe_aux_loss_coeff: Annotated[float, _of_own_models("weight of the load-balancing loss", _AUX_LOSS)] = 0.0
     use_mcore_models: Annotated[bool, _CLASSES("megatron-core's model classes")] = False
     use_legacy_models: Annotated[bool, _CLASSES("Megatron's older model classes")] = False
     transformer_impl: Annotated[str, _CLASSES("which layers")] = "transformer_engine"

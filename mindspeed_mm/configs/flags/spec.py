@@ -54,6 +54,7 @@ class Flag:
     synonyms: tuple[tuple[str, str], ...] = ()  # value written → value meant
     no_effect: Mapping[Road, str] = dataclasses.field(default_factory=dict)  # road → why it has none there
     refused: Mapping[Road, str] = dataclasses.field(default_factory=dict)  # road → what to do instead
+    not_of_ours: str = ""  # what to do instead where the model is ours; a script's own model may read the flag
     harmless: tuple[Any, ...] = ()  # values that ask for nothing: neither notice nor refusal
 
     @property
@@ -89,7 +90,7 @@ def flag(help: str, **details: Any) -> FlagDetails:
         help: one line for `--help` and the documentation.
         details: any further attribute of `Flag`: `spellings` (default: `--` and the field's name with dashes),
             `off_spellings`, `minimum`, `above`, `maximum`, `below`, `bare`, `path`, `synonyms`, `no_effect`,
-            `refused` (a sentence for both roads, or road → sentence), `harmless`.
+            `refused` (a sentence for both roads, or road → sentence), `not_of_ours`, `harmless`.
     """
     for name in ("no_effect", "refused"):
         if isinstance(details.get(name), str):

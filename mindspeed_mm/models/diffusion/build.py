@@ -52,4 +52,16 @@ def build_objective(config: DiffusionConfig, defaults: FamilyDefaults, file: str
             f"{file}: 'diffusion.prediction_type' is 'flow_prediction', and ddpm predicts epsilon, v_prediction or "
             "sample; write one of these, or model_id: flow_matching"
         )
+    if kind == "flow_matching":
+        for key in ("trained_betas", "rescale_betas_zero_snr"):
+            if getattr(config, key):
+                raise ConfigError(
+                    f"{file}: 'diffusion.{key}' is given, and flow matching has no betas; remove it, or write "
+                    "model_id: ddpm"
+                )
+    if config.trained_betas is not None and len(config.trained_betas) != config.num_train_timesteps:
+        raise ConfigError(
+            f"{file}: 'diffusion.trained_betas' has {len(config.trained_betas)} numbers, and "
+            f"'diffusion.num_train_timesteps' is {config.num_train_timesteps}; there is one beta a timestep"
+        )
     return flow_matching(config, defaults) if kind == "flow_matching" else ddpm(config, defaults)

@@ -64,5 +64,9 @@ def ddpm(config: DiffusionConfig, defaults: Any) -> Ddpm:
         "prediction_type": config.prediction_type or (defaults.prediction_type if by_family else "epsilon"),
         **(defaults.scheduler_config if by_family else {}),
     }
+    if config.trained_betas is not None:
+        settings["trained_betas"] = config.trained_betas
+    if config.rescale_betas_zero_snr is not None:
+        settings["rescale_betas_zero_snr"] = config.rescale_betas_zero_snr
     scheduler = getattr(diffusers, defaults.scheduler)(**settings)
     return Ddpm(scheduler, config.min_timestep_boundary, config.max_timestep_boundary)

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             otherwise are in the folder already.
     """
     from mindspeed_mm import accelerator
-    from mindspeed_mm.configs.config import MMConfig, settle_remote_code
+    from mindspeed_mm.configs.config import MMConfig, settle_caption_length, settle_remote_code
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.models.sora_encode import SampleEncoder
@@ -103,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
     output, needs_text = _settle(options)
     files = MMConfig({"model": options.mm_model, "data": options.mm_data})
     settle_remote_code(options, files)
+    settle_caption_length(files.model, files.data)
     model = SoRAModelConfig.from_dict(files.model, file=options.mm_model)
     data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
     family, _, _ = resolve_predictor(model)

@@ -331,3 +331,22 @@ def test_reading_a_configuration_does_not_import_torch() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("backend", ["--use-torch-fsdp2", ""])
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--attention-dropout 0.1", "attention_dropout of its config.json"),
+        ("--hidden-dropout 0.1", "attention_dropout of its config.json"),
+        ("--moe-aux-loss-coeff 1e-3", "loss_cfg.router_aux_loss_coef"),
+    ],
+)
+def test_numbers_that_only_a_script_of_ones_own_may_read(flag: str, words: str, backend: str) -> None:
+    line = MINIMAL.replace("--use-torch-fsdp2", backend)
+    command = ["--mm-model", __file__, "--mm-data", __file__, *line.split()[4:], *flag.split()]
+    with pytest.raises(ConfigError, match=f"{flag.split()[0]} .*{words}"):
+        parse_args(command, roads=ROADS)
+    name, value = flag.split()[0].removeprefix("--").replace("-", "_"), float(flag.split()[1])
+    assert getattr(parse_args(command, roads=ROADS, own_model=True), name) == value
+    assert getattr(parse_args([*command[:-1], "0"], roads=ROADS), name) == 0

@@ -232,3 +232,10 @@ def test_the_mapping_is_left_as_it_was() -> None:
     before = copy.deepcopy(PUBLISHED)
     TransformersModelConfig.from_dict(PUBLISHED)
     assert before == PUBLISHED
+
+
+@pytest.mark.parametrize("value", [0.001, "1e-3"])
+def test_a_weight_of_the_balancing_loss_under_another_name_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"moe_aux_loss_coeff.*write that instead"):
+        TransformersModelConfig.from_dict({"init_from_hf_path": "x", "text_decoder": {"moe_aux_loss_coeff": value}})
+    TransformersModelConfig.from_dict({"init_from_hf_path": "x", "text_decoder": {"moe_aux_loss_coeff": 0.0}})

@@ -23,7 +23,7 @@ KINDS: list[tuple[str, type[Section]]] = [
 # A sample of the published tables, from every kind of run; `[]` is a list of objects.
 SAMPLES = {
     "data": """dataloader_param.group_frame dataset_param.packed_parameters.expected_num_tokens
-        dataset_param.preprocess_parameters.train_pipeline.video[].param.transform_size.max_height
+        dataset_param.preprocess_parameters.train_pipeline.first_frame_clip[].param.transform_size.max_height
         dataset_param.basic_parameters.vlm_sft.llava_ov.jsonl_path dataset_param.text_preprocess_methods[].method
         dataset_param.tokenizer_config[].template_file_path dataset_param.dataset_conf.prompt_conf.use_hist
         dataset_param.processor.compute_fbank.mel_hop_size train_data_set_list""",

@@ -82,14 +82,16 @@ def whole_file(kind: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 SORA_REFUSED = {"task", "predictor.model_type", *(key for key in PUBLISHED[SORA] if key.startswith("dpo."))}
+#: parameters of a step are nothing without the step's name
+STEPS = {key for key in PUBLISHED["data"] if re.search(r"train_pipeline\.(image|video)\[\]\.param\.", key)}
 CASES: list[tuple[str, str, Base, Any, set[str]]] = [
     # kind, prefix of its keys, a file to put a key into, its schema, what is refused
-    ("data", "", data_file, DataConfig, {"dataset_param.dataset_type"}),
+    ("data", "", data_file, DataConfig, {"dataset_param.dataset_type", *STEPS}),
     (TRANSFORMERS, "", model_file, TransformersModelConfig, set()),
     (VLM, "", model_file, TransformersModelConfig, set()),
     (SORA, "", dict, SoRAModelConfig, SORA_REFUSED),
     (VLM, "", model_file, VLMModelConfig, {key for key in PUBLISHED[VLM] if key.startswith("audio_encoder.")}),
-    ("gpt_args yaml", "model.", model_file, TransformersModelConfig, set()),
+    ("gpt_args yaml", "model.", model_file, TransformersModelConfig, {"text_decoder.moe_aux_loss_coeff"}),
     ("gpt_args yaml", "data.", data_file, DataConfig, set()),
     ("fsdp2", "", dict, Fsdp2Config, set()),
 ]
@@ -117,8 +119,9 @@ def test_every_key_is_taken_with_every_value(
         if plain_key not in fields and value is not None and not any(plain_key in line for line in said):
             silent.append(key)
     assert problems.keys() == refused, problems
-    assert all(re.search(r"not there yet|belongs to", sentence) for sentence in problems.values())
-    assert silent == []
+    ways_out = re.compile(r"not there yet|belongs to|write that instead|expected one of")
+    assert all(ways_out.search(sentence) for sentence in problems.values())
+    assert {key for key in silent if ".train_pipeline." not in key} == set()
 
 
 def test_other_dataset_types_name_their_script() -> None:

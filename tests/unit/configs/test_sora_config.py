@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs.config import merge_mm_args
+from mindspeed_mm.configs.config import merge_mm_args, settle_caption_length
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_checks import check_generation_files, check_generation_model
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
@@ -272,3 +272,33 @@ def test_patches_that_change_what_is_trained(keys: dict[str, Any], message: str)
     off = {"patch": dict.fromkeys(keys["patch"], False)}
     SoRAModelConfig.from_dict({**model, **off})
     SoRAModelConfig.from_dict({**model, "patch": {"ae_float32": True}, "ae": {"dtype": "fp32"}})
+
+
+def _lengths(model_json: dict[str, Any], tokenizer: Any, kind: str = "t2v") -> list[int | None]:
+    settle_caption_length(model_json, {"dataset_param": {"dataset_type": kind, "tokenizer_config": tokenizer}})
+    return [encoder.max_length for encoder in SoRAModelConfig.from_dict(model_json).text_encoder]
+
+
+@pytest.mark.parametrize(
+    ("encoders", "tokenizer", "expected"),
+    [
+        ({"from_pretrained": "x"}, {"from_pretrained": "x", "model_max_length": 300}, [300]),
+        ([{"from_pretrained": "x"}, {}], [{"model_max_length": "300"}, {"model_max_length": 77}], [300, None]),
+        (None, {"model_max_length": 300}, [300]),
+        ({"max_length": 300}, {"model_max_length": 300}, [300]),
+        ({"max_length": 64}, {"from_pretrained": "x"}, [64]),
+    ],
+)
+def test_a_tokenizers_longest_caption_is_the_encoders(encoders: Any, tokenizer: Any, expected: Any) -> None:
+    described = {**model(), "load_text_features": False} | ({"text_encoder": encoders} if encoders else {})
+    assert _lengths(described, tokenizer) == expected
+
+
+def test_features_have_their_captions_cut_already() -> None:
+    assert _lengths(model(text_encoder={}), {"model_max_length": 300}, "feature") == [None]
+
+
+def test_two_longest_captions_are_refused() -> None:
+    described = {**model(text_encoder={"max_length": 512}), "load_text_features": False}
+    with pytest.raises(ConfigError, match=r"512 tokens by .*max_length and 300 by data.json's"):
+        _lengths(described, {"model_max_length": 300})

@@ -117,3 +117,44 @@ def test_frames_drawn_by_number(hf_dir: Path, tmp_path: Path, keys: dict[str, An
     for ask in (dataset.measure, dataset.__getitem__):
         with pytest.raises(ConfigError, match=f"row 2: the row has a video.*{next(iter(keys))}.*video_fps"):
             ask(1)
+
+
+def _steps(hf_dir: Path, **changed: Any) -> list[dict[str, Any]]:
+    """The published steps from a picture to pixel values, with the processor's own numbers."""
+    part = find_adapter(SimpleNamespace(init_from_hf_path=str(hf_dir))).load_processor(
+        str(hf_dir), DatasetParam.from_dict(described(hf_dir)).preprocess_parameters
+    ).image_processor
+    own = {"size": [part.size["height"], part.size["width"]], "interpolation": "BICUBIC", "antialias": None}
+    norm = {"mean": list(part.image_mean), "std": list(part.image_std)}
+    return [
+        {"trans_type": "Pad2Square", "param": {"mean": norm["mean"]}},
+        {"trans_type": "Resize", "param": own | changed.pop("Resize", {})},
+        {"trans_type": "ToTensor"},
+        {"trans_type": "norm_fun", "param": norm | changed.pop("norm_fun", {})},
+        *([{"trans_type": name, "param": param} for name, param in changed.items()]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "tiled", "problem"),
+    [
+        ({}, True, None),
+        ({}, False, r"step 0 \(Pad2Square\): pictures are not padded there"),
+        ({"norm_fun": {"mean": [0.5, 0.5, 0.5]}}, True, r"step 3 \(norm_fun\): 'mean' is .*0.5.*, and .*there"),
+        ({"norm_fun": {"std": 0.5}}, True, r"'std' is \[0.5\], and "),
+        ({"Resize": {"size": [448, 448]}}, True, r"step 1 \(Resize\): 'size' is \[448, 448\], and "),
+        ({"Resize": {"interpolation": "bilinear"}}, True, "'interpolation' is 'bilinear', and 'bicubic' there"),
+        ({"Resize": {"antialias": False}}, True, "'antialias' is false"),
+        ({"CenterCrop": {"size": 32}}, True, r"step 4 \(CenterCrop\): there is no such step there"),
+    ],
+)
+def test_published_steps_are_the_processors(
+    hf_dir: Path, changed: dict[str, Any], tiled: bool, problem: str | None
+) -> None:
+    steps = {"train_pipeline": {"image": _steps(hf_dir, **changed)}}
+    keys = {"preprocess_parameters": steps, "dynamic_image_size": tiled}
+    if problem is None:
+        assert tiles(hf_dir, (600, 100), **keys) == 5
+        return
+    with pytest.raises(ConfigError, match=problem):
+        tiles(hf_dir, (600, 100), **keys)

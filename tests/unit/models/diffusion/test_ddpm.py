@@ -8,6 +8,7 @@ import torch
 from mindspeed_mm.configs.sora_config import DiffusionConfig
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.predictor.family import FamilyDefaults
+from mindspeed_mm.utils.errors import ConfigError
 
 DRAWS = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
 
@@ -59,3 +60,46 @@ def test_the_scheduler_that_samples_has_the_same_betas():
     assert objective.sampling_scheduler().config.prediction_type == "v_prediction"
     expected = DDPMScheduler(**curve).alphas_cumprod
     torch.testing.assert_close(objective.sampling_scheduler().alphas_cumprod, expected)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rescale_betas_zero_snr": True},
+        {"trained_betas": [0.1, 0.2, 0.3, 0.4], "num_train_timesteps": 4},
+    ],
+    ids=["zero-snr", "betas"],
+)
+def test_betas_that_a_file_names_are_trained_on(keys):
+    from diffusers import DDPMScheduler
+
+    keys = {"beta_start": 0.0002, "beta_end": 0.015, "beta_schedule": "linear", **keys}
+    expected = DDPMScheduler(**keys).alphas_cumprod
+    objective = _built(prediction_type="v_prediction", **keys)
+    torch.testing.assert_close(objective.sampling_scheduler().alphas_cumprod, expected)
+    clean, noise = torch.ones(2, len(expected), 1, 1, 1, 1)
+    draws = (torch.arange(len(expected), dtype=torch.float64) + 0.5) / len(expected)
+    noisy = objective.noised(clean, 0 * noise, draws, 1).noisy.flatten()
+    torch.testing.assert_close(noisy, expected.flip(0).sqrt())
+
+
+def test_a_family_with_zero_snr_trains_without_where_the_file_says_so():
+    from diffusers import DDPMScheduler
+
+    family = FamilyDefaults(objective="ddpm", scheduler_config={"rescale_betas_zero_snr": True})
+    assert float(_built(family, prediction_type="epsilon").sampling_scheduler().alphas_cumprod[-1]) < 1e-6
+    without = _built(family, prediction_type="epsilon", rescale_betas_zero_snr=False).sampling_scheduler()
+    curve = {"beta_start": family.beta_start, "beta_end": family.beta_end, "beta_schedule": family.beta_schedule}
+    torch.testing.assert_close(without.alphas_cumprod, DDPMScheduler(**curve).alphas_cumprod)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_id": "ddpm", "trained_betas": [0.1]}, "has 1 numbers, and .* is 1000; there is one beta a timestep"),
+        ({"model_id": "flow_matching", "rescale_betas_zero_snr": True}, "flow matching has no betas"),
+    ],
+)
+def test_betas_that_do_not_fit(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        build_objective(DiffusionConfig(**keys), FamilyDefaults(), "model.json")
