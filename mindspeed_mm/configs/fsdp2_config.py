@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.scalars import read_bool, read_int
@@ -102,6 +102,12 @@ class Fsdp2Config(Section):
     align_fsdp_param_groups: Bool = Field(
         False, description="no effect here: FSDP2 units hold parameters of any kind and size"
     )
+    _file: str = PrivateAttr("fsdp2.yaml")
+
+    @property
+    def file(self) -> str:
+        """What messages call the file that this was read from."""
+        return self._file
 
     @classmethod
     def from_dict(cls, mapping: Any, file: str | None = None) -> Fsdp2Config:
@@ -118,6 +124,7 @@ class Fsdp2Config(Section):
             return mapping
         file = file or "fsdp2.yaml"
         config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml")
+        config._file = file
         if config.expert_parallel_size > 1:
             raise ConfigError(
                 f"{file}: 'expert_parallel_size' is {config.expert_parallel_size}; expert parallelism is not there "

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.files import read_json
-from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
@@ -23,11 +24,12 @@ from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.encode_ahead import EncodeAhead
-from mindspeed_mm.models.predictor.family import PredictorFamily, find_family, todays_path
+from mindspeed_mm.models.predictor.family import PredictorFamily, find_family
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.models.sora_layout import pipeline_layout
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.inferred import block_lists
+from mindspeed_mm.parallel.patterns import expand_patterns, nearest_path
 from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
@@ -176,11 +178,7 @@ class SoRAModel(MultiModalModule):
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the predictor; see FSDP2Mixin.fully_shard."""
         config = load_fsdp2_config(fsdp2_config_path)
-        paths: dict[str, Any] = {
-            "sub_modules_to_wrap": self._paths(config.sub_modules_to_wrap, "sub_modules_to_wrap"),
-            "recompute_modules": self._paths(config.recompute_modules, "recompute_modules"),
-            "ignored_modules": self._paths(config.ignored_modules, "ignored_modules"),
-        }
+        paths = self._paths(config)
         if paths["sub_modules_to_wrap"] is None:
             paths["sub_modules_to_wrap"] = block_paths(self.predictor)
         if not fsdp2_config_path:
@@ -199,28 +197,37 @@ class SoRAModel(MultiModalModule):
         self.predictor.fsdp2_overrides = overrides
         return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 
-    def _paths(self, patterns: Sequence[str] | None, key: str) -> list[str] | None:
-        """Paths of fsdp2.yaml relative to the predictor; those of frozen parts, which stay whole, are left out."""
-        if patterns is None:
-            return None
-        found: list[str] = []
-        for pattern in patterns:
-            head, _, rest = pattern.strip().partition(".")
-            if head in _FROZEN:
-                if key != "ignored_modules":
-                    notice(f"fsdp2.yaml: {key}: '{pattern}' has no effect here: the {head} is frozen and stays whole")
-            elif head != "predictor":
-                raise ConfigError(
-                    f"fsdp2.yaml: {key}: '{pattern}' is no path of a generation model; expected one that begins with "
-                    f"predictor. (or {', '.join(_FROZEN)}){did_you_mean(head, ('predictor', *_FROZEN))}"
-                )
-            elif rest:
-                path = todays_path(type(self.family), rest)
-                if path != rest:
-                    name = self.family.model_class_name
-                    notice(f"fsdp2.yaml: {key}: '{pattern}' of an older layout is 'predictor.{path}' in {name}")
-                found.append(path)
-        return list(dict.fromkeys(found))
+    def _paths(self, config: Fsdp2Config) -> dict[str, Any]:
+        """The path lists of fsdp2.yaml, relative to the predictor.
+
+        Paths of frozen parts, which stay whole, are left out. All that match nothing are in one error.
+        """
+        keys = ("sub_modules_to_wrap", "recompute_modules", "ignored_modules")
+        found: dict[str, Any] = dict.fromkeys(keys)
+        problems: list[str] = []
+        for key in keys:
+            patterns, where = getattr(config, key), f"{config.file}: {key}"
+            if patterns is None:
+                continue
+            inside: list[str] = []
+            for pattern in patterns:
+                head, _, rest = pattern.strip().partition(".")
+                if head == "predictor":
+                    inside.append(rest)
+                elif head not in _FROZEN:
+                    problems.append(
+                        f"{where}: entry '{pattern}' matches nothing: paths of a generation model begin with "
+                        f"predictor. (or {', '.join(_FROZEN)}){nearest_path(self.predictor, pattern, 'predictor.')}"
+                    )
+                elif key != "ignored_modules":
+                    notice(f"{where}: '{pattern}' has no effect here: the {head} is frozen and stays whole")
+            try:
+                older = self.family.older_paths
+                found[key] = list(expand_patterns(self.predictor, inside, where=where, older=older, at="predictor."))
+            except ConfigError as error:
+                problems.append(str(error))
+        raise_all(problems)
+        return found
 
     def _fill(self, load: bool) -> None:
         """Give a predictor outside of a run its values."""

@@ -166,7 +166,7 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
         fully_shard(target, **(plan.kwargs_of_whole_units() if id(unit[0]) in inside else plan.kwargs()))
     _refuse_calls_inside(root, modules, plan.whole_units)
     if not isinstance(root, FSDPModule):
-        kwargs = plan.kwargs()
+        kwargs = plan.kwargs_of_whole_units() if id(root) in inside else plan.kwargs()
         if kwargs["reshard_after_forward"] is True:
             # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
             kwargs["reshard_after_forward"] = None

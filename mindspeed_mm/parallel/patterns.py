@@ -1,84 +1,134 @@
 """The one language for naming modules: `model.layers.{*}`, `{0-23}`, `{1,3,5}`, mixtures, a tail after the brace.
 
-Used for wrapping, ignoring, recompute and freezing. Source: the fsdp2.yaml of MindSpeed-MM ("pattern grammar").
+Used for wrapping, ignoring and recompute. Source: the fsdp2.yaml of MindSpeed-MM ("pattern grammar").
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import nn
 
-from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.errors import ConfigError, nearest_names
+from mindspeed_mm.utils.log import notice
 
 _BRACE = re.compile(r"^\{([^{}]*)\}$")
 _ITEM = re.compile(r"^(\d+)(?:-(\d+))?$")
+_INDEX_SEGMENT = re.compile(r"(?<![^.])(?:\d+|\{[^{}]*\})(?![^.])")
 
 
-def expand_patterns(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
+def expand_patterns(
+    root: nn.Module,
+    patterns: Iterable[str],
+    *,
+    where: str,
+    older: Mapping[str, str] = MappingProxyType({}),
+    at: str = "",
+) -> dict[str, nn.Module]:
     """Return the modules of `root` that `patterns` name, in order of appearance, each once.
 
     Args:
         root: the module that paths are relative to; the empty pattern names `root` itself.
         patterns: entries such as `model.layers.{0-3,5}.mlp`.
         where: what to call the list in errors, for example `fsdp2.yaml: sub_modules_to_wrap`.
+        older: path of an older layout → path in `root`, for the whole segments that an entry begins with. It is read
+            where an entry matches nothing as it is written; a notice says the path of today.
+        at: what messages put before a path, for example `predictor.` where paths of the file begin further out.
 
     Raises:
-        ConfigError: an entry, or an index of it, matches nothing; names what exists at that level.
+        ConfigError: entries, or indices of them, match nothing. All of them are named, each with what exists at that
+            level and the nearest path.
     """
     found: dict[str, nn.Module] = {}
+    problems: list[str] = []
     for pattern in patterns:
-        for path, module in _expand(root, pattern, where):
-            found.setdefault(path, module)
+        try:
+            for path, module in _find(root, pattern, where, older, at):
+                found.setdefault(path, module)
+        except ConfigError as error:
+            problems.append(f"{where}: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return found
 
 
-def _expand(root: nn.Module, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
+def _find(root: nn.Module, pattern: str, where: str, older: Mapping[str, str], at: str) -> list[tuple[str, nn.Module]]:
+    if not isinstance(pattern, str):
+        raise ConfigError(f"entry {pattern!r} is a {type(pattern).__name__}; expected a module path")
+    written = pattern.strip()
+    try:
+        return _expand(root, written, at)
+    except ConfigError:
+        today = _todays_path(written, older)
+        try:
+            found = _expand(root, today, at) if today is not None else None
+        except ConfigError:
+            found = None
+        if found is None:
+            raise
+    name = next(c.__name__ for c in type(root).__mro__ if not c.__name__.startswith("FSDP"))
+    notice(f"{where}: '{at}{written}' of an older layout is '{at}{today}' in {name}; write that")
+    return found
+
+
+def _todays_path(pattern: str, older: Mapping[str, str]) -> str | None:
+    """What `pattern` is today, by the longest path of `older` that it begins with."""
+    for path in sorted(older, key=len, reverse=True):
+        if f"{pattern}.".startswith(f"{path}."):
+            return older[path] + pattern[len(path) :]
+    return None
+
+
+class _NoMatch(Exception):
+    """A segment of a path names nothing."""
+
+
+def _expand(root: nn.Module, pattern: str, at: str) -> list[tuple[str, nn.Module]]:
     matches: list[tuple[str, nn.Module]] = [("", root)]
-    for segment in _segments(pattern, where):
-        matches = [child for match in matches for child in _step(match, segment, pattern, where)]
+    try:
+        for segment in _segments(pattern):
+            matches = [child for match in matches for child in _step(match, segment, at)]
+    except _NoMatch as error:
+        hint = nearest_path(root, at + pattern, at)
+        raise ConfigError(f"entry '{at}{pattern}' matches nothing: {error}{hint}") from None
+    except ConfigError as error:
+        raise ConfigError(f"entry '{at}{pattern}' {error}") from None
     return matches
 
 
-def _segments(pattern: str, where: str) -> list[str]:
-    if not isinstance(pattern, str):
-        raise ConfigError(f"{where}: entry {pattern!r} is a {type(pattern).__name__}; expected a module path")
-    stripped = pattern.strip()
-    if not stripped:
+def _segments(pattern: str) -> list[str]:
+    if not pattern:
         return []
     # dots inside a brace don't occur in the grammar, so a plain split keeps `{0-3,5}` whole
-    segments = stripped.split(".")
+    segments = pattern.split(".")
     for segment in segments:
         if not segment or (("{" in segment or "}" in segment) and not _BRACE.match(segment)):
             raise ConfigError(
-                f"{where}: entry '{pattern}' can't be read at '{segment}'; expected a path such as "
-                "'model.layers.{*}', 'model.layers.{0-23}' or 'model.layers.{1,3,5}.mlp'"
+                f"can't be read at '{segment}'; expected a path such as 'model.layers.{{*}}', 'model.layers.{{0-23}}' "
+                "or 'model.layers.{1,3,5}.mlp'"
             )
     return segments
 
 
-def _step(match: tuple[str, nn.Module], segment: str, pattern: str, where: str) -> list[tuple[str, nn.Module]]:
+def _step(match: tuple[str, nn.Module], segment: str, at: str) -> list[tuple[str, nn.Module]]:
     path, module = match
     brace = _BRACE.match(segment)
     if brace is None:
         child = module._modules.get(segment)
         if child is None:
-            raise ConfigError(
-                f"{where}: entry '{pattern}' matches nothing: {_level(path)} has no '{segment}'"
-                f"{_what_exists(module, segment)}"
-            )
+            raise _NoMatch(f"{_level(path, at)} has no '{segment}'{_what_exists(module)}")
         return [(_join(path, segment), child)]
-    indices = _indices(brace.group(1), path, module, pattern, where)
+    indices = _indices(brace.group(1), path, module, at)
     return [(_join(path, str(i)), module._modules[str(i)]) for i in indices]  # type: ignore[misc]
 
 
-def _indices(spec: str, path: str, module: nn.Module, pattern: str, where: str) -> Sequence[int]:
+def _indices(spec: str, path: str, module: nn.Module, at: str) -> Sequence[int]:
     present = [int(name) for name, child in module._modules.items() if name.isdigit() and child is not None]
     if not present:
-        raise ConfigError(
-            f"{where}: entry '{pattern}' matches nothing: {_level(path)} is a {type(module).__name__} without numbered "
-            f"children{_what_exists(module, '')}"
+        raise _NoMatch(
+            f"{_level(path, at)} is a {type(module).__name__} without numbered children{_what_exists(module)}"
         )
     if spec.strip() == "*":
         return present
@@ -86,21 +136,15 @@ def _indices(spec: str, path: str, module: nn.Module, pattern: str, where: str) 
     for item in spec.split(","):
         parsed = _ITEM.match(item.strip())
         if parsed is None:
-            raise ConfigError(
-                f"{where}: entry '{pattern}' holds '{{{spec}}}'; expected {{*}}, or numbers and ranges such as "
-                f"{{0-3,5}}"
-            )
+            raise ConfigError(f"holds '{{{spec}}}'; expected {{*}}, or numbers and ranges such as {{0-3,5}}")
         first, last = int(parsed.group(1)), int(parsed.group(2) or parsed.group(1))
         if last < first:
-            raise ConfigError(
-                f"{where}: entry '{pattern}' holds the empty range '{item.strip()}'; write {last}-{first}"
-            )
+            raise ConfigError(f"holds the empty range '{item.strip()}'; write {last}-{first}")
         wanted.extend(range(first, last + 1))
     missing = [i for i in wanted if i not in present]
     if missing:
         raise ConfigError(
-            f"{where}: entry '{pattern}' names index {missing[0]}, but {_level(path)} has {len(present)} elements "
-            f"({present[0]}-{present[-1]})"
+            f"names index {missing[0]}, but {_level(path, at)} has {len(present)} elements ({present[0]}-{present[-1]})"
         )
     return list(dict.fromkeys(wanted))
 
@@ -109,17 +153,33 @@ def _join(path: str, segment: str) -> str:
     return f"{path}.{segment}" if path else segment
 
 
-def _level(path: str) -> str:
-    return f"'{path}'" if path else "the model"
+def _level(path: str, at: str) -> str:
+    whole = f"{at}{path}".rstrip(".")
+    return f"'{whole}'" if whole else "the model"
 
 
-def _what_exists(module: nn.Module, wanted: str) -> str:
+def _what_exists(module: nn.Module) -> str:
     names = [name for name, child in module._modules.items() if child is not None]
     if not names:
         return f" (a {type(module).__name__} has no submodules)"
     numbered = [n for n in names if n.isdigit()]
     if len(numbered) == len(names):
-        listed = f"{numbered[0]}-{numbered[-1]}"
-    else:
-        listed = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
-    return f"; there is: {listed}{did_you_mean(wanted, names)}"
+        return f"; there is: {numbered[0]}-{numbered[-1]}"
+    return f"; there is: {', '.join(names[:20])}" + (", …" if len(names) > 20 else "")
+
+
+def nearest_path(root: nn.Module, pattern: str, at: str = "") -> str:
+    """`; did you mean 'path'?` with the path that looks most like `pattern`, and its indices; "" if none looks so.
+
+    Args:
+        root: whose paths are looked through.
+        at: what stands before a path of `root` in `pattern`, and in the answer.
+    """
+    known = dict.fromkeys(_INDEX_SEGMENT.sub("{*}", at + path) for path, _ in root.named_modules() if path)
+    near = nearest_names(_INDEX_SEGMENT.sub("{*}", pattern), known, limit=1)
+    if not near:
+        return ""
+    path, indices = near[0], _INDEX_SEGMENT.findall(pattern)
+    if len(indices) == path.count("{*}"):
+        path = _INDEX_SEGMENT.sub(lambda _: indices.pop(0), path)
+    return f"; did you mean '{path}'?"

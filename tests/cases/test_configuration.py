@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -81,6 +83,36 @@ def test_c02_anything_else_is_refused(tmp_path: Path, written: str) -> None:
     """C02: what is no clear boolean is refused, with file and key."""
     with pytest.raises(ConfigError, match=r"fsdp2\.yaml: 'offload_to_cpu' is .*; expected true or false"):
         load_fsdp2_config(yaml_file(tmp_path, f"offload_to_cpu: {written}\n"))
+
+
+class Own(nn.Module, FSDP2Mixin):
+    """A user's own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+
+
+def test_c05_all_patterns_that_match_nothing_are_named_with_file_and_key(tmp_path: Path) -> None:
+    """C05: one error names every entry of every list, before ranks or devices are asked for anything."""
+    wrong = {
+        "sub_modules_to_wrap": ["model.layer.{*}", "model.layers.{*}"],
+        "recompute_modules": ["layers.{0-1}", "model.layers.{0-7}"],
+        "ignored_modules": ["modle"],
+    }
+    file = yaml_file(tmp_path, json.dumps(wrong))
+    with pytest.raises(ConfigError) as caught:
+        Own().fully_shard(fsdp2_config_path=str(file))
+    assert str(caught.value).splitlines() == [
+        f"{file}: ignored_modules: entry 'modle' matches nothing: the model has no 'modle'; there is: model; did you "
+        "mean 'model'?",
+        f"{file}: recompute_modules: entry 'layers.{{0-1}}' matches nothing: the model has no 'layers'; there is: "
+        "model; did you mean 'model.layers.{0-1}'?",
+        f"{file}: recompute_modules: entry 'model.layers.{{0-7}}' names index 2, but 'model.layers' has 2 elements "
+        "(0-1)",
+        f"{file}: sub_modules_to_wrap: entry 'model.layer.{{*}}' matches nothing: 'model' has no 'layer'; there is: "
+        "layers; did you mean 'model.layers.{*}'?",
+    ]
 
 
 def test_c04_misspelt_keys_are_errors_with_the_nearest_name(tmp_path: Path) -> None:

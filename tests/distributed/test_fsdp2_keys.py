@@ -259,6 +259,9 @@ def test_ignored_modules_compute_and_train_as_the_others_do(
     bf16 = {"param_dtype": "bf16", "sharding_size": sharding_size, "sub_modules_to_wrap": BLOCKS}
     expected = ranks.run(bf16_step, written(**bf16), frozen)
     found = ranks.run(bf16_step, written(**bf16, ignored_modules=IGNORED), frozen)
+    if sharding_size == 2:
+        found += ranks.run(bf16_step, written(**bf16, ignored_modules=[""]), frozen)  # the whole model
+        expected += expected
     for (seen, gradients, weights), (_, expected_gradients, _) in zip(found, expected, strict=True):
         assert seen == {(torch.bfloat16, torch.bfloat16)}
         assert all(w.dtype == torch.float32 and bool((w == 1.003).all()) for w in weights)

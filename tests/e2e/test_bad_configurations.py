@@ -256,7 +256,12 @@ def test_load_from_nowhere(run: Run) -> None:
 def test_a_pattern_that_matches_nothing(run: Run) -> None:
     run.append("fsdp2.yaml", "recompute_modules:\n  - model.language_model.layer.{*}\n")
     pattern = "'model.language_model.layer.{*}'"
-    assert_refused(run, "fsdp2.yaml: recompute_modules", f"{pattern} matches nothing", "did you mean 'layers'")
+    assert_refused(
+        run,
+        "fsdp2.yaml: recompute_modules",
+        f"{pattern} matches nothing",
+        "did you mean 'model.language_model.layers.{*}'",
+    )
 
 
 def test_an_index_out_of_range(run: Run) -> None:

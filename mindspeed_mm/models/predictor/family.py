@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +63,8 @@ class PredictorFamily(ABC):
         model_class_name: diffusers' class.
         pipelines: task → diffusers' pipeline; the first is the default task.
         defaults: see `FamilyDefaults`.
-        paths: regular expression of a published module path → path in the diffusers class.
+        older_paths: module path of a published fsdp2.yaml, without `predictor.` → path in the diffusers class. What
+            follows it in an entry is kept, and has to exist.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -72,7 +72,7 @@ class PredictorFamily(ABC):
     model_class_name: ClassVar[str] = ""
     pipelines: ClassVar[Mapping[str, str]] = {}
     defaults: FamilyDefaults = FamilyDefaults()
-    paths: ClassVar[Mapping[str, str]] = {}
+    older_paths: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
         """
@@ -231,11 +231,3 @@ def find_family(model_id: str | None, class_name: str | None, file: str) -> type
             f"{', '.join(sorted(by_class))}"
         )
     return by_class[class_name]
-
-
-def todays_path(family: type[PredictorFamily], path: str) -> str:
-    """Translate a published module path of the predictor (without `predictor.`) into the diffusers class's."""
-    for pattern, replacement in family.paths.items():
-        if re.match(pattern, path):
-            return re.sub(pattern, replacement, path, count=1)
-    return path

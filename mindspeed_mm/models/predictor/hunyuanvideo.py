@@ -24,14 +24,6 @@ class HunyuanVideo(PredictorFamily):
     model_class_name = "HunyuanVideoTransformer3DModel"
     pipelines = {"t2v": "HunyuanVideoPipeline"}
     defaults = FamilyDefaults(shift=7.0, ae="AutoencoderKLHunyuanVideo", strides=(4, 8), text_length=256)
-    paths = {
-        r"double_blocks": "transformer_blocks",
-        r"single_blocks": "single_transformer_blocks",
-        r"img_in": "x_embedder",
-        r"txt_in": "context_embedder",
-        r"(time|vector|guidance)_in": "time_text_embed",
-        r"final_layer": "proj_out",
-    }
 
     def text_states(
         self, pipeline: Any, captions: Sequence[str], device: torch.device, max_length: int | None

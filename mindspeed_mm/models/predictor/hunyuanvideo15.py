@@ -57,16 +57,8 @@ class HunyuanVideo15(PredictorFamily):
     model_class_name = "HunyuanVideo15Transformer3DModel"
     pipelines = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}
     defaults = FamilyDefaults(shift=3.0, ae="AutoencoderKLHunyuanVideo15", strides=(4, 16), text_length=1000)
-    paths = {
-        r"double_blocks": "transformer_blocks",
-        r"img_in": "x_embedder",
-        r"txt_in": "context_embedder",
-        r"byt5_in": "context_embedder_2",
-        r"vision_in": "image_embedder",
-        r"time_in": "time_embed",
-        r"cond_type_embedding": "cond_type_embed",
-        r"final_layer": "proj_out",
-    }
+    # examples/hunyuanvideo_1.5/fsdp2_config.yaml
+    older_paths = {"double_blocks": "transformer_blocks"}
 
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
         """See the base class.

@@ -43,7 +43,8 @@ class Wan(PredictorFamily):
         strides=(4, 8),
         text_length=512,
     )
-    paths = {r"head$": "proj_out", r"time_embedding": "condition_embedder", r"text_embedding": "condition_embedder"}
+    # examples/wan2.1/fsdp2_config.yaml, examples/wan2.2/5B/fsdp2_config.yaml and A14B/fsdp2_config.yaml
+    older_paths = {"head": "proj_out"}
 
     @classmethod
     def translate(cls, structure: Mapping[str, Any], task: str, file: str) -> dict[str, Any]:

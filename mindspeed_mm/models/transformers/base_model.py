@@ -18,7 +18,7 @@ from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
 from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
-from mindspeed_mm.models.transformers.paths import find_modules
+from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
@@ -74,14 +74,25 @@ class FSDP2Mixin:
         config = load_fsdp2_config(fsdp2_config_path) if fsdp2_config_path else Fsdp2Config()
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
+        check_paths(self._module(), config, self._keys_with_paths())
         size = resolve_sharding_size(config.sharding_size, dist.get_world_size(process_group))
         self.device_mesh = build_fsdp_mesh(size, process_group)
-        ignored = find_modules(self._module(), config.ignored_modules or (), where="fsdp2.yaml: ignored_modules")
+        ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
         if ignored and plan.casts:
             plan.whole_units, plan.own_mesh = fsdp2.whole_units(self._module(), ignored), build_own_mesh(plan.mesh)
         return plan.kwargs(), config
+
+    def _keys_with_paths(self) -> list[str]:
+        """The lists of fsdp2.yaml that are relative to this object: a step that a class overrides reads its own."""
+        keys, own = ["ignored_modules"], type(self)
+        if own._fully_shard is FSDP2Mixin._fully_shard:
+            if own.set_recompute_modules_to_wrap is FSDP2Mixin.set_recompute_modules_to_wrap:
+                keys.append("recompute_modules")
+            if own.set_fullyshard_modules_to_wrap is FSDP2Mixin.set_fullyshard_modules_to_wrap:
+                keys.append("sub_modules_to_wrap")
+        return keys
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Config | None = None) -> None:
         self.set_recompute_modules_to_wrap()
@@ -125,7 +136,7 @@ class FSDP2Mixin:
         config = self.fsdp2_config or Fsdp2Config()
         root = module if module is not None else self._module()
         patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
-        found = find_modules(root, patterns or (), where="fsdp2.yaml: recompute_modules")
+        found = find_modules(root, patterns or (), where=f"{config.file}: recompute_modules")
         apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
 
     def set_fullyshard_modules_to_wrap(
@@ -154,7 +165,7 @@ class FSDP2Mixin:
                 f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "
                 "(to copy; [] leaves the model in one unit)"
             )
-        fsdp2.wrap_modules(root, find_modules(root, patterns or (), where="fsdp2.yaml: sub_modules_to_wrap"), plan)
+        fsdp2.wrap_modules(root, find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap"), plan)
         fsdp2.use_summed_gradients(root, plan.mesh.size())
         guard_idle_encoders(root, traits)
 

@@ -1,97 +1,67 @@
-"""Module paths of fsdp2.yaml, as they are called today or as published files wrote them for older layouts.
+"""Module paths of fsdp2.yaml: as transformers calls them today, or as a published file wrote them for an older layout.
 
-transformers moved the parts of its multimodal models (`visual` became `model.visual`, `model.layers` of one with an
-encoder `model.language_model.layers`), and published files name the parts of other implementations. A path that matches
-nothing is read by the part that it begins with, and the blocks of a part by where these are in the model at hand.
+transformers moved the parts of its multimodal models, and published files name these of their time. What stands for
+what is listed here, entry by entry: a path that is neither in the model nor in this list is an error, never a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
-from mindspeed_mm.models.transformers.inferred import block_lists
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.models.transformers.family import is_transformers_model
 from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.log import notice
 
-# what published files call a part; the first word that a path begins with and that leads to a module counts
-_HEAD = ("lm_head", "thinker.lm_head", "language_model.lm_head", "llm.lm_head", "text_decoder.output_layer")
-_DECODER = ("thinker.model", "thinker.language_model", "language_model.model", "model.language_model.model")
-_DECODER += ("model.language_model", "language_model", "llm.model", "llm", "text_decoder.decoder", "text_decoder")
-_DECODER += ("model",)
-_VISION = ("thinker.visual", "model.visual", "visual", "model.vision_tower", "vision_tower", "model.vision_model")
-_VISION += ("vision_model", "image_encoder.vision_encoder", "image_encoder.encoder", "image_encoder", "vision_encoder")
-_AUDIO = ("thinker.audio_tower", "model.audio_tower", "audio_tower", "audio_encoder.audio_encoder", "audio_encoder")
-_PROJECTOR = ("multi_modal_projector", "vision_projector", "image_encoder.projector", "mlp1")
-_WORDS = {"embedding": "embed_tokens", "rotary_pos_emb": "rotary_emb", "final_layernorm": "norm"}
+#: published path → path in transformers' model of today. What follows it in an entry is kept, and has to exist.
+OLDER_PATHS: Mapping[str, str] = {
+    # the documentation page of fsdp2.yaml; examples/qwen2.5vl/fsdp2_config.yaml
+    "text_decoder.decoder.layers": "model.language_model.layers",
+    "text_decoder.embedding": "model.language_model.embed_tokens",
+    "text_decoder.rotary_pos_emb": "model.language_model.rotary_emb",
+    "text_decoder.output_layer": "lm_head",
+    "image_encoder": "model.visual",
+    # the documentation page of fsdp2.yaml; examples/qwen3omni/qwen3omni_config_v1.yaml; transformers 4 (Qwen2.5-VL)
+    "model.layers": "model.language_model.layers",
+    "model.embed_tokens": "model.language_model.embed_tokens",
+    "visual": "model.visual",
+    "audio_tower": "model.audio_tower",
+    # examples/qwen3_asr/qwen3_asr_1.7B_config.yaml; `thinker.visual`: transformers 4 (Qwen2.5-Omni, Qwen3-Omni)
+    "thinker.model": "model.language_model",
+    "thinker.audio_tower": "model.audio_tower",
+    "thinker.visual": "model.visual",
+    "thinker.lm_head": "lm_head",
+    # examples/internvl3.5/fsdp2_config.yaml; `language_model.lm_head`: examples/kimik2_5/kimik2_5_config.yaml
+    "vision_model.embeddings": "model.vision_tower.embeddings",
+    "vision_model.encoder.layers": "model.vision_tower.encoder.layer",
+    "language_model.model": "model.language_model",
+    "language_model.lm_head": "lm_head",
+    # examples/magistral-2509/fsdp2_config.yaml and fsdp2_lora_config.yaml
+    "language_model.layers": "model.language_model.layers",
+    "language_model.embed_tokens": "model.language_model.embed_tokens",
+    "vision_tower.transformer.layers": "model.vision_tower.transformer.layers",
+    "multi_modal_projector": "model.multi_modal_projector",
+}
 
 
 def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
-    """`expand_patterns`, also for paths of older layouts; each of those is said once, with the path of today.
+    """`expand_patterns`, for a transformers model also with the paths of `OLDER_PATHS`; each is said once."""
+    return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if is_transformers_model(root) else {})
 
-    Args:
-        root: a transformers model, or any other module (then paths are as written).
-        patterns, where: as for `expand_patterns`.
+
+def check_paths(root: nn.Module, config: Fsdp2Config, keys: Iterable[str]) -> None:
+    """Expand the path lists that fsdp2.yaml has under `keys`.
 
     Raises:
-        ConfigError: an entry matches nothing, neither as written nor by any part that it may mean.
+        ConfigError: entries match nothing; all of them, of all keys, in one message.
     """
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        found |= _find(root, pattern, where)
-    return found
-
-
-def _find(root: nn.Module, pattern: str, where: str) -> dict[str, nn.Module]:
-    try:
-        return expand_patterns(root, [pattern], where=where)
-    except ConfigError:
-        if is_transformers_model(root) and isinstance(pattern, str):
-            for candidate in _todays_paths(root, pattern.strip()):
-                try:
-                    modules = expand_patterns(root, [candidate], where=where)
-                except ConfigError:
-                    continue
-                notice(f"{where}: '{pattern}' of an older layout is '{candidate}' in {_name(root)}; write that")
-                return modules
-        raise
-
-
-def _todays_paths(model: Any, pattern: str) -> Iterator[str]:
-    lists, parts = block_lists(model), list(_parts(model))
-    if any(f"{pattern}.".startswith(f"{path}.") for _, path in parts):
-        return  # written for today's layout, and misspelt
-    for words, path in parts:
-        for word in words:
-            if pattern != word and not pattern.startswith(f"{word}."):
-                continue
-            rest = pattern[len(word) :]
-            renamed = ".".join(_WORDS.get(segment, segment) for segment in rest.split("."))
-            yield from dict.fromkeys((path + rest, path + renamed))
-            blocks = [found for found in lists if found.startswith(f"{path}.")]
-            if "{" in rest and len(blocks) == 1:
-                yield f"{blocks[0]}.{rest[rest.index('{') :]}"
-
-
-def _parts(model: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Published words for a part, and where it is in `model`."""
-    traits, places = traits_of(model), {id(module): path for path, module in model.named_modules()}
-    known = {part: paths[0] for part, paths in traits.parts.items() if paths}
-    projector = known.get("vision_projector")
-    for words, path in (
-        (_HEAD, places.get(id(model.get_output_embeddings()))),
-        (_PROJECTOR, projector),
-        (_VISION, known.get("vision_encoder")),
-        (_AUDIO, known.get("audio_encoder")),
-        (_DECODER, traits.language_model or places.get(id(model.get_decoder()))),
-    ):
-        if path:
-            yield words, path
-
-
-def _name(model: nn.Module) -> str:
-    return next(c.__name__ for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+    problems: list[str] = []
+    for key in keys:
+        try:
+            find_modules(root, getattr(config, key) or (), where=f"{config.file}: {key}")
+        except ConfigError as error:
+            problems.append(str(error))
+    raise_all(problems)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.inferred import block_lists
-from mindspeed_mm.models.transformers.paths import find_modules
+from mindspeed_mm.models.transformers.paths import OLDER_PATHS, find_modules
 from mindspeed_mm.models.transformers.twin import config_for, meta_model
 from mindspeed_mm.utils import log
 from mindspeed_mm.utils.errors import ConfigError
@@ -40,31 +40,42 @@ OLD = {
         "text_decoder.embedding": "model.language_model.embed_tokens",
         "text_decoder.rotary_pos_emb": "model.language_model.rotary_emb",
         "image_encoder": "model.visual",
-        "image_encoder.encoder.blocks.layers.{*}": VISUAL,
-    },
-    "qwen3": {"language_model.model.layers.{*}": "model.layers.0", "text_decoder.output_layer": "lm_head"},
-    "qwen3_moe": {
-        "language_model.layers.{0,2}.mlp.experts": "model.layers.0.mlp.experts",
-        "llm.model.embed_tokens": "model.embed_tokens",
     },
     "qwen3_vl": {"visual.blocks.{*}": VISUAL, "language_model.layers.{*}": DECODER},
     "qwen3_vl_moe": {"model.layers.{*}.mlp.experts": f"{DECODER}.mlp.experts"},
     "qwen2_5_omni": {**THINKER, "thinker.visual.blocks.{*}": VISUAL},
-    "qwen3_omni_moe": {**THINKER, "thinker.visual.blocks.{*}": VISUAL},
-    "qwen3_asr": THINKER,
+    "qwen3_omni_moe": {**THINKER, "thinker.visual.blocks.{*}": VISUAL, "audio_tower": "model.audio_tower"},
+    "qwen3_asr": {**THINKER, "thinker.audio_tower.positional_embedding": "model.audio_tower.positional_embedding"},
     "internvl": {
-        "vision_tower.encoder.layers.{*}": "model.vision_tower.encoder.layer.0",
+        "vision_model.embeddings": "model.vision_tower.embeddings",
         "vision_model.encoder.layers.{*}": "model.vision_tower.encoder.layer.0",
         "language_model.model.layers.{*}": DECODER,
         "language_model.lm_head": "lm_head",
-        "mlp1": "model.multi_modal_projector",
     },
     "mistral3": {
         "vision_tower.transformer.layers.{*}": "model.vision_tower.transformer.layers.0",
         "language_model.embed_tokens": "model.language_model.embed_tokens",
         "language_model.layers.{*}": DECODER,
+        "multi_modal_projector.linear_1": "model.multi_modal_projector.linear_1",
     },
     "glm4v_moe": {"visual.blocks.{*}": VISUAL, "visual.merger": "model.visual.merger"},
+}
+
+#: family → entry that no published file has → the nearest path
+WRONG = {
+    "qwen2_5_vl": {
+        "model.vision.blocks.{*}": "model.visual.blocks.{*}",
+        "model.visual.block.{0-1}": "model.visual.blocks.{0-1}",
+        "visual.blokcs.{*}": "model.visual.blocks.{*}",
+        "visuals.blocks.{*}": "model.visual.blocks.{*}",
+        "model.layer.{*}": "model.language_model.layers.{*}",
+        "model.language_model.layers.{*}.mpl": "model.language_model.layers.{*}.mlp",
+        "model.language.layers.{*}": "model.language_model.layers.{*}",
+        "text_decoder.layers.{*}": None,
+        "image_encoder.encoder.blocks.layers.{*}": None,
+    },
+    "qwen3": {"language_model.model.layers.{*}": "model.layers.{*}", "model.decoder.layers.{0}": "model.layers.{0}"},
+    "internvl": {"model.vision_tower.encoder.layers.{*}": "model.vision_tower.encoder.layer.{*}", "mlp1": None},
 }
 
 
@@ -97,13 +108,23 @@ def test_entry_of_an_older_layout(name: str, entry: str, monkeypatch: pytest.Mon
     assert text.startswith(f"{WHERE}: '{entry}' of an older layout is '") and text.endswith("; write that")
 
 
-def test_what_matches_nothing_is_refused_as_written() -> None:
-    with pytest.raises(ConfigError, match=r"entry 'visuals.blocks.{\*}' matches nothing: the model has no 'visuals'"):
-        find_modules(model_of("qwen2_5_vl"), ["visuals.blocks.{*}"], where=WHERE)
+@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name, entries in WRONG.items() for entry in entries])
+def test_what_matches_nothing_is_refused_with_the_nearest_path(name: str, entry: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_modules(model_of(name), [entry], where=WHERE)
+    message, nearest = str(caught.value), WRONG[name][entry]
+    assert message.startswith(f"{WHERE}: entry '{entry}' matches nothing: ")
+    assert nearest is None or message.endswith(f"; did you mean '{nearest}'?")
+
+
+def test_the_published_paths_are_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    assert all(f"| `{older}` | `{today}` |" in text for older, today in OLDER_PATHS.items())
 
 
 def test_modules_of_ones_own_are_named_as_they_are() -> None:
     own = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})})
     assert list(find_modules(own, ["model.layers.{*}"], where=WHERE)) == ["model.layers.0"]
-    with pytest.raises(ConfigError, match="matches nothing"):
-        find_modules(own, ["layers.{*}"], where=WHERE)
+    for entry in ("layers.{*}", "language_model.layers.{*}"):
+        with pytest.raises(ConfigError, match=r"matches nothing.*; did you mean 'model\.layers\.\{\*\}'\?"):
+            find_modules(own, [entry], where=WHERE)

@@ -52,7 +52,7 @@ def test_published_paths_are_those_of_the_predictor(
     wrap = ["predictor.blocks.{*}", "predictor.head"]
     file = fsdp2_file(tmp_path, sub_modules_to_wrap=wrap, ignored_modules=["ae", "text_encoder"], sharding_size="auto")
     found = overrides(tiny(), monkeypatch, file)
-    assert found["sub_modules_to_wrap"] == ["blocks.{*}", "proj_out"]
+    assert found["sub_modules_to_wrap"] == ["blocks.0", "blocks.1", "proj_out"]
     assert found["ignored_modules"] == [] and found["recompute_modules"] is None
     assert any("'predictor.head' of an older layout is 'predictor.proj_out'" in line for line in said)
 
@@ -61,16 +61,33 @@ def test_published_paths_of_hunyuanvideo(tmp_path: Path, monkeypatch: pytest.Mon
     blocks = ["predictor.double_blocks.{*}"]
     file = fsdp2_file(tmp_path, sub_modules_to_wrap=blocks, recompute_modules=blocks)
     found = overrides(tiny("hunyuanvideo15-t2v"), monkeypatch, file)
-    assert found["sub_modules_to_wrap"] == found["recompute_modules"] == ["transformer_blocks.{*}"]
+    assert (
+        found["sub_modules_to_wrap"] == found["recompute_modules"] == ["transformer_blocks.0", "transformer_blocks.1"]
+    )
 
 
 def test_paths_outside_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     file = fsdp2_file(tmp_path, sub_modules_to_wrap=["text_encoder.block.{*}", "predictor.blocks.{*}"])
-    assert overrides(tiny(), monkeypatch, file)["sub_modules_to_wrap"] == ["blocks.{*}"]
+    assert overrides(tiny(), monkeypatch, file)["sub_modules_to_wrap"] == ["blocks.0", "blocks.1"]
     assert any("the text_encoder is frozen and stays whole" in line for line in said)
     file = fsdp2_file(tmp_path, sub_modules_to_wrap=["predicter.blocks.{*}"])
-    with pytest.raises(ConfigError, match=r"'predicter\.blocks.*did you mean 'predictor'"):
+    with pytest.raises(ConfigError, match=r"'predicter\.blocks.*did you mean 'predictor\.blocks\.\{\*\}'"):
         overrides(tiny(), monkeypatch, file)
+
+
+def test_all_paths_that_match_nothing_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {
+        "sub_modules_to_wrap": ["predictor.blokcs.{*}", "blocks.{*}", "predictor.proj_out"],
+        "recompute_modules": ["predictor.headless"],
+        "ignored_modules": ["vae"],
+    }
+    file = fsdp2_file(tmp_path, **lists)
+    with pytest.raises(ConfigError) as caught:
+        overrides(tiny(), monkeypatch, file)
+    lines = str(caught.value).splitlines()
+    for key, entry in (("sub_modules_to_wrap", lists["sub_modules_to_wrap"][0]), ("ignored_modules", "vae")):
+        assert any(line.startswith(f"{file}: {key}: entry '{entry}' matches nothing") for line in lines)
+    assert len(lines) == 4 and sum("did you mean 'predictor.blocks.{*}'?" in line for line in lines) == 2
 
 
 def test_without_a_file_the_predictor_is_sharded(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

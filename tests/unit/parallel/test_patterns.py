@@ -48,12 +48,15 @@ def test_order_is_kept_and_duplicates_merge() -> None:
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("text.layer.{*}", ["'text.layer.{*}'", "'text' has no 'layer'", "layers, norm", "did you mean 'layers'"]),
+        (
+            "text.layer.{*}",
+            ["'text' has no 'layer'", "layers, norm", "did you mean 'text.layers.{*}'"],
+        ),
         ("visul", ["the model has no 'visul'", "visual, text", "did you mean 'visual'"]),
         ("text.layers.{3-7}", ["index 5", "'text.layers' has 5 elements (0-4)"]),
         ("text.layers.{9}", ["index 9", "5 elements"]),
         ("text.norm.{*}", ["LayerNorm without numbered children"]),
-        ("text.layers.{*}.mpl", ["'text.layers.0' has no 'mpl'", "attn, mlp", "'mlp'"]),
+        ("text.layers.{*}.mpl", ["'text.layers.0' has no 'mpl'", "attn, mlp", "'text.layers.{*}.mlp'"]),
         ("text.layers.{a}", ["{a}", "expected {*}"]),
         ("text.layers.{3-1}", ["empty range '3-1'", "write 1-3"]),
         ("text.layers.{*", ["can't be read at '{*'"]),
@@ -67,3 +70,11 @@ def test_says_what_exists(pattern: str, words: list[str]) -> None:
     assert "fsdp2.yaml: sub_modules_to_wrap" in message
     for word in words:
         assert word in message
+
+
+def test_all_entries_that_match_nothing_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        paths("visul", "text.norm", "text.layers.{9}", "text..layers")
+    lines = str(caught.value).splitlines()
+    assert ["visul" in lines[0], "{9}" in lines[1], "text..layers" in lines[2]] == [True] * 3 and len(lines) == 3
+    assert all(line.startswith("fsdp2.yaml: sub_modules_to_wrap: entry '") for line in lines)
