@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
-from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
+from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen2_dir, tiny_qwen3_dir, write_mixed_dataset
 from tests.support.tiny_families import assert_same, weights_in
 from tests.support.workers import RankError, RankPool
 
@@ -46,8 +46,9 @@ def workspace() -> Path:
 @functools.cache
 def files_of(kind: str) -> dict[str, Path]:
     folder = workspace() / kind.replace(" ", "_")
-    is_text = kind == "qwen3"
-    hf_dir = (tiny_qwen3_dir if is_text else tiny_qwen2_5_vl_dir)(folder / "hf", seed=4, tie=is_text, deep=True)
+    is_text = kind in ("qwen2", "qwen3")
+    make = {"qwen2": tiny_qwen2_dir, "qwen3": tiny_qwen3_dir, "qwen2_5_vl": tiny_qwen2_5_vl_dir}[kind]
+    hf_dir = make(folder / "hf", seed=4, tie=is_text, deep=True)
     data = write_mixed_dataset(folder / "data", rows=20, seed=2, images=not is_text)
     held_out = write_mixed_dataset(folder / "held_out", rows=8, seed=3, images=not is_text)
     rows = {"dataset_param.basic_parameters.val_dataset": str(held_out)}
@@ -85,7 +86,15 @@ def pools(megatron_pools: dict[int, RankPool], ranks2: RankPool) -> Pools:
 SCALED = {"weight_decay_exclude_modules": "embed_tokens", "lr_scale_modules": "down_proj", "lr_mult": 0.5}
 
 
-@pytest.mark.parametrize(("kind", "layout", "flags"), [("qwen2_5_vl", "TP2", {}), ("qwen3", "PP2 VPP2", SCALED)])
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("qwen2_5_vl", "TP2", {}),
+        ("qwen3", "PP2 VPP2", SCALED),
+        pytest.param("qwen2", "TP2", {}, marks=pytest.mark.full),
+        pytest.param("qwen2", "PP2 VPP2", SCALED, marks=pytest.mark.full),
+    ],
+)
 def test_both_backends_train_alike(
     kind: str, layout: str, flags: dict[str, Any], pools: Pools, ranks2: RankPool, tmp_path: Path
 ) -> None:
@@ -106,6 +115,7 @@ def test_both_backends_train_alike(
             "qwen2_5_vl", "TP2", ("TP2", "PP2", "DP2", "1 process", "FSDP2"), id="vl TP2", marks=pytest.mark.full
         ),
         ("qwen3", "PP2 VPP2", ("DP2", "TP2 PP2", "FSDP2")),
+        pytest.param("qwen2", "TP2", ("PP2 VPP2", "TP2 PP2", "FSDP2"), marks=pytest.mark.full),
         pytest.param("qwen2_5_vl", "FSDP2", ("PP2", "DP2"), id="vl FSDP2", marks=pytest.mark.full),
     ],
 )
@@ -193,13 +203,18 @@ def test_gradients_are_summed_in_fp32(megatron_pools: dict[int, RankPool], flag:
     assert megatron_pools[1].run(gradient_dtypes, flag, dtype)[0] == {(dtype, torch.float32)}
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5_vl tied"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "qwen2_5_vl tied", pytest.param("qwen2", marks=pytest.mark.full), "qwen2 tied"],
+)
 def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """From a directory in bfloat16 and several files, over two stages of two ranks, into a directory: lr is 0."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
-    hf_dir = tiny_qwen2_5_vl_dir(tmp_path / "hf", tie="tied" in family)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.bfloat16)
+    is_text = family.startswith("qwen2 ") or family == "qwen2"
+    hf_dir = (tiny_qwen2_dir if is_text else tiny_qwen2_5_vl_dir)(tmp_path / "hf", tie="tied" in family)
+    model_class = Qwen2ForCausalLM if is_text else Qwen2_5_VLForConditionalGeneration
+    model = model_class.from_pretrained(hf_dir, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -209,7 +224,7 @@ def test_weights_come_through_bit_equal(family: str, megatron_pools: dict[int, R
     data = write_mixed_dataset(tmp_path / "data", rows=4, seed=2, images=False)
     # from where model.json says, or from where --load says
     random = {"train_from_scratch": True} if "tied" in family else {}
-    files = write_run_files(tmp_path / "files", hf_dir, data, model={**TRAINED, **random})
+    files = write_run_files(tmp_path / "files", hf_dir, data, model={**({} if is_text else TRAINED), **random})
     settings = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
     words = launch_flags(

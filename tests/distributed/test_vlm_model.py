@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,43 @@ def test_published_models_build_on_meta(megatron_pools: dict[int, RankPool]) -> 
         ours, theirs, difference_of_frozen, on_meta = found[size]
         assert ours == theirs == parameters, size
         assert difference_of_frozen == 0 and on_meta
+
+
+def documented() -> list[str]:
+    """The model types that docs/models.md says have a Megatron-core form."""
+    rows = [line.split("|") for line in (ROOT / "docs" / "models.md").read_text().splitlines() if line[:2] == "| "]
+    return [row[2].strip(" `") for row in rows if len(row) == 9 and row[7].strip() == "yes"]
+
+
+def documented_sizes(folder: str) -> dict[str, tuple[int, int]]:
+    """Documented family → parameters of a tiny model of it, as transformers builds it and as it is built here."""
+    start()
+    from tests.support.families import families
+
+    found = {}
+    for name in documented():
+        hf_dir = families()[name].make(Path(folder) / name)
+        chunk = build({"model_id": name, "init_from_hf_path": str(hf_dir)})
+        counts = [sum(p.numel() for p in model.parameters()) for model in (chunk.hf_twin(), chunk)]
+        found[name] = (counts[0], counts[1])
+    return found
+
+
+def test_every_documented_family_is_accepted(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Those of the table, which the pages for readers name too."""
+    (found,) = megatron_pools[1].run(documented_sizes, str(tmp_path), timeout=120)
+    assert list(found) == ["qwen2", "qwen2_5_vl", "qwen3"]
+    assert all(ours == theirs for theirs, ours in found.values()), found
+    words = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3": "Qwen3", "qwen2": "Qwen2"}
+    for page, line in (
+        ("README.md", "Megatron-core (tensor, pipeline"),
+        ("README.md", "out of Megatron-core's modules"),
+        ("README.zh.md", "Megatron-core(张量"),
+        ("docs/parallelism.md", "| families |"),
+    ):
+        (said,) = [text for text in (ROOT / page).read_text(encoding="utf-8").splitlines() if line in text]
+        named = re.findall(r"Qwen\d(?:\.\d)?(?:-VL)?", said)
+        assert sorted(named) == sorted(words[name] for name in found), (page, said)
 
 
 def count_forwards(hf_dir: str, recompute: dict[str, Any]) -> tuple[int, int]:
@@ -192,4 +230,4 @@ def unknown_family(hf_dir: str) -> str:
 def test_a_family_without_a_megatron_form(megatron_pools: dict[int, RankPool], qwen3_dir: Path) -> None:
     (said,) = megatron_pools[1].run(unknown_family, str(qwen3_dir))
     assert "model_type 'internvl' has no Megatron-core form here" in said
-    assert "qwen2_5_vl, qwen3" in said and "--use-torch-fsdp2" in said
+    assert "qwen2, qwen2_5_vl, qwen3" in said and "--use-torch-fsdp2" in said

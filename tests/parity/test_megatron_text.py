@@ -15,6 +15,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": False},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
 }
 
 
@@ -93,7 +94,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).detach().abs().max() / b.detach().abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.full if f == "qwen2 tied" else ()) for f in FAMILIES]
+)
 @pytest.mark.parametrize(
     ("tensor_parallel", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["TP1", "TP2", "TP2 SP"]
 )
@@ -116,14 +119,15 @@ def refuse(tensor_parallel: int, **changes: Any) -> str:
     from mindspeed_mm.models.text_decoder.gpt import language_config
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
-    config = transformers.Qwen3Config(num_attention_heads=8, num_key_value_heads=4, **changes)
+    config = transformers.Qwen2Config(num_attention_heads=8, num_key_value_heads=4, **changes)
     with pytest.raises(ConfigError) as error:
         language_config(config, ParallelSizes(tensor=tensor_parallel))
     return str(error.value)
 
 
 def refusals() -> list[str]:
-    return [refuse(8), refuse(2, vocab_size=97), refuse(1, hidden_act="gelu")]
+    windows = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 20}
+    return [refuse(8), refuse(2, vocab_size=97), refuse(1, hidden_act="gelu"), refuse(1, **windows)]
 
 
 def test_what_can_not_be_split_is_refused(megatron_pools: dict[int, RankPool]) -> None:
@@ -131,3 +135,4 @@ def test_what_can_not_be_split_is_refused(megatron_pools: dict[int, RankPool]) -
     assert "num_key_value_heads is 4" in said[0] and "sizes that do: 1, 2, 4" in said[0]
     assert "vocab_size is 97" in said[1]
     assert "hidden_act is 'gelu'" in said[2]
+    assert "layer_types has 12 layers of sliding_attention" in said[3] and "--use-torch-fsdp2" in said[3]

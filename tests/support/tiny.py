@@ -49,6 +49,11 @@ def tiny_qwen3_dir(path: str | Path, seed: int = 0, tie: bool = True, weights: b
     return _copy(_qwen3(seed if weights else None, tie, deep), path)
 
 
+def tiny_qwen2_dir(path: str | Path, seed: int = 0, tie: bool = True, weights: bool = True, deep: bool = False) -> Path:
+    """Make a Qwen2 (text) directory, its biases random too; arguments as for `tiny_qwen2_5_vl_dir`."""
+    return _copy(_qwen2(seed if weights else None, tie, deep), path)
+
+
 def write_mixed_dataset(path: str | Path, rows: int = 16, seed: int = 0, images: bool = True) -> Path:
     """Write sharegpt rows with 0, 1 and 2 images, 1 to 3 turns and answers of 1 to 30 words; return the JSON file.
 
@@ -143,4 +148,29 @@ def _qwen3(seed: int | None, tie: bool, deep: bool) -> Path:
     tokenizer.save_pretrained(folder)
     config = qwen3_config(tokenizer, text=_DEEP_TEXT if deep else {}, tie_word_embeddings=tie)
     save_model_dir(config, tokenizer, folder, seed)
+    return folder
+
+
+@functools.cache
+def _qwen2(seed: int | None, tie: bool, deep: bool) -> Path:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = _cache() / f"qwen2-{seed}-{tie}-{deep}"
+    like = Path(_qwen3(None, tie, deep))
+    _copy(like, folder)
+    fields = json.loads((like / "config.json").read_text())
+    dropped = ("architectures", "attention_bias", "head_dim", "layer_types", "model_type", "transformers_version")
+    config = Qwen2Config(**{name: value for name, value in fields.items() if name not in dropped})
+    config.architectures = ["Qwen2ForCausalLM"]
+    if seed is None:
+        config.save_pretrained(folder)
+        return folder
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(folder)
     return folder

@@ -28,7 +28,8 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
         hf_config: the text configuration, of the Llama kind: pre-norm, RMS norms, rotary positions, gated SiLU MLP.
 
     Raises:
-        ConfigError: heads, groups or widths don't divide by the tensor-parallel size, or the activation is another one.
+        ConfigError: heads, groups or widths don't divide by the tensor-parallel size, the activation is another one, or
+            a layer attends to a window.
     """
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     for what, number in (
@@ -45,6 +46,12 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
             )
     if hf_config.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act is '{hf_config.hidden_act}'; this decoder has silu")
+    other = [kind for kind in getattr(hf_config, "layer_types", None) or () if kind != "full_attention"]
+    if other:
+        raise ConfigError(
+            f"config.json: layer_types has {len(other)} layers of {other[0]}; this decoder's layers attend to the "
+            "whole row; set use_sliding_window to false, or add --use-torch-fsdp2"
+        )
     dtype = sizes.params_dtype
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -94,7 +101,7 @@ def has_qk_norm(hf_config: Any) -> bool:
 
 def has_qkv_bias(hf_config: Any) -> bool:
     """Whether the projections of queries, keys and values have a bias."""
-    return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith(("qwen2", "qwen2_5"))))
+    return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith("qwen2")))
 
 
 def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:

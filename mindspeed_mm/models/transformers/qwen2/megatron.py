@@ -1,0 +1,7 @@
+"""Qwen2 and Qwen2.5 (text) out of Megatron-core's modules: biases of queries, keys and values, no norms of them."""
+
+from __future__ import annotations
+
+from mindspeed_mm.models.common.megatron_family import MegatronFamily
+
+FAMILY = MegatronFamily()
