@@ -99,6 +99,7 @@ class FSDP2Backend:
         args = self.args
         context = BuildContext(
             load_weights=load_weights,
+            in_run=True,
             defer_weights=True,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,

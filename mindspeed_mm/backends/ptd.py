@@ -38,7 +38,6 @@ from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
 from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.log import info_rank0
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -99,6 +98,7 @@ class PTDBackend:
         args = self.args
         context = BuildContext(
             load_weights=load_weights,
+            in_run=True,
             defer_weights=True,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
@@ -276,7 +276,6 @@ class PTDBackend:
             self.load_weights(Path(directory))
         elif self._twin is not None:
             self._stored.draw_weights(self.args.seed)
-            info_rank0(f"{type(chunk).__name__}: random weights, seed {self.args.seed}")
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         args = self.args

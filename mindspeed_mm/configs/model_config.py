@@ -110,6 +110,19 @@ def _read_family(value: Any) -> Any:
 FamilyName = Annotated[str | None, BeforeValidator(_read_family)]
 
 
+def check_ignored_weights(train_from_scratch: bool, ignore_weights: bool) -> None:
+    """Refuse `ignore_weights` without the key that it belongs to.
+
+    Raises:
+        ValueError: with what to write.
+    """
+    if ignore_weights and not train_from_scratch:
+        raise ValueError(
+            "'ignore_weights' is true, but 'train_from_scratch' is not, so the weights of the directory would be read; "
+            "write \"train_from_scratch\": true as well, or remove 'ignore_weights'"
+        )
+
+
 def freeze_answer(config: Section, paths: Iterable[str]) -> bool | None:
     """Return what the keys at `paths`, which all say whether one part is frozen, agree on; None: none of them is given.
 
@@ -134,7 +147,12 @@ class TransformersModelConfig(Section):
 
     model_id: FamilyName = Field(None, description="registered family or HF model_type; absent = the HF architecture")
     init_from_hf_path: str | None = Field(None, description="HF directory: config, weights, tokenizer. Required")
-    train_from_scratch: Bool = Field(False, description="random weights instead of the directory's")
+    train_from_scratch: Bool = Field(
+        False, description="random weights; the directory holds none, or ignore_weights is true"
+    )
+    ignore_weights: Bool = Field(
+        False, description="with train_from_scratch: the weights that the directory holds stay unread on purpose"
+    )
     trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     plugin: Annotated[list[str], BeforeValidator(_read_plugins)] = Field(
         [], description="modules imported first; they may register models"
@@ -151,9 +169,16 @@ class TransformersModelConfig(Section):
     loss_cfg: LossConfig = Field(LossConfig(), description="loss")
 
     _own_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _file: str = PrivateAttr("model.json")
+
+    @property
+    def file(self) -> str:
+        """The file's name, for messages."""
+        return self._file
 
     @model_validator(mode="after")
     def _one_answer_each(self) -> TransformersModelConfig:
+        check_ignored_weights(self.train_from_scratch, self.ignore_weights)
         for part in _FREEZE_KEYS:
             self._freeze_of(part)
         for key in ("vision_encoder", "vision_projector"):
@@ -244,6 +269,7 @@ class TransformersModelConfig(Section):
         assert config is not None
         say_no_effect(no_effect, NO_EFFECT, file)
         config._own_keys.update(own)
+        config._file = file
         return config
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from mindspeed_mm.configs.model_config import check_ignored_weights
 from mindspeed_mm.configs.published import is_on, published_paths, refusals, say_no_effect
 from mindspeed_mm.configs.scalars import read_float, show
 from mindspeed_mm.configs.sections import (
@@ -128,10 +129,20 @@ class PredictorConfig(Section):
     )
     from_pretrained: str | None = Field(None, description="diffusers directory of the transformer")
     config: Structure = Field(None, description="diffusers configuration, where there is no directory")
-    train_from_scratch: Bool = Field(False, description="random weights instead of the directory's")
+    train_from_scratch: Bool = Field(
+        False, description="random weights; the directory holds none, or ignore_weights is true"
+    )
+    ignore_weights: Bool = Field(
+        False, description="with train_from_scratch: the weights that the directory holds stay unread on purpose"
+    )
     dtype: DtypeName | None = Field(None, description="dtype that exports are written in; absent = the directory's")
 
     _structure: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _weights_are_read_or_not(self) -> PredictorConfig:
+        check_ignored_weights(self.train_from_scratch, self.ignore_weights)
+        return self
 
     @property
     def structure(self) -> dict[str, Any]:

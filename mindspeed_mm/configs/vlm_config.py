@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from mindspeed_mm.configs.model_config import FamilyName, LossConfig, freeze_answer
+from mindspeed_mm.configs.model_config import FamilyName, LossConfig, check_ignored_weights, freeze_answer
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
@@ -173,7 +173,13 @@ class VLMModelConfig(Section):
     init_from_hf_path: str | None = Field(
         None, description="HF directory: config, weights. Absent = the numbers below describe a Qwen2.5-VL"
     )
-    train_from_scratch: Bool = Field(False, description="random weights instead of the directory's or --load's")
+    train_from_scratch: Bool = Field(
+        False,
+        description="random weights where --load brings none; the directory holds none, or ignore_weights is true",
+    )
+    ignore_weights: Bool = Field(
+        False, description="with train_from_scratch: the weights that the directory holds stay unread on purpose"
+    )
     trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     img_context_token_id: Size | None = Field(None, description="token that stands for a part of an image")
     video_token_id: Size | None = Field(None, description="token that stands for a part of a video")
@@ -189,6 +195,7 @@ class VLMModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_answer_each(self) -> VLMModelConfig:
+        check_ignored_weights(self.train_from_scratch, self.ignore_weights)
         for paths, _ in _FREEZE.values():
             freeze_answer(self, paths)
         return self

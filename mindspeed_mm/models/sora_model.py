@@ -19,6 +19,7 @@ from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
@@ -68,6 +69,19 @@ class SoRAModel(MultiModalModule):
         super().__init__(config)
         self.described = SoRAModelConfig.from_dict(config)
         self.family, structure, self.source = resolve_predictor(self.described)
+        predictor = self.described.predictor
+        check_first_weights(
+            self.family.model_class_name,
+            weights_place(self.described),
+            from_scratch=predictor.train_from_scratch,
+            ignores=predictor.ignore_weights,
+            file=f"{self.described.file}: 'predictor'",
+            keys=(
+                "from_pretrained" if predictor.from_pretrained else "init_from_diffusers",
+                "from_pretrained (the folder transformer of a diffusers pipeline), init_from_diffusers (the whole "
+                "pipeline) or --load (a checkpoint that is there)",
+            ),
+        )
         if self.described.enable_encoder_dp:
             notice(
                 f"{self.described.file}: 'enable_encoder_dp' has no effect: every rank has samples of its own, so that "
@@ -256,9 +270,7 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
         ConfigError: nothing says what the predictor is, or what is said doesn't fit together.
     """
     described, file = config.predictor, config.file
-    directory = described.from_pretrained
-    if directory is None and config.init_from_diffusers is not None and described.config is None:
-        directory = str(Path(config.init_from_diffusers) / "transformer")
+    directory = weights_place(config)
     said: dict[str, Any] | None = None
     if directory is not None:
         path = Path(directory) / "config.json"
@@ -284,6 +296,14 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
             notice(f"{file}: no effect here: {keys}: the structure comes from {whose}")
     structure = _complete(family_class, structure, file)
     return family_class(task, structure), structure, None if described.train_from_scratch else directory
+
+
+def weights_place(config: SoRAModelConfig) -> str | None:
+    """The directory of the predictor's weights, of a pipeline or its own; None: none is named."""
+    described = config.predictor
+    if described.from_pretrained is None and config.init_from_diffusers is not None and described.config is None:
+        return str(Path(config.init_from_diffusers) / "transformer")
+    return described.from_pretrained
 
 
 def _task(config: SoRAModelConfig, family: type[PredictorFamily]) -> str:

@@ -17,6 +17,7 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_lo
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.exact_positions import ExactPositions
+from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
@@ -29,7 +30,7 @@ from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.twin import config_for
 from mindspeed_mm.models.transformers.tying import settle_tying
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
-from mindspeed_mm.utils.log import info_rank0, notice
+from mindspeed_mm.utils.log import notice
 
 _PARTS = ("vision_encoder", "vision_projector", "audio_encoder", "text_decoder")
 
@@ -281,6 +282,14 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
 
 def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig) -> Any:
     context = current_build_context()
+    check_first_weights(
+        model_class.__name__,
+        described.init_from_hf_path,
+        from_scratch=described.train_from_scratch,
+        ignores=described.ignore_weights,
+        file=described.file,
+        keys=("init_from_hf_path", "'init_from_hf_path' (a HF directory) or --load (a checkpoint that is there)"),
+    )
     on_meta = torch.get_default_device().type == "meta"
     if on_meta or context.defer_weights:
         if context.load_weights and not described.train_from_scratch:
@@ -292,7 +301,6 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
     if described.train_from_scratch:
         model = _structure(model_class, hf_config)
         model.draw_weights(storage_is_empty=False)
-        info_rank0(f"{model_class.__name__}: random weights (train_from_scratch), seed {context.seed}")
         return model
     return load_pretrained(model_class, hf_config, str(described.init_from_hf_path))
 
@@ -305,7 +313,7 @@ def _router_loss(model: Any, described: TransformersModelConfig) -> RouterLoss |
 
 
 def _require_weights(path: str) -> None:
-    if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("pytorch_model*.bin")):
+    if not weight_files(path):
         raise CheckpointError(
             f"init_from_hf_path '{path}' holds no *.safetensors; put the weights there, or set "
             '"train_from_scratch": true in model.json to start from random ones'

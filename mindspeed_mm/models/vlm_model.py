@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import IGNORE_INDEX, LossOptions, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.megatron_family import MegatronFamily, find_family
@@ -130,6 +131,18 @@ class VLModel(MegatronModule):
         described = VLMModelConfig.from_dict(config)
         hf_config = described.hf_config()
         family = find_family(hf_config.model_type)
+        if not vp_stage:
+            check_first_weights(
+                cls.__name__,
+                described.init_from_hf_path,
+                from_scratch=described.train_from_scratch,
+                ignores=described.ignore_weights,
+                file=described.file,
+                keys=(
+                    "init_from_hf_path",
+                    "'init_from_hf_path' (a HF directory) or --load (a checkpoint that is there)",
+                ),
+            )
         vision = hf_config.vision_config.depth if family.image_encoder is not None else None
         stages = plan_stages(
             sizes.pipeline,

@@ -27,8 +27,8 @@ def build(config: dict[str, Any], rank: int = 0, vp_stage: int | None = None, **
     from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
-    flags = Namespace(seq_length=sizes.pop("seq_length", 64))
-    with build_context(BuildContext(sizes=ParallelSizes(**sizes), pipeline_rank=rank, flags=flags)):
+    flags, in_run = Namespace(seq_length=sizes.pop("seq_length", 64)), sizes.pop("in_run", False)
+    with build_context(BuildContext(sizes=ParallelSizes(**sizes), pipeline_rank=rank, flags=flags, in_run=in_run)):
         return VLModel.from_config(config, vp_stage)
 
 
@@ -215,6 +215,27 @@ def test_default_freezes_are_told(megatron_pools: dict[int, RankPool], qwen2_5_v
     ((said, *trained),) = megatron_pools[1].run(told_freezes, str(qwen2_5_vl_dir))
     assert "image_encoder.vision_encoder.freeze" in said and "write false to train" in said
     assert trained == ["decoder", "embedding", "output_layer", "vision_projector"]
+
+
+def first_weights(hf_dir: str) -> list[str]:
+    """What a run says that would begin with random values beside weights, or without anybody asking for them."""
+    start()
+    from mindspeed_mm.utils.errors import ConfigError
+
+    numbers = json.loads((EXAMPLES / "model_3b.json").read_text())
+    said = []
+    for config in ({"init_from_hf_path": hf_dir, "train_from_scratch": True}, {**numbers, "init_from_hf_path": None}):
+        with pytest.raises(ConfigError) as error:
+            build(config, in_run=True)
+        said.append(str(error.value))
+    build({"init_from_hf_path": hf_dir, "train_from_scratch": True, "ignore_weights": True}, in_run=True)
+    return said
+
+
+def test_random_values_are_asked_for(megatron_pools: dict[int, RankPool], qwen3_dir: Path) -> None:
+    ((beside_weights, without),) = megatron_pools[1].run(first_weights, str(qwen3_dir))
+    assert "holds weights (model.safetensors)" in beside_weights and '"ignore_weights": true' in beside_weights
+    assert "no weights to start from: give 'init_from_hf_path'" in without
 
 
 def unknown_family(hf_dir: str) -> str:

@@ -18,6 +18,7 @@ class BuildContext:
 
     Attributes:
         load_weights: fill the model from init_from_hf_path (or with random values); False where a checkpoint will.
+        in_run: whether it is a training run's, which must not begin with random values that nobody asks for.
         defer_weights: build the structure only, on meta; whoever builds fills each rank's part after sharding.
         seed: of random weights.
         trust_remote_code: whether modelling files of the checkpoint may run.
@@ -27,6 +28,7 @@ class BuildContext:
     """
 
     load_weights: bool = True
+    in_run: bool = False
     defer_weights: bool = False
     seed: int = 1234
     trust_remote_code: bool = False
