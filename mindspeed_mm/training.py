@@ -223,7 +223,8 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     progress.consumed_tokens += pending.counts.tokens
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
     watch.add(progress.iteration, pending.counts, backend.flops(pending.counts), pending.result)
-    if watch.wants_result(progress.iteration) or pending.stop:
+    is_last = pending.stop or _is_due(progress.iteration, args.exit_interval)
+    if is_last or watch.wants_result(progress.iteration):
         result = pending.result()
         watch.log_step(
             progress.iteration,

@@ -13,6 +13,9 @@ from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
 from mindspeed_mm.monitor.row_log import RowLog
 
+#: The first steps of a run are all logged: they show soonest that a run is set up wrongly.
+FIRST_STEPS = 10
+
 
 class Outcome(Protocol):
     """What became of a step."""
@@ -27,7 +30,10 @@ class Outcome(Protocol):
 
 
 class Watch:
-    """Collects steps and tells about them every `log_interval` of them; only the logging rank writes."""
+    """Collects steps and tells about them; only the logging rank writes.
+
+    Told about are the first ten steps of a run, every `log_interval`-th one, and the last one.
+    """
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Watch:
 
     def wants_result(self, iteration: int) -> bool:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
-        return iteration % self._log_interval == 0 or iteration == self._train_iters
+        return iteration <= FIRST_STEPS or iteration % self._log_interval == 0 or iteration == self._train_iters
 
     def add(self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], Outcome]) -> None:
         """Add a step to the interval, and write down its rows.

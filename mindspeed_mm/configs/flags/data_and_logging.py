@@ -24,7 +24,9 @@ class DataArguments:
 class LoggingArguments:
     """Evaluation and logging."""
 
-    log_interval: Annotated[int, flag("steps between two log lines", minimum=1)] = 100
+    log_interval: Annotated[
+        int, flag("steps between two log lines; the first ten steps and the last one have a line too", minimum=1)
+    ] = 10
     eval_interval: Annotated[
         int | None, flag("steps between two evaluations; 0 or None = no evaluation", minimum=0)
     ] = 1000

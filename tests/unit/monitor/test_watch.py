@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.monitor.row_log import RowLog
@@ -24,21 +25,30 @@ class Step:
     skip_reason: str = ""
 
 
-def lines(folder: Path, steps: list[Step], interval: int) -> list[dict[str, Any]]:
-    """The records of a run."""
+#: steps done before those of `lines`; the first ten of a run are logged whatever the interval
+BEFORE = 120
+
+
+def lines(folder: Path, steps: list[Step], interval: int, before: int = BEFORE) -> list[dict[str, Any]]:
+    """The records of a run's last steps."""
     watch = Watch(
         is_writer=True,
         save=str(folder),
         resumed=False,
         log_interval=interval,
-        train_iters=len(steps),
+        train_iters=before + len(steps),
         global_batch_size=4,
     )
-    for number, step in enumerate(steps, 1):
+    for number, step in enumerate(steps, before + 1):
         asked: list[Step] = []
         watch.add(number, BatchCounts(), None, lambda step=step, asked=asked: asked.append(step) or step)
         if watch.wants_result(number):
-            figures = {"loss": step.loss, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 2.0**number}
+            figures = {
+                "loss": step.loss,
+                "grad_norm": 1.0,
+                "learning_rate": 1e-3,
+                "loss_scale": 2.0 ** (number - before),
+            }
             watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
         else:
             assert asked == []  # its figures may still be on the device
@@ -48,17 +58,24 @@ def lines(folder: Path, steps: list[Step], interval: int) -> list[dict[str, Any]
 
 def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rates over the interval, the longest wait of any rank, imbalance as its mean, rows left out over the run."""
-    settings = {"is_writer": True, "save": str(tmp_path), "resumed": False, "train_iters": 4, "global_batch_size": 4}
+    settings = {
+        "is_writer": True,
+        "save": str(tmp_path),
+        "resumed": False,
+        "train_iters": BEFORE + 4,
+        "global_batch_size": 4,
+    }
     watch = Watch(log_interval=2, row_log=RowLog(tmp_path, 0, 1, 0), **settings)
     for number in range(1, 5):
+        iteration = BEFORE + number
         media = {"image": 3 * number, "video": 1}
         step = {"media": media, "row_ids": [number], "wait_seconds": 0.25, "cost": 8.0, "imbalance": 1.0 + number}
         counts = BatchCounts(tokens=75, positions=100, rows_left_out=number % 2, **step)
-        watch.add(number, counts, None, Step)
-        if watch.wants_result(number):
+        watch.add(iteration, counts, None, Step)
+        if watch.wants_result(iteration):
             watch._started = time.perf_counter() - 2.0  # the interval has taken two seconds
             figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0}
-            watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
+            watch.log_step(iteration, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
     watch.close()
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] == pytest.approx(75, rel=0.05)
@@ -71,6 +88,23 @@ def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "| data wait (ms): 250.0 | data wait: 25.0% | padding: 25.0% | imbalance: 4.50 | rows left out: 2 |" in line
     rows = (tmp_path / "rows" / "rank0.jsonl").read_text().splitlines()
     assert [json.loads(text)["rows"] for text in rows] == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    "interval, steps, logged",
+    [
+        (LoggingArguments().log_interval, 24, [*range(1, 11), 20, 24]),
+        (100, 12, [*range(1, 11), 12]),
+        (4, 13, [*range(1, 11), 12, 13]),
+        (1, 12, [*range(1, 13)]),
+    ],
+    ids=["every tenth by default", "100", "4", "1"],
+)
+def test_the_first_ten_steps_and_the_last_are_logged_at_any_interval(
+    tmp_path: Path, interval: int, steps: int, logged: list[int]
+) -> None:
+    """No figure of another step is read: `lines` asserts that."""
+    assert [line["iteration"] for line in lines(tmp_path, [Step()] * steps, interval, before=0)] == logged
 
 
 def test_figures_that_nobody_knows_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
