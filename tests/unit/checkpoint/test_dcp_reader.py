@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,38 @@ def test_metadata_with_code_of_its_own_is_refused_and_does_not_run(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
         DcpReader(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+class _OfAnotherPython(pickle._Pickler):
+    """Pickles as Python 3.11.0 to 3.11.3 does, or as 3.13 names paths."""
+
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_written_by_another_python_is_read(tmp_path: Path, protocol: int) -> None:
+    write(tmp_path, TENSORS)
+    metadata = replace(read_metadata(tmp_path), planner_data=[Path("a/b")])
+    with open(tmp_path / ".metadata", "wb") as file:
+        _OfAnotherPython(file, protocol).dump(metadata)
+    content = (tmp_path / ".metadata").read_bytes()
+    assert b"getattr" in content
+    if protocol == 2:  # names are lines of text there
+        (tmp_path / ".metadata").write_bytes(content.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert_regions_are_slices(tmp_path, TENSORS)
+    assert read_metadata(tmp_path) == metadata
+
+
+@pytest.mark.parametrize("of", ["torch\nSize", "torch.distributed.checkpoint.metadata\nMetadata"])
+def test_getattr_finds_members_of_enumerations_only(tmp_path: Path, of: str) -> None:
+    (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{of}\nV__class__\ntR.".encode())
+    with pytest.raises(CheckpointError, match="it asks for '__class__' of <class .*no place in checkpoint metadata"):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize(
