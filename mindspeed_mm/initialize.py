@@ -27,6 +27,7 @@ from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.state import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.versions import check_versions
 
 
 def describe_run(
@@ -55,6 +56,7 @@ def describe_run(
     Raises:
         ConfigError: anything in them that can't be honoured.
     """
+    check_versions()
     optional = {"mm_model": own_model, "mm_data": own_data}
     args = parse_args(
         argv,

@@ -81,7 +81,7 @@ class Holder:
     def this_process(cls) -> Holder:
         """This process, from now on."""
         parent = os.getppid()
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         return cls(
             host=socket.gethostname(),
             machine=_machine(),

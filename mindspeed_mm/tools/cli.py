@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from mindspeed_mm.tools import data_check
 from mindspeed_mm.tools.feature_extraction import command as feature_extraction
 from mindspeed_mm.utils.errors import MMError, kind_of
+from mindspeed_mm.utils.versions import installed_version, version_faults
 
 _PACKAGES = (
     "torch",
@@ -62,7 +62,7 @@ def doctor() -> int:
 
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for name in _PACKAGES:
-        print(f"  {name:<14} {_version(name)}")
+        print(f"  {name:<14} {installed_version(name) or 'not installed'}")
     torch = import_torch()
     from mindspeed_mm import accelerator
 
@@ -80,13 +80,6 @@ def doctor() -> int:
     return 1 if problems else 0
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _problems(device: str) -> list[str]:
     from mindspeed_mm.accelerator.environment import harmful_settings
 
@@ -96,7 +89,7 @@ def _problems(device: str) -> list[str]:
             "torchvision is missing: image processors would change their pixel values without a word, and no "
             "video processor can be built; install the version that belongs to this torch"
         )
-    return found + harmful_settings(device)
+    return found + version_faults() + harmful_settings(device)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,42 @@
-"""Import torch, and turn torch_npu's failure without CANN into a sentence."""
+"""Import torch, and turn torch_npu's failure without CANN or beside another torch into a sentence."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from types import ModuleType
 
 from mindspeed_mm.utils.errors import MMError
-
-
-def _has_torch_npu() -> bool:
-    try:
-        importlib.metadata.version("torch_npu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+from mindspeed_mm.utils.versions import built_for_another_torch, loads_torch_npu
 
 
 def import_torch() -> ModuleType:
     """Import and return torch.
 
     torch loads installed device backends by itself, and torch_npu raises there when the Ascend toolkit (CANN)
-    is not on the library path, so that plain `import torch` fails.
+    is not on the library path, so that plain `import torch` fails. Beside another release of torch than its own it
+    may end the process without a word, so that one is told before.
 
     Raises:
-        MMError: torch_npu is installed but can't be loaded; says what to source, set or uninstall.
+        MMError: torch_npu is installed but can't be loaded; says what to install, source, set or uninstall.
     """
+    elsewhere = "to train on CPU or CUDA set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or run `pip uninstall torch_npu`."
+    if not loads_torch_npu():
+        return importlib.import_module("torch")
+    fault = built_for_another_torch("torch_npu")
+    if fault is not None:
+        raise MMError(f"{fault}; {elsewhere}")
     try:
         return importlib.import_module("torch")
     except Exception as error:
-        if not _has_torch_npu():
-            raise
         cause = error.__cause__ or error
+        need = (
+            "torch_npu needs a torch that is built for no other accelerator: on x86_64 install PyTorch's CPU build of "
+            "the same release (see constraints-npu.txt)"
+            if "Two accelerators" in str(cause)
+            else "torch_npu needs the Ascend toolkit (CANN): on an NPU machine run "
+            "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` first"
+        )
+        first_line = str(cause).splitlines()[0] if str(cause) else ""
         raise MMError(
-            f"import torch failed while it loaded torch_npu ({type(cause).__name__}: {cause}). torch_npu needs the "
-            "Ascend toolkit (CANN): on an NPU machine run `source /usr/local/Ascend/ascend-toolkit/set_env.sh` first; "
-            "to train on CPU or CUDA set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or run `pip uninstall torch_npu`."
+            f"import torch failed while it loaded torch_npu ({type(cause).__name__}: {first_line}). {need}; {elsewhere}"
         ) from error

@@ -181,7 +181,7 @@ def test_metadata_written_by_another_python_is_read(tmp_path: Path, protocol: in
 @pytest.mark.parametrize("of", ["torch\nSize", "torch.distributed.checkpoint.metadata\nMetadata"])
 def test_getattr_finds_members_of_enumerations_only(tmp_path: Path, of: str) -> None:
     (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{of}\nV__class__\ntR.".encode())
-    with pytest.raises(CheckpointError, match="it asks for '__class__' of <class .*no place in checkpoint metadata"):
+    with pytest.raises(CheckpointError, match=r"it asks for '__class__' of <class .*no place in checkpoint metadata"):
         read_metadata(tmp_path)
 
 

@@ -1,0 +1,98 @@
+"""Which versions of other packages a run needs, and what for; asked of what is installed, without importing it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+
+from mindspeed_mm.utils.errors import ConfigError
+
+# package → lowest release, and what is missing before it
+MINIMUM = {
+    "torch": ("2.8", "FSDP2 sums gradients over ranks through calls that came with it"),
+    "transformers": ("5.17", "the adapted models are written for its classes"),
+}
+
+
+def version_faults() -> list[str]:
+    """Return a sentence for each installed package that no run can use: too old, or built for another torch."""
+    sentences = [require_at_least(name, lowest, why) for name, (lowest, why) in MINIMUM.items()]
+    # built for one release of torch each, which they name themselves
+    built = ["torchvision", "torch_npu"] if loads_torch_npu() else ["torchvision"]
+    return [s for s in (*sentences, *map(built_for_another_torch, built)) if s is not None]
+
+
+def check_versions() -> None:
+    """Refuse a run that could only fail later, in another library's words.
+
+    Raises:
+        ConfigError: names what is installed, what is needed and what for.
+    """
+    faults = version_faults()
+    if faults:
+        raise ConfigError("; ".join(faults))
+
+
+def require_transformers(lowest: str, what: str) -> None:
+    """Called by a family's folder whose models need a newer transformers than the others.
+
+    Args:
+        lowest: release, such as "5.23".
+        what: the family, and what was missing before.
+
+    Raises:
+        ConfigError: the installed one is older.
+    """
+    fault = require_at_least("transformers", lowest, what)
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def require_at_least(name: str, lowest: str, why: str) -> str | None:
+    """Return a sentence if package `name` is installed and older than `lowest`."""
+    found = installed_version(name)
+    if found is None or release(found) >= release(lowest):
+        return None
+    return f"{name} {found} is installed and {name} >= {lowest} is needed: {why}; pip install '{name}>={lowest}'"
+
+
+def built_for_another_torch(name: str) -> str | None:
+    """Return a sentence if package `name` is installed and states that it needs exactly another release of torch."""
+    found, torch = installed_version(name), installed_version("torch")
+    if found is None or torch is None:
+        return None
+    for requirement in importlib.metadata.requires(name) or ():
+        exact = re.match(r"torch\s*\(?==\s*([\w.+]+?)(\.\*)?\)?\s*(;|$)", requirement)
+        if exact is None or "extra" in requirement:
+            continue
+        wanted = exact[1].split("+")[0]
+        have = torch.split("+")[0]
+        if release(have) != release(wanted) and not (exact[2] and have.startswith(wanted + ".")):
+            return (
+                f"{name} {found} is built for torch {wanted} and torch {torch} is installed, so that neither would run "
+                f"right; install a pair, for example pip install torch=={wanted} {name}=={found}"
+            )
+    return None
+
+
+def loads_torch_npu() -> bool:
+    """Whether torch_npu is installed and `import torch` loads it."""
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    return autoload and installed_version("torch_npu") is not None
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with, without zeros at the end: "2.10.0+cu130" → (2, 10)."""
+    numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if part]  # type: ignore[index]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

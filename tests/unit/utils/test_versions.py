@@ -1,0 +1,106 @@
+"""A version that can't carry a run is told in a sentence before the run: too old, or built for another torch."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm import initialize
+from mindspeed_mm.tools import cli
+from mindspeed_mm.utils import torch_import
+from mindspeed_mm.utils.errors import ConfigError, MMError
+from mindspeed_mm.utils.versions import MINIMUM, check_versions, release, version_faults
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Let a package of a name, a version and a requirement be the installed one."""
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, version: str, requires: str = "") -> None:
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        needed = f"Requires-Dist: {requires}\n" if requires else ""
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+        importlib.invalidate_caches()
+
+    return write
+
+
+def test_what_is_installed_here_carries_a_run() -> None:
+    check_versions()
+
+
+@pytest.mark.parametrize(
+    "package, sentence",
+    [
+        (("torch", "2.7.1"), r"torch 2\.7\.1 is installed and torch >= 2\.8 is needed: FSDP2 .*install 'torch>=2\.8'"),
+        (("transformers", "5.9.2"), r"transformers 5\.9\.2 is installed and transformers >= 5\.17 is needed"),
+        (
+            ("torchvision", "0.21.0", "torch==2.6.0"),
+            r"torchvision 0\.21\.0 is built for torch 2\.6\.0 and torch 2\S+ is installed.*torch==2\.6\.0 torchv",
+        ),
+        (
+            ("torch_npu", "2.6.0.post3", "torch==2.6.0.*"),
+            r"torch_npu 2\.6\.0\.post3 is built for torch 2\.6\.0 and torch 2\S+ is installed",
+        ),
+        (("torch_npu", "2.6.0", "torch==2.6.0+cpu ; platform_machine == 'x86_64'"), r"torch_npu 2\.6\.0 is built for"),
+    ],
+)
+def test_a_version_that_does_not_fit_is_a_sentence(install: Install, package: tuple[str, ...], sentence: str) -> None:
+    install(*package)
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        initialize.describe_run([])
+    assert "\n" not in str(raised.value)
+    assert cli._problems("cpu")[0] == str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "packages",
+    [
+        [("torch", "2.8.0a0+nv25.6"), ("torchvision", "0.23.0a0")],
+        [("torch", "2.14.0+cpu"), ("torchvision", "0.29", "torch==2.14.0"), ("torch_npu", "2.14.0", "torch==2.14.0.*")],
+        [("torch", "3.0.1"), ("torchvision", "1.0", "torch==3.0.1"), ("transformers", "6.0.0")],
+    ],
+    ids=["lowest", "ascend", "newer"],
+)
+def test_versions_that_fit_are_not_refused(install: Install, packages: list[tuple[str, ...]]) -> None:
+    for package in packages:
+        install(*package)
+    assert version_faults() == []
+
+
+def test_torch_npu_beside_another_torch_is_told_first(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("torch_npu", "2.6.0", "torch==2.6.0")
+    with pytest.raises(MMError, match=r"built for torch 2\.6\.0 .*TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        torch_import.import_torch()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    torch_import.import_torch()
+    assert version_faults() == []
+
+
+def test_a_family_that_needs_more_says_so(install: Install) -> None:
+    family = importlib.import_module("mindspeed_mm.models.transformers.qwen3_asr")
+    install("transformers", "5.18.0")
+    assert version_faults() == []
+    with pytest.raises(ConfigError, match=r"transformers 5\.18\.0 is installed .* >= 5\.23 .*Qwen3-ASR"):
+        importlib.reload(family)
+
+
+def test_the_lowest_versions_are_those_that_the_package_declares() -> None:
+    declared = dict(re.findall(r'"(torch|transformers)>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
+    assert declared == {name: lowest for name, (lowest, _) in MINIMUM.items()}
+
+
+def test_numbers_of_versions() -> None:
+    assert release("2.10.0+cu130") == (2, 10) > release("2.9.1") > release("2.9.0.post2") == (2, 9)
