@@ -61,7 +61,7 @@ class OurLoop:
         gc.freeze()  # as `pretrain` does before the first step; for whoever else trains in this process, too
         gc.enable()
         backend = _Watched(self.backend, before_step)
-        memory = MemorySnapshots(self.args.tools.memory_profile, self.backend.data_parallel_rank)
+        memory = MemorySnapshots(self.args.tools.memory_profile, self.backend.world.batch.rank)
         with suppress(_Over), redirect_stdout(io.StringIO()):
             train(self._forward_step, self._data, backend, self.args, Progress(), memory)  # type: ignore[arg-type]
 

@@ -72,11 +72,12 @@ def measure(folder: Path, layers: int, saves: int) -> None:
 
     from mindspeed_mm.checkpoint.saver import CheckpointSaver
     from mindspeed_mm.checkpoint.snapshot import Snapshots
-    from mindspeed_mm.parallel.state import build_fsdp_mesh, initialize_parallel
+    from mindspeed_mm.parallel.dims import Dims
+    from mindspeed_mm.parallel.world import parameter_mesh, start_world
 
     torch.set_num_threads(1)
-    state = initialize_parallel("gloo")
-    mesh = build_fsdp_mesh(state.world_size)
+    world = start_world("gloo")
+    mesh = parameter_mesh(Dims.of(world.size, sharding_size="auto"))
     model = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(layers)))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -92,7 +93,7 @@ def measure(folder: Path, layers: int, saves: int) -> None:
     kinds: dict[str, tuple[CheckpointSaver, Snapshots]] = {}
     for name in ("at once", "in the background"):
         saver = CheckpointSaver(folder / name, in_background=name != "at once", keep=1)
-        kinds[name] = saver, Snapshots(model, optimizer, save_rng=True, state=state)
+        kinds[name] = saver, Snapshots(model, optimizer, save_rng=True, world=world)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for iteration in range(1, saves + 1):
         for name, (saver, snapshots) in kinds.items():
@@ -101,7 +102,7 @@ def measure(folder: Path, layers: int, saves: int) -> None:
     for saver, _ in kinds.values():
         assert saver.last_saved == saves
         saver.close()
-    if state.rank == 0:
+    if world.rank == 0:
         (folder / "times.json").write_text(json.dumps(times))
 
 

@@ -24,7 +24,7 @@ from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.global_args import set_args
 from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.configs.tools_config import ToolsConfig
-from mindspeed_mm.parallel.state import world_size_from_env
+from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions

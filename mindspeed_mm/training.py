@@ -94,16 +94,17 @@ def pretrain(
         prepare_process(args)
         backend = create_backend(args)
         backend.setup(args)
-        args.data_parallel_rank, args.data_parallel_size = backend.data_parallel_rank, backend.data_parallel_size
-        memory = MemorySnapshots(args.tools.memory_profile, backend.data_parallel_rank)
+        batch = backend.world.batch
+        args.data_parallel_rank, args.data_parallel_size = batch.rank, batch.size
+        memory = MemorySnapshots(args.tools.memory_profile, batch.rank)
         memory.step()
         with hold_run_folder(args.save, args.rank, backend.gather_objects) as lock:
             start, progress = _find_start(args, backend)
             data = build_run_data(
                 train_valid_test_datasets_provider,
                 args,
-                backend.data_parallel_rank,
-                backend.data_parallel_size,
+                batch.rank,
+                batch.size,
                 backend.gather_objects if args.world_size > 1 else None,
             )
             args.train_iters = resolve_train_iters(
@@ -137,7 +138,7 @@ def train(
     saver = _open_saver(args, progress.last_saved, lock)
     watch = _open_watch(backend, args, progress.iteration)
     skips = _open_skip_watch(backend, data, args, progress.iteration, saver)
-    profiler = StepProfiler(args.tools.profile, backend.data_parallel_rank)
+    profiler = StepProfiler(args.tools.profile, backend.world.batch.rank)
     started, stop = time.time(), StopSignal()
 
     def wants_to_stop() -> bool:
@@ -369,10 +370,10 @@ def _load(start: Start, progress: Progress, backend: Backend, args: Any) -> None
 
 def _open_watch(backend: Backend, args: Any, iteration: int) -> Watch:
     rows = None
-    if args.log_row_ids and args.save and backend.is_row_rank:
-        rows = RowLog(args.save, backend.data_parallel_rank, backend.data_parallel_size, iteration)
+    if args.log_row_ids and args.save and backend.world.counts_rows:
+        rows = RowLog(args.save, backend.world.batch.rank, backend.world.batch.size, iteration)
     return Watch(
-        is_writer=backend.is_logging_rank,
+        is_writer=backend.world.is_logging_rank,
         save=args.save,
         resumed=iteration > 0,
         row_log=rows,
@@ -395,7 +396,7 @@ def _open_skip_watch(
         gather=backend.gather_objects,
         data=data,
         last_good=saver.last_good if saver is not None else lambda: "there is none, as there is no --save",
-        row_rank=backend.is_row_rank,
+        row_rank=backend.world.counts_rows,
         smallest_scale=args.min_loss_scale if is_dynamic else None,
     )
 

@@ -44,7 +44,7 @@ from mindspeed_mm.optimizer.groups import is_idle
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
-from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
+from mindspeed_mm.parallel.world import World, limit_waiting, start_world
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -53,7 +53,7 @@ from mindspeed_mm.utils.log import notice
 class FSDP2Backend:
     """Data parallelism with sharded parameters, gradients and optimizer state."""
 
-    state: ParallelState
+    world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -65,24 +65,22 @@ class FSDP2Backend:
         self.config = load_fsdp2_config(args.fsdp2_config_path) if args.fsdp2_config_path else Fsdp2Config()
         self._overrides = _precision_overrides(self.config, args)
         self.compute_dtype = self._overrides.get("param_dtype") or self.config.param_dtype or "fp32"
-        self.state = initialize_parallel(
-            args.distributed_backend, args.distributed_timeout_minutes, needs_cpu_tensors=self.config.offload_to_cpu
+        self.world = start_world(
+            args.distributed_backend,
+            timeout_minutes=args.distributed_timeout_minutes,
+            needs_cpu_tensors=self.config.offload_to_cpu,
         )
-        self.data_parallel_rank = self.state.data_parallel_rank
-        self.data_parallel_size = self.state.data_parallel_size
-        self.is_logging_rank = self.state.is_logging_rank
-        self.is_row_rank = True
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16",
-            data_parallel_size=self.data_parallel_size,
-            group=self.state.data_parallel_group,
+            data_parallel_size=self.world.batch.size,
+            group=self.world.batch.group,
         )
         self._sum_dtype = accelerator.current().sum_dtype
         self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
-        self._reducer = StepReducer(self.state)
+        self._reducer = StepReducer(self.world)
         self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
@@ -129,9 +127,9 @@ class FSDP2Backend:
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
             model.fsdp2_overrides = self._overrides
             recompute_blocks(_sharded_root(model), self.config, args)
-            model.fully_shard(process_group=self.state.data_parallel_group, fsdp2_config_path=args.fsdp2_config_path)
+            model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=args.fsdp2_config_path)
         limit_waiting(args.distributed_timeout_minutes)
-        accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
+        accelerator.current().manual_seed(args.seed + 100003 * self.world.batch.rank)
         self.model = model
         self._root = _sharded_root(model)
         self._units = sharded_units(self._root)
@@ -153,7 +151,7 @@ class FSDP2Backend:
         self.optimizer = build_optimizer(self._root, self.args)
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
         self._parameters = all_parameters(self.optimizer.param_groups)
-        self._copies = [number_of_copies(p, self.state.world_size) for p in self._parameters]
+        self._copies = [number_of_copies(p, self.world.sums.size) for p in self._parameters]
         self._fused = bool(self.optimizer.defaults.get("fused"))
         asked, flag = getattr(model, "ema_decay", None), self.args.ema_decay
         decay = asked if flag is None else flag
@@ -162,7 +160,7 @@ class FSDP2Backend:
             self._root,
             None if self.args.no_save_optim else self.optimizer,
             save_rng=not self.args.no_save_rng,
-            state=self.state,
+            world=self.world,
             ema=self.ema,
         )
         return self.optimizer
@@ -183,11 +181,11 @@ class FSDP2Backend:
         if self._pending is not None:
             self._pending.result()  # by now long done on the device: tells whether the schedule may go on
         factor = self.backward_factor.now()
-        if self.data_parallel_size > 1:
-            sum_plain_gradients(self._parameters, self.state.data_parallel_group)
+        if self.world.batch.size > 1:
+            sum_plain_gradients(self._parameters, self.world.batch.group)
         squared = local_squared_norm(self._parameters, self._copies, self._sum_dtype)
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.state.device)
-        squared = zero if squared is None else squared.to(self.state.device)
+        zero = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
+        squared = zero if squared is None else squared.to(self.world.device)
         sums, self._sums = self._sums, self._new_sums()
         counts.cost = self.flops(counts) or counts.tokens
         reduced = self._reducer.reduce(sums, squared, counts, stop_requested)
@@ -200,7 +198,7 @@ class FSDP2Backend:
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
-        if self.state.device.type == "cpu" or self.loss_scale.is_dynamic:
+        if self.world.device.type == "cpu" or self.loss_scale.is_dynamic:
             pending.result()
         return pending
 
@@ -225,8 +223,8 @@ class FSDP2Backend:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See the protocol."""
-        gathered: list[Any] = [None] * self.state.world_size
-        torch.distributed.all_gather_object(gathered, value, group=self.state.host_group)
+        gathered: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(gathered, value, group=self.world.host.group)
         return gathered
 
     def barrier(self) -> None:
@@ -253,7 +251,7 @@ class FSDP2Backend:
             model=self._root,
             optimizer=self.optimizer if optimizer else None,
             load_rng=rng,
-            state=self.state,
+            world=self.world,
             strict=not self.args.no_strict_load,
             ema=self.ema,
         )
@@ -280,7 +278,7 @@ class FSDP2Backend:
         dtype = getattr(self.model, "source_dtype", None)
         describe = getattr(self.model, "export_layout", None)
         layout: PipelineLayout | None = describe() if describe is not None and is_final else None
-        group = self.state.host_group
+        group = self.world.host.group
         hf_export.export(self._root, directory, source, group, dtype, self._conversions, layout)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
@@ -293,7 +291,7 @@ class FSDP2Backend:
             self._conversions = plan.conversions
 
     def _new_sums(self) -> StepSums:
-        return StepSums(self._sum_dtype, self.state.device)
+        return StepSums(self._sum_dtype, self.world.device)
 
     def _release_idle_towers(self, counts: BatchCounts) -> None:
         """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.parallel.world import World
 
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
 ModelProvider = Callable[..., Any]
@@ -78,13 +79,11 @@ class Backend(Protocol):
     """PTD and FSDP2 implement this; the loop knows nothing else of them.
 
     Attributes:
-        is_row_rank: whether this rank counts the rows of its data-parallel rank, which others may read too.
+        world: this process and its rank sets, after `setup`.
+        compute_dtype: fp32, bf16 or fp16.
     """
 
-    data_parallel_rank: int
-    data_parallel_size: int
-    is_logging_rank: bool
-    is_row_rank: bool
+    world: World
     compute_dtype: str
 
     def setup(self, args: Any) -> None:

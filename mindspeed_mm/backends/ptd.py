@@ -22,7 +22,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
 from mindspeed_mm.backends.sums import StepReducer, StepSums
-from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
+from mindspeed_mm.checkpoint.megatron_state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
@@ -35,8 +35,9 @@ from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
+from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.sizes import ParallelSizes
-from mindspeed_mm.parallel.state import ParallelState, initialize_parallel, limit_waiting
+from mindspeed_mm.parallel.world import RankSet, World, limit_waiting, start_world
 from mindspeed_mm.utils.errors import ConfigError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,7 +46,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class PTDBackend:
     """Megatron-core's schedules, DistributedDataParallel and optimizers."""
 
-    state: ParallelState
+    world: World
     optimizer: Any
     schedule: Schedule
 
@@ -53,7 +54,7 @@ class PTDBackend:
         """Start the process groups and seed."""
         self.args = args
         self.compute_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        whole = initialize_parallel(args.distributed_backend, args.distributed_timeout_minutes)
+        whole = start_world(args.distributed_backend, timeout_minutes=args.distributed_timeout_minutes)
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -65,24 +66,12 @@ class PTDBackend:
             get_embedding_ranks=lambda ranks: ranks[:1],
             get_position_embedding_ranks=lambda ranks: ranks[:1],
         )
-        self.state = replace(
-            whole,
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            data_parallel_group=parallel_state.get_data_parallel_group(),
-        )
-        self._whole = replace(whole, data_parallel_size=whole.world_size)  # figures of a step are summed over all
-        self.data_parallel_rank = self.state.data_parallel_rank
-        self.data_parallel_size = self.state.data_parallel_size
-        self.is_logging_rank = self.state.is_logging_rank
-        self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        self.is_row_rank = self.tensor_rank == 0 and self.pipeline_rank == 0
+        self.world = world_of_megatron(whole)
         self.sizes = sizes_from_args(args, _DTYPES[self.compute_dtype])
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
         self._sum_dtype = accelerator.current().sum_dtype
-        self._reducer = StepReducer(self._whole)
+        self._reducer = StepReducer(self.world)
         self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
@@ -104,11 +93,11 @@ class PTDBackend:
             trust_remote_code=args.trust_remote_code,
             flags=args,
             sizes=self.sizes,
-            pipeline_rank=self.pipeline_rank,
-            loss_group=self.state.data_parallel_group,
+            pipeline_rank=self.world.pipeline_rank,
+            loss_group=self.world.batch.group,
         )
         accelerator.current().manual_seed(args.seed)
-        with build_context(context), self.state.device:
+        with build_context(context), self.world.device:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
         for chunk in chunks:
             if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
@@ -119,7 +108,7 @@ class PTDBackend:
                 )
             chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
             if hasattr(chunk, "hf_twin"):
-                materialize_chunk(chunk, self.state.device)
+                materialize_chunk(chunk, self.world.device)
             check_packing(chunk, args)
         tell_trained_in_evaluation_mode(chunks)
         self._config = chunks[0].config
@@ -127,21 +116,13 @@ class PTDBackend:
             chunk.config = self._config  # the schedule and every wrapper must see the same switches
         self.chunks = chunks
         self._twin = chunks[0].hf_twin() if hasattr(chunks[0], "hf_twin") else None
-        groups = MegatronGroups(
-            tensor_rank=self.tensor_rank,
-            tensor_size=self.sizes.tensor,
-            data_rank=self.data_parallel_rank,
-            data_size=self.data_parallel_size,
-            host_group=self.state.host_group,
-            state=self.state,
-        )
-        self._stored = MegatronState(chunks, self._twin, groups)
+        self._stored = MegatronState(chunks, self._twin, self.world)
         if args.no_strict_load and self._twin is not None:
             self._stored.draw_weights(args.seed)  # what files may lack needs a value first
         if load_weights:
             self._fill(chunks[0])
-        accelerator.current().manual_seed(args.seed + 100003 * self.data_parallel_rank)
-        self._tied = tied_embedding(chunks, self.state, args.distributed_timeout_minutes)
+        accelerator.current().manual_seed(args.seed + 100003 * self.world.batch.rank)
+        self._tied = tied_embedding(chunks, self.world, args.distributed_timeout_minutes)
         self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
@@ -151,8 +132,8 @@ class PTDBackend:
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
-            data_parallel_size=self.data_parallel_size,
-            group=self.state.data_parallel_group,
+            data_parallel_size=self.world.batch.size,
+            group=self.world.batch.group,
         )
         self._connect_schedule()
         if self._twin is not None:
@@ -187,12 +168,12 @@ class PTDBackend:
             self.backward_factor.agree(self.gather_objects)
         backward_factor = self.backward_factor.now()
         optimizer.prepare_grads()
-        squared = sum_of_squares(optimizer, self._sum_dtype, self.state.device)
+        squared = sum_of_squares(optimizer, self._sum_dtype, self.world.device)
         if not self.args.use_distributed_optimizer:
-            squared = squared / self.data_parallel_size  # every replica has the whole gradient
+            squared = squared / self.world.batch.size  # every replica has the whole gradient
         counts.cost = self.flops(counts) or counts.tokens
         told = counts
-        if not self.is_row_rank:
+        if not self.world.counts_rows:
             told = BatchCounts(wait_seconds=counts.wait_seconds)
         reduced = self._reducer.reduce(self._take_own_sums(), squared, told, stop_requested)
         divisor = reduced.divisor * backward_factor
@@ -227,8 +208,8 @@ class PTDBackend:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """See the protocol."""
-        gathered: list[Any] = [None] * self.state.world_size
-        dist.all_gather_object(gathered, value, group=self.state.host_group)
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, value, group=self.world.host.group)
         return gathered
 
     def barrier(self) -> None:
@@ -332,13 +313,13 @@ class PTDBackend:
         return -(-length // self.sizes.tensor) * self.sizes.tensor
 
     def _new_sums(self) -> StepSums:
-        return StepSums(self._sum_dtype, self.state.device)
+        return StepSums(self._sum_dtype, self.world.device)
 
     def _take_own_sums(self) -> StepSums:
         """What this rank adds to the whole, and begin anew: a stage with a loss adds that of its first tensor-parallel
         rank, others nothing."""
         sums, self._sums = self._sums, self._new_sums()
-        return self._new_sums() if self.tensor_rank else sums
+        return sums if self.world.counts_losses else self._new_sums()
 
     def _add(self, output: Any, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
@@ -405,7 +386,24 @@ class TiedEmbedding:
             other.main_grad.copy_(total)
 
 
-def tied_embedding(chunks: list[Any], state: ParallelState, timeout_minutes: float) -> TiedEmbedding:
+def world_of_megatron(world: World) -> World:
+    """Return the world with this process's place in Megatron's groups, once these are there."""
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return replace(
+        world,
+        dims=Dims.of(world.size, pp=pp, tp=tp),
+        batch=RankSet(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_group(),
+        ),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+    )
+
+
+def tied_embedding(chunks: list[Any], world: World, timeout_minutes: float) -> TiedEmbedding:
     """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call.
 
     Args:
@@ -417,13 +415,13 @@ def tied_embedding(chunks: list[Any], state: ParallelState, timeout_minutes: flo
         if getattr(c, "share_embeddings_and_output_weights", False) and c.pre_process != c.post_process
     ]
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    everywhere: list[Any] = [None] * state.world_size
-    dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=state.host_group)
+    everywhere: list[Any] = [None] * world.size
+    dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=world.host.group)
     own_group = None
     for ranks in sorted({ranks for ranks, _ in everywhere}):
         having = [rank for rank in ranks if everywhere[rank][1]]
         group = dist.new_group(having, timeout=timedelta(minutes=timeout_minutes)) if having else None
-        if state.rank in having:
+        if world.rank in having:
             own_group = group
     return TiedEmbedding(tied, own_group)
 

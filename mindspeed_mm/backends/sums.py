@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.backends.protocol import StepResult, normalise_loss_output
 from mindspeed_mm.data.counting import BatchCounts
-from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
 
 _SUMMED = ("rows", "tokens", "positions", "targets", "squared_lengths", "patches", "rows_left_out")
@@ -141,12 +141,12 @@ class StepReducer:
     it.
     """
 
-    def __init__(self, state: ParallelState) -> None:
+    def __init__(self, world: World) -> None:
         """
         Args:
-            state: sums are taken over its data-parallel group, whose ranks are those of its host group.
+            world: sums are taken over its `sums`, whose ranks are those of its `host`.
         """
-        self._state = state
+        self._sums, self._host = world.sums, world.host
         self._is_pair: dict[str, bool] = {}  # agreed on: each metric, in their order in the device's vector
         self._media: list[str] = []
 
@@ -166,7 +166,7 @@ class StepReducer:
         for name in sums.is_pair.keys() & self._is_pair.keys():
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
-        ranks, rank = self._state.data_parallel_size, self._state.data_parallel_rank
+        ranks, rank = self._sums.size, self._sums.rank
         told = [sums.sums, sums.means, has_new, stop_requested]
         told += [getattr(counts, name) for name in _SUMMED]
         told += [counts.media.get(kind, 0) for kind in self._media]
@@ -214,15 +214,14 @@ class StepReducer:
 
     def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both vectors summed over all ranks."""
-        state = self._state
-        if state.host_group is state.data_parallel_group:  # the device is the host
+        if self._host is self._sums:  # the device is the host
             together = torch.cat([device.double(), host])
-            if state.data_parallel_size > 1:
-                dist.all_reduce(together, group=state.data_parallel_group)
+            if self._sums.size > 1:
+                dist.all_reduce(together, group=self._sums.group)
             return together[: len(device)], together[len(device) :]
-        if state.data_parallel_size > 1:
-            work = dist.all_reduce(host, group=state.host_group, async_op=True)
-            dist.all_reduce(device, group=state.data_parallel_group)
+        if self._sums.size > 1:
+            work = dist.all_reduce(host, group=self._host.group, async_op=True)
+            dist.all_reduce(device, group=self._sums.group)
             work.wait()
         return device, host
 
@@ -232,15 +231,14 @@ class StepReducer:
         Returns:
             the sums of these metrics over all ranks, [2 * names], and those of these kinds of media.
         """
-        state = self._state
         own = (
             {name: pair for name, pair in sums.is_pair.items() if name not in self._is_pair},
             {kind: number for kind, number in media.items() if kind not in self._media},
         )
         everyone = [own]
-        if state.data_parallel_size > 1:
-            everyone = [own] * state.data_parallel_size
-            dist.all_gather_object(everyone, own, group=state.host_group)
+        if self._sums.size > 1:
+            everyone = [own] * self._sums.size
+            dist.all_gather_object(everyone, own, group=self._host.group)
         forms: dict[str, set[bool]] = {}
         totals: dict[str, int] = {}
         for metrics, kinds in everyone:
@@ -254,8 +252,8 @@ class StepReducer:
             self._is_pair[name] = True in forms[name]
         self._media += sorted(totals)
         figures = sums.figures(names)
-        if names and state.data_parallel_size > 1:
-            dist.all_reduce(figures, group=state.data_parallel_group)
+        if names and self._sums.size > 1:
+            dist.all_reduce(figures, group=self._sums.group)
         return figures, totals
 
 

@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.ema import Ema
-from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import notice
 
@@ -30,7 +30,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     load_rng: bool,
-    state: ParallelState,
+    world: World,
     strict: bool = True,
     ema: Ema | None = None,
 ) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def load(
     elif ema is not None:
         notice(f"checkpoint '{directory}' holds no averaged weights; the average starts with its weights")
     if load_rng:
-        restore_random_state(directory, state, extra)
+        restore_random_state(directory, world, extra)
     return extra
 
 

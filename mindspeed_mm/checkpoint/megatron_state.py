@@ -43,25 +43,8 @@ from mindspeed_mm.checkpoint.snapshot import Stored, TensorSnapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.tensors import persistent_tensors
 from mindspeed_mm.checkpoint.weights import plan_weights, report_loaded
-from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
-
-
-@dataclass(frozen=True)
-class MegatronGroups:
-    """Where this process is in the layout.
-
-    Attributes:
-        tensor_rank, tensor_size, data_rank, data_size: ranks and sizes of tensor and data parallelism.
-        host_group: all ranks, for tensors in host memory.
-    """
-
-    tensor_rank: int
-    tensor_size: int
-    data_rank: int
-    data_size: int
-    host_group: dist.ProcessGroup
-    state: ParallelState
 
 
 @dataclass
@@ -80,7 +63,7 @@ class _Known:
 class MegatronState:
     """The chunks of this rank and their optimizer, as files know them."""
 
-    def __init__(self, chunks: Sequence[nn.Module], twin: Any, groups: MegatronGroups) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], twin: Any, world: World) -> None:
         """
         Args:
             chunks: not wrapped, with storage; `made_of` says what their parameters are made of.
@@ -90,13 +73,12 @@ class MegatronState:
         Raises:
             CheckpointError: chunks and twin don't belong together.
         """
-        self._twin, self._groups = twin, groups
+        self._twin, self._world = twin, world
         self._shapes = None
         if twin is not None:
             self._shapes = {n: tuple(p.shape) for n, p in persistent_tensors(twin).items()}
-        self._held = hold(chunks, self._shapes, groups.tensor_rank, groups.tensor_size)
-        pipeline_size = groups.state.world_size // (groups.tensor_size * groups.data_size)
-        self._layout = {"tensor": groups.tensor_size, "pipeline": pipeline_size}
+        self._held = hold(chunks, self._shapes, world.tensor_rank, world.dims.tp)
+        self._layout = {"tensor": world.dims.tp, "pipeline": world.dims.pp}
         self._known = _Known()
         self._optimizer: Any = None
         self._values: dict[str, Node] = {}
@@ -126,7 +108,7 @@ class MegatronState:
             tensors,
             random_states=model_parallel_random_state if save_rng else None,
             content={"has_optimizer": save_optimizer, "layout": self._layout},
-            state=self._groups.state,
+            world=self._world,
         )
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, strict: bool) -> dict[str, Any]:
@@ -150,7 +132,7 @@ class MegatronState:
         refuse_misfits(reader, wanted, with_optimizer=optimizer, strict=strict)
         read_tensors(reader, self._held, self._stepped(), with_optimizer=optimizer)
         if rng:
-            restore_tracked_states(restore_random_state(directory, self._groups.state, extra, self._layout))
+            restore_tracked_states(restore_random_state(directory, self._world, extra, self._layout))
         return extra
 
     def load_weights(self, directory: Path, *, strict: bool, downcast: bool, allow_pickle: bool) -> None:
@@ -190,22 +172,22 @@ class MegatronState:
         for h, span in self._to_write():
             main = stepped[h.param].main if h.param in stepped else h.param
             parts += [(part, main) for part in h.parts(span)]
-        fetcher = GatheredParts(parts, self._shapes, self._groups.host_group)
-        export_gathered(self._twin, fetcher, directory, source, self._groups.host_group, dtype)
+        fetcher = GatheredParts(parts, self._shapes, self._world.host.group)
+        export_gathered(self._twin, fetcher, directory, source, self._world.host.group, dtype)
 
     def _ask_all(self) -> _Known:
         """Put together what the ranks hold; all ranks call."""
         spread, stepped = is_spread(self._optimizer), self._stepped()
         own = _Known()
-        if self._groups.tensor_rank == 0 and (spread or self._groups.data_rank == 0):
+        if self._world.tensor_rank == 0 and (spread or self._world.batch.rank == 0):
             for h in self._held:
                 own.shapes |= {s: self._shapes[s] if self._shapes else h.size for s in h.made.sources}
                 if h.param in stepped:
                     group = stepped[h.param].group
                     entries = (*state_names(group), "step") if counts_steps(group) else state_names(group)
                     own.optimizer_entries |= dict.fromkeys(h.made.sources, entries)
-        everyones: list[Any] = [None] * self._groups.state.world_size
-        dist.all_gather_object(everyones, own, group=self._groups.host_group)
+        everyones: list[Any] = [None] * self._world.size
+        dist.all_gather_object(everyones, own, group=self._world.host.group)
         known = _Known()
         for other in everyones:  # in the same order everywhere, so that all ranks say the same of what does not fit
             known.shapes |= other.shapes
@@ -215,10 +197,10 @@ class MegatronState:
     def _refuse_other_split(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Refuse tensors of a model of its own names from ranks that split it otherwise: they may interleave rows."""
         saved = int(extra.get("layout", {}).get("tensor", 1))
-        if self._twin is None and saved != self._groups.tensor_size:
+        if self._twin is None and saved != self._world.dims.tp:
             raise CheckpointError(
                 f"checkpoint '{directory}' was saved with --tensor-model-parallel-size {saved}, this run has "
-                f"{self._groups.tensor_size}: without `made_of` nothing is known about the order of the model's rows"
+                f"{self._world.dims.tp}: without `made_of` nothing is known about the order of the model's rows"
             )
 
     def _fill(self, values: dict[str, Node], *, in_order: bool = False) -> None:
@@ -238,7 +220,7 @@ class MegatronState:
             self._held,
             self._stepped(),
             spread=self._optimizer is not None and is_spread(self._optimizer),
-            tensor_rank=self._groups.tensor_rank,
-            data_rank=self._groups.data_rank,
-            data_size=self._groups.data_size,
+            tensor_rank=self._world.tensor_rank,
+            data_rank=self._world.batch.rank,
+            data_size=self._world.batch.size,
         )

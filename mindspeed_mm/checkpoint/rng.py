@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.log import notice
 
 
@@ -29,7 +29,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(
-    directory: Path, state: ParallelState, extra: Mapping[str, Any], layout: Mapping[str, int] | None = None
+    directory: Path, world: World, extra: Mapping[str, Any], layout: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
     """Restore what `random_state` returned on this rank, if the checkpoint was saved by as many ranks alike.
 
@@ -40,9 +40,9 @@ def restore_random_state(
     Returns:
         all that the rank's file holds; empty if nothing is restored.
     """
-    path = directory / f"rng_{state.rank:05d}.safetensors"
-    saved_by = _ranks(int(extra.get("world_size", state.world_size)), extra.get("layout"))
-    own = _ranks(state.world_size, layout)
+    path = directory / f"rng_{world.rank:05d}.safetensors"
+    saved_by = _ranks(int(extra.get("world_size", world.size)), extra.get("layout"))
+    own = _ranks(world.size, layout)
     if saved_by != own or not path.is_file():
         notice(f"random states are not restored: '{directory}' holds those of {saved_by}, this run has {own}")
         return {}

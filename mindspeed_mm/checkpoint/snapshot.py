@@ -30,7 +30,7 @@ from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.stored_pieces import Piece, StoredPieces
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.ema import Ema
-from mindspeed_mm.parallel.state import ParallelState
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.files import fsync_path, write_json
 from mindspeed_mm.utils.log import notice
 
@@ -70,7 +70,7 @@ class TensorSnapshots:
         *,
         random_states: Callable[[], dict[str, torch.Tensor]] | None,
         content: Mapping[str, Any],
-        state: ParallelState,
+        world: World,
     ) -> None:
         """
         Args:
@@ -78,7 +78,7 @@ class TensorSnapshots:
             random_states: gives this rank's; None: they are not saved.
             content: JSON values for state.json that are the same in every snapshot.
         """
-        self._tensors, self._random_states, self._content, self._state = tensors, random_states, content, state
+        self._tensors, self._random_states, self._content, self._world = tensors, random_states, content, world
         self._buffers: dict[Any, torch.Tensor] = {}
         self._planner = _Planner()
 
@@ -93,7 +93,7 @@ class TensorSnapshots:
         tensors = self._tensors()
         content = {
             "format": _FORMAT,
-            "world_size": self._state.world_size,
+            "world_size": self._world.size,
             **self._content,
             **copy.deepcopy(extra),
         }
@@ -101,8 +101,8 @@ class TensorSnapshots:
             tensors,
             self._copies(tensors) if detached else None,
             self._planner,
-            rank=self._state.rank,
-            state=content if self._state.rank == 0 else None,
+            rank=self._world.rank,
+            state=content if self._world.rank == 0 else None,
             random_states=self._random_states() if self._random_states else None,
         )
 
@@ -135,7 +135,7 @@ class Snapshots(TensorSnapshots):
         optimizer: torch.optim.Optimizer | None,
         *,
         save_rng: bool,
-        state: ParallelState,
+        world: World,
         ema: Ema | None = None,
     ) -> None:
         """
@@ -155,7 +155,7 @@ class Snapshots(TensorSnapshots):
             tensors,
             random_states=random_state if save_rng else None,
             content={"has_optimizer": optimizer is not None},
-            state=state,
+            world=world,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -16,12 +16,19 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
-    """How many of the `world_size` ranks hold the same part of `tensor`."""
+    """How many of the `world_size` ranks hold the same part of `tensor`.
+
+    Raises:
+        ValueError: the ranks hold parts of a sum.
+    """
     if not isinstance(tensor, DTensor):
         return world_size
     different = 1
     for dim, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+        if isinstance(placement, Partial):
+            raise ValueError(f"ranks hold parts of a sum, {placement}: reduce it first")
+        # Not `is_shard()`: it is False for the strided shards that fully_shard makes of tensor-parallel parameters.
+        if not isinstance(placement, Replicate):
             different *= tensor.device_mesh.size(dim)
     return world_size // different
 

@@ -555,7 +555,7 @@ def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., st
         distributed_timeout_minutes=1,
     )
     with (
-        mock.patch.object(backend_module, "initialize_parallel", side_effect=InterruptedError) as start,
+        mock.patch.object(backend_module, "start_world", side_effect=InterruptedError) as start,
         pytest.raises(InterruptedError),
     ):
         FSDP2Backend().setup(args)

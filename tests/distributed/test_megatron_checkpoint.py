@@ -88,7 +88,8 @@ class Run:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from transformers import AutoConfig
 
-        from mindspeed_mm.checkpoint.megatron_state import MegatronGroups, MegatronState
+        from mindspeed_mm.backends.ptd import world_of_megatron
+        from mindspeed_mm.checkpoint.megatron_state import MegatronState
         from mindspeed_mm.models.common.megatron_family import find_family
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.transformers.twin import meta_model
@@ -96,7 +97,7 @@ class Run:
         from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
         from mindspeed_mm.parallel.pipeline import plan_stages
         from mindspeed_mm.parallel.sizes import ParallelSizes
-        from mindspeed_mm.parallel.state import initialize_parallel
+        from mindspeed_mm.parallel.world import start_world
 
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -122,16 +123,8 @@ class Run:
                 param.requires_grad_(not any(part in chunk.made_of(name).sources[0] for part in layout.frozen))
         if plain:
             self.chunks, seed = [chunk.text_decoder for chunk in self.chunks], None
-        self.state = initialize_parallel("gloo")
-        groups = MegatronGroups(
-            tensor_rank=self.tensor_rank,
-            tensor_size=layout.tensor,
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_size=parallel_state.get_data_parallel_world_size(),
-            host_group=self.state.host_group,
-            state=self.state,
-        )
-        self.stored = MegatronState(self.chunks, None if plain else self.twin, groups)
+        world = world_of_megatron(start_world("gloo"))
+        self.stored = MegatronState(self.chunks, None if plain else self.twin, world)
         if seed is not None and (weights is None or not strict):
             self.stored.draw_weights(seed)
         if weights is not None:
@@ -292,24 +285,25 @@ class Sharded:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from mindspeed_mm.parallel.state import build_fsdp_mesh, initialize_parallel
+        from mindspeed_mm.parallel.dims import Dims
+        from mindspeed_mm.parallel.world import parameter_mesh, start_world
 
-        self.state = initialize_parallel("gloo")
+        self.world = start_world("gloo")
         torch.manual_seed(dist.get_rank())
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_dir)).float()
         for layer in (*self.model.model.layers, self.model):
-            fully_shard(layer, mesh=build_fsdp_mesh(RANKS))
+            fully_shard(layer, mesh=parameter_mesh(Dims.of(RANKS, sharding_size="auto")))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def load(self, directory: Path) -> dict[str, Any]:
         from mindspeed_mm.checkpoint.dcp import load
 
-        return load(directory, model=self.model, optimizer=self.optimizer, load_rng=True, state=self.state)
+        return load(directory, model=self.model, optimizer=self.optimizer, load_rng=True, world=self.world)
 
     def save(self, directory: Path) -> None:
         from mindspeed_mm.checkpoint.snapshot import Snapshots
 
-        snapshots = Snapshots(self.model, self.optimizer, save_rng=True, state=self.state)
+        snapshots = Snapshots(self.model, self.optimizer, save_rng=True, world=self.world)
         write(snapshots.take({"iteration": 2}, detached=False), directory)
 
     def whole(self) -> dict[str, torch.Tensor]:

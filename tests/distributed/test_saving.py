@@ -60,17 +60,18 @@ class Trained:
 
         from mindspeed_mm.checkpoint.saver import CheckpointSaver
         from mindspeed_mm.checkpoint.snapshot import Snapshots
-        from mindspeed_mm.parallel.state import build_fsdp_mesh, initialize_parallel, resolve_sharding_size
+        from mindspeed_mm.parallel.dims import Dims
+        from mindspeed_mm.parallel.world import parameter_mesh, start_world
 
-        self.state = initialize_parallel("gloo")
+        self.world = start_world("gloo")
         torch.manual_seed(5)
         self.model = torch.nn.Sequential(torch.nn.Linear(33, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 7))
-        mesh = build_fsdp_mesh(resolve_sharding_size(sharding_size, self.state.world_size))
+        mesh = parameter_mesh(Dims.of(self.world.size, sharding_size=sharding_size))
         for layer in (self.model[0], self.model[2], self.model):
             fully_shard(layer, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.saver = CheckpointSaver(root, in_background=in_background, **saver)
-        self.snapshots = Snapshots(self.model, self.optimizer, save_rng=True, state=self.state)
+        self.snapshots = Snapshots(self.model, self.optimizer, save_rng=True, world=self.world)
         self.iteration = 0
 
     def step(self) -> None:
@@ -90,7 +91,7 @@ class Trained:
     def load(self, directory: Path) -> None:
         from mindspeed_mm.checkpoint.dcp import load
 
-        load(directory, model=self.model, optimizer=self.optimizer, load_rng=True, state=self.state)
+        load(directory, model=self.model, optimizer=self.optimizer, load_rng=True, world=self.world)
 
 
 def save_while_training(sync_root: str, async_root: str) -> list[bool]:

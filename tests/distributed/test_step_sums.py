@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums, imbalance
 from mindspeed_mm.data.counting import BatchCounts
-from mindspeed_mm.parallel.state import initialize_parallel
+from mindspeed_mm.parallel.world import RankSet, start_world
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.tiny_steps import CountedCollectives, Micro, TinySteps, own_part
 from tests.support.workers import RankPool
@@ -30,9 +30,10 @@ def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], boo
     Args:
         has_queue: the host has a group of its own, as it has beside a device with a queue.
     """
-    state = initialize_parallel("gloo", 5)
-    state = replace(state, host_group=dist.new_group(backend="gloo")) if has_queue else state
-    rank, reducer, found = dist.get_rank(), StepReducer(state), []
+    world = start_world("gloo", timeout_minutes=5)
+    if has_queue:
+        world = replace(world, host=RankSet(world.rank, world.size, dist.new_group(backend="gloo")))
+    rank, reducer, found = dist.get_rank(), StepReducer(world), []
     for number in range(3):
         sums = new_sums()
         sums.add((torch.tensor(1.0), 1 + rank, {}))

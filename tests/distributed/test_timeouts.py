@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.parallel import state
+from mindspeed_mm.parallel import world
 from tests.support.tiny_steps import TinySteps
 from tests.support.workers import RankPool
 
@@ -47,7 +47,7 @@ def of_a_tied_embedding() -> list[float]:
         post_process=not first,
         shared_embedding_or_output_weight=lambda: torch.nn.Parameter(torch.ones(1)),
     )
-    return timeouts_of(lambda: tied_embedding([chunk], run.backend.state, MINUTES))
+    return timeouts_of(lambda: tied_embedding([chunk], run.backend.world, MINUTES))
 
 
 def test_groups_of_a_mesh(ranks2: RankPool, tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_the_group_of_the_host_beside_an_accelerator() -> None:
     accelerator = mock.Mock()
     accelerator.name, accelerator.device.return_value = "cuda", torch.device("meta")
     with (
-        mock.patch.object(state.accelerator, "current", lambda: accelerator),
+        mock.patch.object(world.accelerator, "current", lambda: accelerator),
         mock.patch.multiple(
-            state.dist,
+            world.dist,
             is_initialized=lambda: True,
             get_rank=lambda: 0,
             get_world_size=lambda: 1,
@@ -78,6 +78,6 @@ def test_the_group_of_the_host_beside_an_accelerator() -> None:
             group=SimpleNamespace(WORLD=object()),
         ) as patched,
     ):
-        found = state.initialize_parallel("nccl", MINUTES)
-    assert found.host_group is patched["new_group"].return_value
+        found = world.start_world("nccl", timeout_minutes=MINUTES)
+    assert found.host.group is patched["new_group"].return_value
     assert patched["new_group"].call_args.kwargs["timeout"] == timedelta(minutes=MINUTES)

@@ -90,7 +90,7 @@ class TrainedWan:
         """Train a step; a spoilt one is skipped, as its loss is not finite."""
         from mindspeed_mm.data.counting import BatchCounts
 
-        rank, size = self.backend.data_parallel_rank, self.backend.data_parallel_size
+        rank, size = self.backend.world.batch.rank, self.backend.world.batch.size
         rows = range(rank, ROWS, size)
 
         def forward_step(data: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:

@@ -20,10 +20,11 @@ from mindspeed_mm.models.transformers.family import is_transformers_model, trait
 from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
 from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
+from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import apply_recompute
-from mindspeed_mm.parallel.state import build_fsdp_mesh, build_own_mesh, resolve_sharding_size
+from mindspeed_mm.parallel.world import own_mesh, parameter_mesh
 from mindspeed_mm.utils.log import notice
 
 
@@ -75,13 +76,13 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
-        size = resolve_sharding_size(config.sharding_size, dist.get_world_size(process_group))
-        self.device_mesh = build_fsdp_mesh(size, process_group)
+        dims = Dims.of(dist.get_world_size(process_group), sharding_size=config.sharding_size, where=config.file)
+        self.device_mesh = parameter_mesh(dims, process_group)
         ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
         if ignored and plan.casts:
-            plan.whole_units, plan.own_mesh = fsdp2.whole_units(self._module(), ignored), build_own_mesh(plan.mesh)
+            plan.whole_units, plan.own_mesh = fsdp2.whole_units(self._module(), ignored), own_mesh(plan.mesh)
         return plan.kwargs(), config
 
     def _keys_with_paths(self) -> list[str]:

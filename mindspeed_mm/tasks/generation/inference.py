@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys, SoRAInferenceConfig
-from mindspeed_mm.parallel.state import world_size_from_env
+from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.tasks.generation.contact_sheet import write_contact_sheet
 from mindspeed_mm.tasks.generation.options import needed, parse_flags, read_images, read_prompts, sampling_options
 from mindspeed_mm.tasks.generation.outputs import SAMPLES, SampleFolder, file_name

@@ -1,0 +1,162 @@
+"""The processes of a run: who they are, and which of them do something together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.parallel.dims import Dims
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """Ranks that do something together.
+
+    Attributes:
+        rank: this process's number among them.
+        size: how many they are.
+        group: for their collectives.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class World:
+    """This process and its rank sets, each named by its use.
+
+    Attributes:
+        dims: sizes of the kinds of parallelism.
+        rank: of this process in the launch.
+        device: what this process computes on.
+        batch: ranks that read different rows of a global batch. Model-parallel ranks that read the same rows have the
+            same number in sets of their own.
+        sums: ranks over which the figures of a step are summed: losses, counts, squared gradient norms. All of them.
+        host: all ranks, for tensors in host memory; the set of `sums` where the device is the host.
+        pipeline_rank, tensor_rank: this process's stage, and its number among tensor-parallel ranks.
+    """
+
+    dims: Dims
+    rank: int
+    device: torch.device
+    batch: RankSet
+    sums: RankSet
+    host: RankSet
+    pipeline_rank: int = 0
+    tensor_rank: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.sums.size
+
+    @property
+    def is_logging_rank(self) -> bool:
+        """Whether this process writes the log line (the last rank, as Megatron does)."""
+        return self.rank == self.size - 1
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this process counts the rows that it reads; others of its model-parallel ranks read them too."""
+        return self.tensor_rank == 0 and self.pipeline_rank == 0
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether a loss that this process has computed counts; its tensor-parallel ranks have computed it too."""
+        return self.tensor_rank == 0
+
+
+def world_size_from_env() -> int:
+    """WORLD_SIZE as the launcher set it, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_world(
+    backend: str | None,
+    dims: Dims | None = None,
+    *,
+    timeout_minutes: float = 10.0,
+    needs_cpu_tensors: bool = False,
+) -> World:
+    """Start the process group, unless there is one, and return the world of a run without model parallelism.
+
+    Args:
+        backend: `--distributed-backend`; what this machine can't use is replaced with a notice.
+        dims: None: every rank reads rows of its own.
+        timeout_minutes: after which a collective that a rank never joins raises.
+        needs_cpu_tensors: whether parameters live in host memory (offload).
+    """
+    device = accelerator.current()
+    device.set_device()
+    timeout = timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        _default_rendezvous()
+        dist.init_process_group(backend=accelerator.resolve_backend(backend, needs_cpu_tensors), timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = RankSet(rank, size, group)
+    host = everyone
+    if device.name != "cpu":
+        host = RankSet(rank, size, dist.new_group(backend="gloo", timeout=timeout))
+    return World(dims or Dims.of(size), rank, device.device(), batch=everyone, sums=everyone, host=host)
+
+
+def limit_waiting(timeout_minutes: float) -> None:
+    """Let a collective of any group of this process raise after `timeout_minutes`.
+
+    Device meshes and Megatron-core make groups that take no timeout of ours, and wait as long as torch likes to.
+    """
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in list(dist.distributed_c10d._world.pg_map):
+        change(timedelta(minutes=timeout_minutes), group)
+
+
+def _default_rendezvous() -> None:
+    """Let a plain `python pretrain_….py` run as the only rank."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(s.getsockname()[1])
+
+
+def parameter_mesh(dims: Dims, group: dist.ProcessGroup | None = None) -> DeviceMesh:
+    """Return the mesh that `fully_shard` shards parameters over.
+
+    Args:
+        dims: of the run.
+        group: the data-parallel ranks (None: the whole world).
+
+    Returns:
+        a 1-D mesh ("shard",) if one copy spans the group, else a 2-D mesh ("replicate", "shard") whose shard
+        groups are neighbouring ranks (HSDP).
+    """
+    device_type = accelerator.current().name
+    names = ("replicate", "shard")
+    if dims.dp_replicate == 1:
+        if group is None or group is dist.group.WORLD:
+            return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=names[1:])
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=names[1:])
+    if dims.dp == dist.get_world_size():
+        return init_device_mesh(device_type, (dims.dp_replicate, dims.dp_shard), mesh_dim_names=names)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, dims.dp_shard)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of this rank alone. Collective over all ranks, unless `mesh`, of `parameter_mesh`, has one."""
+    if mesh.size(mesh.ndim - 1) == 1:
+        return mesh if mesh.ndim == 1 else mesh["shard"]
+    every = init_device_mesh(mesh.device_type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))
+    return every["own"]
