@@ -24,6 +24,7 @@ from mindspeed_mm.configs.flags.spec import Flag, Road, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
 from mindspeed_mm.configs.generation_data import GenerationDataConfig  # noqa: E402
 from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
+from mindspeed_mm.configs.older_keys import FLAGS_OF_OTHERS, OLDER, SCRIPTS_HERE, Fate  # noqa: E402
 from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
 from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
@@ -60,7 +61,8 @@ Rules that hold everywhere:
 * An unknown key or flag is an error that names the file (or flag), the key and the nearest valid name. All faults of
   a file are told at once. A key written twice in one object is an error.
 * A published key or flag that has no effect here is accepted, and said once with the reason. One whose neglect would
-  change what is trained, and that is not there yet, is an error.
+  change what is trained, and that is not there yet, is an error. One of an older release is told what became of it, and
+  a flag of another script whose it is: see [Keys and flags of older releases](#keys-and-flags-of-older-releases).
 * `true`/`false`, `on`/`off`, `yes`/`no`, `1`/`0`, also as text and in any case, are booleans; anything else is refused
   where a boolean is expected. `"False"` is false.
 * `1e-5`, `1E5` and numbers written as text are numbers where a number is expected.
@@ -268,6 +270,40 @@ def file_chapter(
     return "\n".join(parts)
 
 
+FATES: dict[Fate, str] = {
+    "write": "refused, unless its value asks for nothing",
+    "absent": "refused, unless its value asks for nothing",
+    "built in": "accepted, and said once",
+}
+
+
+def older_chapter() -> str:
+    """Return the chapter of keys and flags of older releases, and of other scripts' flags."""
+    files = {"model": "model.json", "data": "data.json", "fsdp2": "fsdp2.yaml", "flag": "flags"}
+    rows = []
+    for row in OLDER:
+        flags = row.kind == "flag"
+        names = ", ".join(f"`--{path.replace('_', '-')}`" if flags else f"`{path}`" for path in row.paths())
+        rows.append([files[row.kind], names, row.became, FATES[row.fate]])
+    others = [
+        [
+            script if script in SCRIPTS_HERE or not script.endswith(".py") else f"{script} (not there yet)",
+            ", ".join(f"`--{name}`" for name in names.split()),
+        ]
+        for script, names in FLAGS_OF_OTHERS.items()
+    ]
+    return "\n".join(
+        [
+            "## Keys and flags of older releases\n",
+            "What became of them. One that would change what is trained is refused with what to write; `null`, `false` "
+            "and 0 ask for nothing where the key is a switch or a number that turns something on.\n",
+            table(("file", "keys", "what became of them", "here"), rows),
+            "Flags of other scripts and commands, which a training names them for:\n",
+            table(("script or command", "flags"), others),
+        ]
+    )
+
+
 def environment_chapter() -> str:
     """Return the chapter of environment variables."""
     rows = [[f"`{name}`", item.meaning or f"no effect here: {item.no_effect}"] for name, item in VARIABLES.items()]
@@ -311,6 +347,7 @@ def make_page() -> str:
         ),
         file_chapter("tools.json", ToolsConfig),
         YAML_CHAPTER,
+        older_chapter(),
         environment_chapter(),
     ]
     return "\n".join(chapters)

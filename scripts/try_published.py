@@ -3,14 +3,15 @@
     python scripts/try_published.py FOLDER                  # a table, and how many were refused for which reason
     python scripts/try_published.py FOLDER --notices        # also what the accepted ones were told
 
-The folder holds `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`, `environment`) and
-`files/`, the configuration files that they name. Nothing is trained. Where a file names a model's directory, one stands
-that holds a config.json only.
+The folder holds `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`, `environment`)
+and `files/`, the configuration files that they name. Nothing is trained. Where a file names a model's directory, one
+stands that holds a config.json only.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import multiprocessing
@@ -20,7 +21,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +42,20 @@ _DIRECTORIES = (
 )
 #: the numbers of a size that its launches are checked against
 _QWEN2_5_VL: Mapping[str, Mapping[str, int]] = {
-    size: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), sizes, strict=True))
-    for size, sizes in {"3B": (2048, 36, 16, 2), "7B": (3584, 28, 28, 4), "32B": (5120, 64, 40, 8), "72B": (8192, 80, 64, 8)}.items()
+    size: {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+    for size, hidden, layers, heads, groups in (
+        ("3B", 2048, 36, 16, 2),
+        ("7B", 3584, 28, 28, 4),
+        ("32B", 5120, 64, 40, 8),
+        ("72B", 8192, 80, 64, 8),
+    )
 }
+#: names of files; every other path is that of a directory
 _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|mp4|png|jpe?g|py)$")
 
 
@@ -71,9 +83,8 @@ def config_of(path: str) -> dict[str, Any]:
 def paths_in(content: Any) -> Iterator[str]:
     """Every text in a file's content, or among a launch's words, that names a place of the file system."""
     if isinstance(content, str):
-        if "/" in content and not content.startswith(("http", "$")) and "\n" not in content and len(content) < 200:
-            yield content
-        elif _FILE.search(content) and " " not in content:
+        is_path = "/" in content and not content.startswith("http") and "\n" not in content and len(content) < 200
+        if is_path or (_FILE.search(content) and " " not in content):
             yield content
     elif isinstance(content, Mapping):
         for value in content.values():
@@ -129,7 +140,7 @@ def prepare(source: Path, folder: Path, launches: Sequence[Mapping[str, Any]]) -
 
 def world_size(words: Sequence[str]) -> int:
     """Number of processes that a launcher's words ask for."""
-    said = {word.lstrip("-").replace("-", "_"): value for word, value in zip(words, words[1:], strict=False)}
+    said = {word.lstrip("-").replace("-", "_"): value for word, value in itertools.pairwise(words)}
     return int(said.get("nproc_per_node", 1)) * int(said.get("nnodes", 1))
 
 
@@ -184,7 +195,8 @@ def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
     if not (ROOT / entry).is_file():
         return Outcome(f"{entry} is not there yet")
     os.chdir(folder)
-    os.environ.update(launch["environment"], RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size(launch["launcher_words"])))
+    processes = str(world_size(launch["launcher_words"]))
+    os.environ.update(launch["environment"], RANK="0", LOCAL_RANK="0", WORLD_SIZE=processes)
     try:
         describe(entry, list(launch["words"]))
     except MMError as error:

@@ -23,6 +23,7 @@ from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
 from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
+from mindspeed_mm.configs.older import drop_older_flags
 from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
@@ -73,7 +74,7 @@ def parse_args(
     words = list(sys.argv[1:] if argv is None else argv)
     if run is None:
         run, words = split_yaml(words)
-    words = spell_as_declared(parser, words)
+    words = drop_older_flags(spell_as_declared(parser, words), parser._option_string_actions)
     raise_all(unknown_flags(parser, words))
     described = typed_flags(parser, run)
     _lower_own_flags(parser, described)

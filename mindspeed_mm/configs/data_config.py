@@ -17,7 +17,7 @@ from mindspeed_mm.configs.data_rules import (
 )
 from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
-from mindspeed_mm.configs.other_scripts import DATASET_TYPES, dataset_type_problem
+from mindspeed_mm.configs.other_scripts import DATASET_TYPES, OLDER_TYPES, dataset_type_problem
 from mindspeed_mm.configs.published import is_given, published_paths, refusals, say_no_effect, warn_of_near_keys
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
@@ -34,7 +34,7 @@ from mindspeed_mm.configs.sections import (
     plain,
     raise_all,
     sort_keys,
-    unknown_key_message,
+    unknown_key_problems,
 )
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -374,7 +374,7 @@ class DataConfig(Section):
         _refuse_other_dataset_types(cls, data, file)
         if isinstance(data, Mapping) and "dataset_param" in data:
             data = {**data, "dataset_param": translated_dataset_param(data["dataset_param"], file)}
-        config, keys = build_section(cls, data, file, "data.json", published_paths("data"))
+        config, keys = build_section(cls, data, file, "data.json", published_paths("data"), "data")
         _judge(config, keys, file)
         return config
 
@@ -426,12 +426,12 @@ def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> Non
     """A file for another dataset type is checked for unknown keys first, so that the user hears of those as well."""
     dataset_param = data.get("dataset_param") if isinstance(data, Mapping) else None
     dataset_type = dataset_param.get("dataset_type") if isinstance(dataset_param, Mapping) else None
-    if dataset_type not in DATASET_TYPES:
+    if dataset_type not in (*DATASET_TYPES, *OLDER_TYPES):
         return
     published = published_paths("data")
     unknown = sort_keys(cls, data, published).unknown
     fields = key_paths(cls)
-    raise_all([unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()])
+    raise_all(unknown_key_problems("data", file, unknown, fields, published))
     raise ConfigError(str(dataset_type_problem(str(dataset_type), file)))
 
 

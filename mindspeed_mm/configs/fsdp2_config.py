@@ -123,7 +123,7 @@ class Fsdp2Config(Section):
         if isinstance(mapping, cls):
             return mapping
         file = file or "fsdp2.yaml"
-        config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml")
+        config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml", kind="fsdp2")
         config._file = file
         if config.expert_parallel_size > 1:
             raise ConfigError(

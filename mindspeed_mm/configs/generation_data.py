@@ -283,7 +283,7 @@ class GenerationDataConfig(Section):
         kind = param.get("dataset_type") if isinstance(param, Mapping) else None
         if isinstance(kind, str) and (problem := dataset_type_problem(kind, file, GENERATION_TYPES)):
             raise ConfigError(problem)
-        config, keys = build_section(cls, data, file, "data.json", published_paths("data"))
+        config, keys = build_section(cls, data, file, "data.json", published_paths("data"), "data")
         given = _given(config)
         raise_all(refusals({**keys.published, **given}, REFUSED, file))
         inert = ("dataloader_param.priority_mode", "dataloader_param.collate_param.")

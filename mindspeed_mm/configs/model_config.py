@@ -28,7 +28,7 @@ from mindspeed_mm.configs.sections import (
     plain,
     raise_all,
     sort_keys,
-    unknown_key_message,
+    unknown_key_problems,
     validate_section,
 )
 from mindspeed_mm.utils.errors import ConfigError
@@ -255,7 +255,7 @@ class TransformersModelConfig(Section):
             warn_of_near_keys(cls, data, file, published | registered)
         else:
             fields = [*key_paths(cls), *registered]
-            problems += [unknown_key_message(file, p, value, fields, published) for p, value in keys.unknown.items()]
+            problems += unknown_key_problems("model", file, keys.unknown, fields, published)
         if own_model:
             own, no_effect = own | no_effect, {}  # what they mean there is the user's own affair
         else:

@@ -1,10 +1,11 @@
-"""Published model.json files and dataset types of other entry scripts: which script they belong to."""
+"""Published model.json files, dataset types and flags of other entry scripts: which script they belong to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from mindspeed_mm.configs.older_keys import FLAGS_OF_OTHERS, SCRIPTS_HERE
 from mindspeed_mm.configs.published import is_given
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.log import notice
@@ -24,6 +25,8 @@ DATASET_TYPES: Mapping[str, str | None] = {
 
 #: those that pretrain_sora.py reads
 GENERATION_TYPES = ("t2v", "i2v", "t2i", "feature")
+#: name of a dataset type in older releases → its name now
+OLDER_TYPES = {"image": "multimodal"}
 _OF_LANGUAGE_MODELS = ("huggingface", "multimodal")
 
 
@@ -102,6 +105,9 @@ def dataset_type_problem(
     dataset_type: str, file: str, here: tuple[str, ...] = ("huggingface", "multimodal")
 ) -> str | None:
     """Return the sentence about a published dataset type that isn't one of those `here`; None for all others."""
+    if dataset_type in OLDER_TYPES and dataset_type not in here:
+        key = f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this name is of an older release"
+        return f"{key}: write {OLDER_TYPES[dataset_type]}"
     if dataset_type in here or dataset_type not in (*DATASET_TYPES, *_OF_LANGUAGE_MODELS):
         return None
     script = DATASET_TYPES.get(dataset_type, "pretrain_vlm.py or pretrain_transformers.py")
@@ -113,3 +119,17 @@ def dataset_type_problem(
         f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this dataset type{belongs}; "
         f"expected {', '.join(here[:-1])} or {here[-1]}"
     )
+
+
+def script_of_flag(name: str) -> str | None:
+    """Say, as a clause, which script or command a flag belongs to; None: to none that is known.
+
+    Args:
+        name: without dashes in front, underscores inside; a flag of mm-convert may begin with `cfg.`.
+    """
+    script = "mm-convert" if name.startswith("cfg.") else None
+    script = script or next((other for other, names in FLAGS_OF_OTHERS.items() if name in names.split()), None)
+    if script is None:
+        return None
+    there = "" if script in SCRIPTS_HERE or not script.endswith(".py") else ", which is not there yet"
+    return f"belongs to {script}{there}"

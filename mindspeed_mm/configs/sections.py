@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from mindspeed_mm.configs.older import settle_older
+from mindspeed_mm.configs.older_keys import Kind
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_dtype, read_float, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
@@ -155,6 +157,22 @@ def _sort_outside(value: Any, path: str, published: set[str], result: SortedKeys
             _sort_outside(inner, join(path, str(key)), published, result)
 
 
+def unknown_key_problems(
+    kind: Kind | None, file: str, unknown: Mapping[str, Any], fields: Iterable[str], published: Iterable[str] = ()
+) -> list[str]:
+    """Return a sentence for each key that nobody knows, and for each of an older release that is refused.
+
+    Args:
+        kind: of file: its older keys are known, and those without effect are said once; None: it never had any.
+        file: its name, for messages.
+        unknown: dotted path → value.
+        fields, published: dotted paths of the keys that there are, for hints.
+    """
+    fields, published, unknown = list(fields), list(published), dict(unknown)
+    older = settle_older(kind, unknown, file) if kind else []
+    return older + [unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()]
+
+
 def unknown_key_message(file: str, path: str, value: Any, fields: Iterable[str], published: Iterable[str] = ()) -> str:
     """Say that nobody knows the key `path`, and which name was perhaps meant.
 
@@ -190,9 +208,16 @@ def validate_section(cls: type[SectionT], data: Mapping[str, Any], file: str) ->
 
 
 def build_section(
-    cls: type[SectionT], mapping: Any, file: str | None, default_file: str, published: Iterable[str] = ()
+    cls: type[SectionT],
+    mapping: Any,
+    file: str | None,
+    default_file: str,
+    published: Iterable[str] = (),
+    kind: Kind | None = None,
 ) -> tuple[SectionT, SortedKeys]:
     """Make a section of a mapping; the caller says the notices about `SortedKeys.published`.
+
+    `kind` is that of a whole file: its keys of older releases are known.
 
     Raises:
         ConfigError: unknown keys, missing keys, wrong types: all of them in one message.
@@ -204,7 +229,7 @@ def build_section(
     published = list(published)
     keys = sort_keys(cls, data, published)
     fields = key_paths(cls)
-    problems = [unknown_key_message(file, path, value, fields, published) for path, value in keys.unknown.items()]
+    problems = unknown_key_problems(kind, file, keys.unknown, fields, published)
     section, faults = validate_section(cls, keys.typed, file)
     raise_all(problems + faults)
     assert section is not None

@@ -26,7 +26,7 @@ from mindspeed_mm.configs.sections import (
     plain,
     raise_all,
     sort_keys,
-    unknown_key_message,
+    unknown_key_problems,
     validate_section,
 )
 from mindspeed_mm.configs.sora_rules import NO_EFFECT, REFUSED, STRUCTURE
@@ -294,10 +294,7 @@ class SoRAModelConfig(Section):
         structure = {p.removeprefix("predictor."): v for p, v in no_effect.items() if STRUCTURE.fullmatch(p)}
         no_effect = {p: v for p, v in no_effect.items() if not STRUCTURE.fullmatch(p)}
         fields = [*key_paths(cls), *(f"text_encoder.{name}" for name in TextEncoderConfig.model_fields)]
-        problems = [
-            unknown_key_message(file, path, value, fields, published)
-            for path, value in {**keys.unknown, **unknown}.items()
-        ]
+        problems = unknown_key_problems("model", file, {**keys.unknown, **unknown}, fields, published)
         problems += refusals({**data, **keys.published, **inner}, REFUSED, file)  # data: "dpo" is an object
         config = None
         if not problems:

@@ -186,7 +186,7 @@ class SoRAInferenceConfig:
             raise ConfigError(f"{file}: found {content!r}, expected an object with keys such as predictor")
         own, model = _split(content)
         published = published_paths("model")
-        sampling, keys = build_section(SamplingKeys, own, file, "model.json", published)
+        sampling, keys = build_section(SamplingKeys, own, file, "model.json", published, "model")
         raise_all(refusals(keys.published, _REFUSED, file))
         say_no_effect(keys.published, _NO_EFFECT, file)
         tokenizers = _directories(model.pop("tokenizer", None))

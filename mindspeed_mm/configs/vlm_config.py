@@ -24,7 +24,7 @@ from mindspeed_mm.configs.sections import (
     plain,
     raise_all,
     sort_keys,
-    unknown_key_message,
+    unknown_key_problems,
     validate_section,
 )
 from mindspeed_mm.configs.vlm_rules import NO_EFFECT, REFUSED
@@ -286,7 +286,7 @@ class VLMModelConfig(Section):
             raise ConfigError(f"{file}: found {show(data)}, expected an object with keys such as model_id")
         published = published_paths("model")
         keys = sort_keys(cls, data, published)
-        problems = [unknown_key_message(file, p, v, key_paths(cls), published) for p, v in keys.unknown.items()]
+        problems = unknown_key_problems("model", file, keys.unknown, key_paths(cls), published)
         problems += refusals({**data, **keys.published, **_loss_values(data)}, REFUSED, file)
         config, faults = validate_section(cls, keys.typed, file)
         raise_all(problems + faults)

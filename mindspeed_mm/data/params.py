@@ -47,4 +47,5 @@ def dataloader_param_of(param: Any) -> DataloaderParam:
         return param
     file = getattr(param, "config_file", None)
     mapping = {"dataloader_param": plain(param)}
-    return build_section(_LoaderSection, mapping, file, "data.json", published_paths("data"))[0].dataloader_param
+    section, _ = build_section(_LoaderSection, mapping, file, "data.json", published_paths("data"), "data")
+    return section.dataloader_param

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mm.configs.flags.parser import SWITCH_VALUES, FlagParser, owner_elsewhere, suggestions
+from mindspeed_mm.configs.flags.parser import SWITCH_VALUES, FlagParser, known_elsewhere, suggestions
+from mindspeed_mm.configs.older import is_refused, older_flag
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.yaml_run import FlagValue, YamlRun
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
 
 
 @dataclass
@@ -47,6 +49,9 @@ def typed_flags(parser: argparse.ArgumentParser, run: YamlRun | None) -> TypedFl
     for item in run.flags:
         place = f"{run.file}: '{item.key}'"
         option = by_name.get(item.name.replace("-", "_"))
+        if option is None and (older := older_flag(item.name)) is not None and not is_refused(older, item.value):
+            notice(f"{place} has no effect here, of an older release: {older.became}")
+            continue
         if option is None:
             problems.append(_unknown(run.file, item, by_name))
             continue
@@ -66,11 +71,11 @@ def typed_flags(parser: argparse.ArgumentParser, run: YamlRun | None) -> TypedFl
 
 
 def _unknown(file: str, item: FlagValue, by_name: Mapping[str, str]) -> str:
-    start = f"{file}: unknown key '{item.key}' (value {show(item.value)})"
-    owner = owner_elsewhere(item.name)
-    if owner:
-        return f"{start}: {owner}"
+    said = known_elsewhere(item.name)
+    if said:
+        return f"{file}: '{item.key}' is {show(item.value)}; this flag {said}"
     near = [option.removeprefix("--").replace("-", "_") for option in suggestions("--" + item.name, by_name.values())]
+    start = f"{file}: unknown key '{item.key}' (value {show(item.value)})"
     return start + ("; did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else "")
 
 

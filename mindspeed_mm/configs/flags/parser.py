@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, flags_of
+from mindspeed_mm.configs.older import older_flag
+from mindspeed_mm.configs.other_scripts import script_of_flag
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
@@ -34,9 +36,6 @@ TORCHRUN_FLAGS = frozenset(
 #: how help shows the values of a switch; the parser's switches are known by it
 SWITCH_VALUES = "true|false"
 
-#: flags in published launch scripts of speech models that the commands before the training take
-DATA_PREPARATION_FLAGS = frozenset({"src_dir", "des_dir", "num_processes", "onnx_path", "instruct"})
-
 #: what other trainers call our flags
 OTHER_TRAINERS_NAMES = {
     "learning-rate": "--lr",
@@ -44,14 +43,18 @@ OTHER_TRAINERS_NAMES = {
     "grad-clip": "--clip-grad",
     "gradient-accumulation-steps": "--global-batch-size",
     "per-device-train-batch-size": "--micro-batch-size",
+    "train-batch-size": "--micro-batch-size",
     "batch-size": "--micro-batch-size",
     "num-train-epochs": "--train-epochs",
     "epochs": "--train-epochs",
     "max-steps": "--train-iters",
     "warmup-steps": "--lr-warmup-iters",
+    "lr-warmup-steps": "--lr-warmup-iters",
     "lr-warmup-ratio": "--lr-warmup-fraction",
     "lr-scheduler-type": "--lr-decay-style",
     "output-dir": "--save",
+    "save-dir": "--save",
+    "load-dir": "--load",
     "save-steps": "--save-interval",
     "eval-steps": "--eval-interval",
     "logging-steps": "--log-interval",
@@ -60,6 +63,9 @@ OTHER_TRAINERS_NAMES = {
     "cutoff-len": "--seq-length",
     "max-length": "--seq-length",
     "optim": "--optimizer",
+    "gradient-checkpointing": "--recompute-granularity",
+    "mixed-precision": "--bf16",
+    "dtype": "--bf16",
     "adam-epsilon": "--adam-eps",
     "model-name-or-path": "--mm-model",
 }
@@ -198,19 +204,24 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
         name = word.partition("=")[0]
         if not word.startswith("--") or word == "--" or name in known:
             continue
-        owner = owner_elsewhere(name)
-        problems.append(f"unknown flag '{name}'" + (f": {owner}" if owner else _suggest(name, known)))
+        said = known_elsewhere(name)
+        problems.append(f"flag '{name}' {said}" if said else f"unknown flag '{name}'{_suggest(name, known)}")
     return problems
 
 
-def owner_elsewhere(name: str) -> str | None:
-    """Say whose flag a name is that published launch commands hold and that isn't the training's; None: nobody's."""
+def known_elsewhere(name: str) -> str | None:
+    """Say what becomes of a flag of torchrun, of another script or of an older release, as a clause; None: of neither.
+
+    Args:
+        name: with or without dashes in front, underscores or dashes inside.
+    """
     bare = name.removeprefix("--").replace("-", "_")
     if bare in TORCHRUN_FLAGS:
-        return "it is torchrun's, write it before the script's name"
-    if bare in DATA_PREPARATION_FLAGS:
-        return "it belongs to a command that prepares data, which a launch script runs before the training"
-    return None
+        return "is torchrun's: write it before the script's name"
+    older = older_flag(bare)
+    if older is not None:
+        return f"is of an older release: {older.became}"
+    return script_of_flag(bare)
 
 
 def suggestions(name: str, known: Iterable[str]) -> list[str]:

@@ -140,7 +140,7 @@ def test_a_script_s_own_flags_and_defaults(run_yaml: Path) -> None:
             "unknown key 'gpt_args.learning_rate' (value 1e-05); did you mean 'lr'",
         ),
         ("  lr: 1e-5", "  lr_decay_styl: a", "did you mean 'lr_decay_style'"),
-        ("  lr: 1e-5", "  nnodes: 2", "unknown key 'gpt_args.nnodes' (value 2): it is torchrun's"),
+        ("  lr: 1e-5", "  nnodes: 2", "'gpt_args.nnodes' is 2; this flag is torchrun's"),
         ("  lr: 1e-5", "  lr: fast", "run.yaml: 'gpt_args.lr' is 'fast'; expected a number such as 1e-5"),
         ("  lr: 1e-5", "  lr: true", "run.yaml: 'gpt_args.lr' is true; expected a value, not a switch"),
         ("  lr: 1e-5", "  lr: [1e-5, 1e-6]", "'gpt_args.lr' is [1e-05, 1e-06]; expected one value, not a list"),
