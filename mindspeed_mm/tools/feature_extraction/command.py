@@ -46,22 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard-megabytes", type=int, default=256, help="features are written when so much is made")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, script: str = "get_sora_feature.py", family: str | None = None) -> int:
     """Extract features as published launch scripts ask for it: with flags of a training among the command's own.
+
+    Args:
+        argv: words of the command line; None: those of this process.
+        script: name of the entry script, for messages.
+        family: predictor of a model.json that describes none, as those of a family's own script do.
 
     Returns:
         the exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(_parse(words))
+        return run(_parse(words, script), family)
     except MMError as error:
         print(f"{kind_of(error)}: {error}", file=sys.stderr)
         return 1
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="get_sora_feature.py", allow_abbrev=False)
+def _parse(words: Sequence[str], script: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=script, allow_abbrev=False)
     add_arguments(parser)
     training = build_parser(GROUPS)
     for action in parser._actions:
@@ -78,8 +83,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, family: str | None = None) -> int:
     """Extract the features of a data set; several processes (torchrun) share the rows.
+
+    Args:
+        options: what `add_arguments` declares.
+        family: predictor of a model.json that describes none.
 
     Returns:
         0.
@@ -104,17 +113,19 @@ def run(options: argparse.Namespace) -> int:
     files = MMConfig({"model": options.mm_model, "data": options.mm_data})
     settle_remote_code(options, files)
     settle_caption_length(files.model, files.data)
-    model = SoRAModelConfig.from_dict(files.model, file=options.mm_model)
     data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
-    family, _, _ = resolve_predictor(model)
+    if family is not None:
+        _settle_predictor(files.model, family, data.dataset_param.dataset_type)
+    model = SoRAModelConfig.from_dict(files.model, file=options.mm_model)
+    predictor, _, _ = resolve_predictor(model)
     dataset = open_clips(data, generation_rule(model, options.seed), options.validation)
     tokenizers = data.dataset_param.tokenizer_dirs
     accelerator.current().set_device()
     extraction = Extraction(
         dataset,
-        SampleEncoder(model, family, tokenizers, needs_text=needs_text),
+        SampleEncoder(model, predictor, tokenizers, needs_text=needs_text),
         output,
-        made_from(model, data, family, tokenizers, dataset, options, needs_text),
+        made_from(model, data, predictor, tokenizers, dataset, options, needs_text),
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         needs_text=needs_text,
@@ -125,6 +136,17 @@ def run(options: argparse.Namespace) -> int:
     )
     extraction.run()
     return 0
+
+
+def _settle_predictor(model: Any, family: str, dataset_type: str) -> None:
+    """Name the predictor that features are made for, and its task, where model.json names neither."""
+    if any(model.get(key) is not None for key in ("predictor", "init_from_diffusers")):
+        return
+    model["predictor"] = {"model_id": family}
+    if model.get("task") is None and dataset_type in ("t2v", "i2v"):
+        model["task"] = dataset_type
+    said = f", and 'task' {model.get('task')}" if model.get("task") else ""
+    notice(f"{model.config_file}: 'predictor' is missing; features are made for '{family}'{said}")
 
 
 def _settle(options: argparse.Namespace) -> tuple[str, bool]:

@@ -77,6 +77,31 @@ def test_the_published_script_takes_flags_of_a_training(tmp_path, files, monkeyp
     assert "4 features made" in caplog.text
 
 
+def test_the_published_script_of_wan_needs_no_predictor(tmp_path, files, monkeypatch, caplog):
+    """Its published model.json describes the encoders only; the task is that of the data."""
+    content = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({key: content[key] for key in ("ae", "text_encoder")}))
+    script = "mindspeed_mm/tools/feature_extraction/get_wan_feature.py"
+    published = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--context-parallel-size"]
+    published += ["1", "--micro-batch-size", "1", "--global-batch-size", "1", "--distributed-backend", "nccl"]
+    monkeypatch.setattr(sys, "argv", [script, *files, *published])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 0
+    assert rows_in(tmp_path / "features") == [0, 1, 2, 3]
+    assert "'predictor' is missing; features are made for 'wan', and 'task' t2v" in caplog.text
+
+
+def test_the_published_script_of_vace_says_that_its_data_are_not_there_yet(tmp_path, files, monkeypatch, capsys):
+    change(tmp_path / "data.json", "dataset_param.dataset_type", "vace")
+    script = "mindspeed_mm/tools/feature_extraction/get_vace_feature.py"
+    monkeypatch.setattr(sys, "argv", [script, *files])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 1
+    assert "'dataset_param.dataset_type' is 'vace'; this dataset type is not there yet" in capsys.readouterr().err
+
+
 def test_rows_that_cant_be_used_are_left_out_and_counted(tmp_path, files, caplog):
     clips = tmp_path / "clips"
     (clips / "001.mp4").write_bytes((clips / "001.mp4").read_bytes()[:300])
