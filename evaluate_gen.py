@@ -1,13 +1,6 @@
-"""Figures about generated samples: distances between sets of features, CLIP score (docs/inference.md)."""
+"""Launches call this file by its path; it is `python -m mindspeed_mm.entry.evaluate_gen`."""
 
-from __future__ import annotations
-
-import sys
-
-import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
-from mindspeed_mm.initialize import errors_as_sentences
-from mindspeed_mm.tasks.generation.evaluation import main
+from mindspeed_mm.entry.evaluate_gen import main
 
 if __name__ == "__main__":
-    with errors_as_sentences():
-        sys.exit(main())
+    main()

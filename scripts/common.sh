@@ -41,7 +41,7 @@ mm_make_venv() {
         pins="$(grep -E '^(torch|torchvision)==' constraints.txt)"
         # shellcheck disable=SC2086
         .venv/bin/python -m pip install -q $pins -c constraints.txt || exit 1
-        .venv/bin/python -m pip install -q -e ".[quickstart,test,dev]" -c constraints.txt || exit 1
+        .venv/bin/python -m pip install -q -e ".[all,quickstart,test,dev]" -c constraints.txt || exit 1
         echo "$stamp" > .venv/.installed
     )
 }
@@ -65,7 +65,7 @@ import importlib.util, sys
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])' torch transformers pydantic "$@")" || return 1
     if [ -n "$missing" ]; then
         echo "The active environment ($active) lacks: $missing." >&2
-        echo "Install there:  pip install -e '$MM_ROOT[quickstart]' -c '$MM_ROOT/constraints.txt'" >&2
+        echo "Install there:  pip install -e '$MM_ROOT[all,quickstart]' -c '$MM_ROOT/constraints.txt'" >&2
         echo "or deactivate it, and this checkout's own .venv is used." >&2
         return 1
     fi

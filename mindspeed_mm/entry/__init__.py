@@ -1,0 +1,1 @@
+"""Entry scripts: `python -m mindspeed_mm.entry.pretrain_vlm`, or `torchrun … -m mindspeed_mm.entry.pretrain_vlm`."""

@@ -1,0 +1,81 @@
+"""Packages that only some runs need: the extras of pyproject.toml, and the sentence of one that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+from mindspeed_mm.utils.errors import ConfigError
+
+#: extra → what it installs: distribution, and the module that is imported
+EXTRAS: dict[str, dict[str, str]] = {
+    "megatron": {"megatron-core": "megatron.core"},
+    "generation": {"diffusers": "diffusers", "ftfy": "ftfy"},
+    "video": {"av": "av"},
+    "audio": {"av": "av"},
+    "tables": {"pyarrow": "pyarrow"},
+    "plots": {"matplotlib": "matplotlib"},
+    "tensorboard": {"tensorboard": "tensorboard"},
+    "convert": {"jsonargparse": "jsonargparse"},
+}
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; it isn't imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # its parent is missing, or it is a stand-in
+        return False
+
+
+def has_extra(extra: str) -> bool:
+    """Whether everything that an extra installs is there."""
+    return all(map(is_installed, EXTRAS[extra].values()))
+
+
+def require_extra(extra: str, what: str) -> None:
+    """Refuse what can't be done without an extra.
+
+    Args:
+        extra: A name of `EXTRAS`.
+        what: What needs it, and where that was asked for: the beginning of the sentence.
+
+    Raises:
+        ConfigError: A package of it isn't installed; says how to install it.
+    """
+    missing = [package for package, module in EXTRAS[extra].items() if not is_installed(module)]
+    if missing:
+        verb = "isn't" if len(missing) == 1 else "aren't"
+        raise ConfigError(
+            f"{what} needs {' and '.join(missing)}, which {verb} installed; pip install 'mindspeed_mm[{extra}]'"
+        )
+
+
+def require_torchvision(what: str) -> None:
+    """Refuse images without torchvision: transformers would give its processors other pixel values without a word.
+
+    Raises:
+        ConfigError: torchvision isn't installed.
+    """
+    if not is_installed("torchvision"):
+        raise ConfigError(
+            f"{what} needs torchvision, which isn't installed; install the version that belongs to this torch: "
+            "pip install torch torchvision"
+        )
+
+
+def missing_library(error: BaseException) -> str | None:
+    """Say which optional package transformers or diffusers lacks.
+
+    Args:
+        error: What they raised.
+
+    Returns:
+        A sentence, or None if the error is of another kind.
+    """
+    found = re.match(r"\s*(\S+) requires the (.+?) library but it was not found", str(error))
+    if not isinstance(error, ImportError) or found is None:
+        return None
+    thing, library = found[1], found[2]
+    package = {"pytorch": "torch", "pil": "pillow"}.get(library.lower(), library.lower().replace(" ", "-"))
+    return f"{thing} needs {library}, which isn't installed; pip install {package}"

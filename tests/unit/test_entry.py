@@ -1,0 +1,26 @@
+"""The files at the top of the repository hand on to the package's entry scripts."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(file.stem for file in (ROOT / "mindspeed_mm" / "entry").glob("[a-z]*.py"))
+CALLBACKS = ("model_provider", "get_batch", "loss_func", "forward_step", "train_valid_test_datasets_provider")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_file_that_published_launches_call_is_the_entry_script_of_the_package(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = importlib.import_module(f"mindspeed_mm.entry.{name}")
+    called = []
+    monkeypatch.setattr(entry, "main", lambda: called.append(name))
+    there = runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    assert called == [name]
+    for callback in CALLBACKS if name.startswith("pretrain_") else ():
+        assert there[callback] is getattr(entry, callback)
