@@ -103,8 +103,18 @@ def _read_plugins(value: Any) -> Any:
 PUBLISHED_FAMILIES = {"qwen2_5vl": "qwen2_5_vl"}
 
 
+#: model_type of a directory → ids of other families that published files call it by
+_CALLED_IN_PUBLISHED_FILES = {"qwen2_5_omni": ("qwen2_5_vl",), "qwen2_5_omni_thinker": ("qwen2_5_vl",)}
+
+
 def _read_family(value: Any) -> Any:
     return PUBLISHED_FAMILIES.get(value, value) if isinstance(value, str) else value
+
+
+def settled_model_id(model_id: str | None, model_type: Any) -> str | None:
+    """The family that a model_id means for a directory of some model_type: published files call some by another's."""
+    model_id = _read_family(model_id)
+    return model_type if model_id in _CALLED_IN_PUBLISHED_FILES.get(str(model_type), ()) else model_id
 
 
 FamilyName = Annotated[str | None, BeforeValidator(_read_family)]

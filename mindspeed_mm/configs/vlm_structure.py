@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed_mm.configs.hf_directory import model_id_problem, read_hf_config
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
-from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
@@ -105,27 +106,11 @@ def _given(described: VLMModelConfig, number: _Number) -> Any:
 
 def _read_directory(described: VLMModelConfig) -> Any:
     """The directory's configuration, checked against model.json's numbers."""
-    from transformers import AutoConfig
-
     directory = Path(str(described.init_from_hf_path))
     source = directory / "config.json"
-    if not source.is_file():
-        held = (
-            ", ".join(sorted(p.name for p in directory.iterdir())[:10]) if directory.is_dir() else "no such directory"
-        )
-        raise ConfigError(
-            f"{described.file}: init_from_hf_path '{directory}' has no config.json ({held}); expected a HF directory"
-        )
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=described.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{source} can't be read by transformers: {error}") from error
+    config = read_hf_config(directory, f"{described.file}: init_from_hf_path", described.trust_remote_code)
     if described.model_id not in (None, config.model_type):
-        near = did_you_mean(str(described.model_id), [config.model_type])
-        raise ConfigError(
-            f"{described.file}: 'model_id' is '{described.model_id}', but {source}'s model_type is "
-            f"'{config.model_type}'{near}"
-        )
+        raise ConfigError(model_id_problem(described.file, str(described.model_id), str(source), config.model_type))
     problems = [problem for number in _NUMBERS if (problem := _compare(described, number, config, source))]
     raise_all([*problems, *_compare_image_token(described, config, source)])
     return config

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig  # here, so that loader workers forked before the model is built share it
+import transformers  # noqa: F401 (here, so that loader workers forked before the model is built share it)
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context
@@ -21,7 +22,7 @@ from mindspeed_mm.models.common.first_weights import check_first_weights, weight
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
-from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
@@ -55,12 +56,18 @@ class TransformersModel(MultiModalModule):
         ModelHub.import_plugins(described.plugin)
         assert described.init_from_hf_path is not None  # from_dict requires it
         self.source = described.init_from_hf_path
-        hf_config = load_hf_config(self.source)
+        hf_config = load_hf_config(self.source, f"{described.file}: init_from_hf_path")
         self.source_dtype: torch.dtype | None = getattr(hf_config, "dtype", None)
-        model_class: Any = ModelHub.get(described.model_id, hf_config)
+        model_class: Any = ModelHub.get(described.model_id, hf_config, where=described.file)
         hf_config = config_for(model_class, hf_config)
         _set_attention(hf_config, described, model_class)
         self.model = _build(model_class, hf_config, described)
+        if self.model.get_output_embeddings() is None:
+            raise ConfigError(
+                f"{self.source}/config.json: {model_class.__name__} has no output layer over the vocabulary, so it "
+                'writes no text; expected "architectures" with a class that writes text, such as '
+                f"{likely_architecture(hf_config.model_type) or 'Qwen3ForCausalLM'}"
+            )
         self.traits: FamilyTraits = traits_of(self.model)
         self.model.train()
         self._freeze(described)  # a model's own hook may put what it freezes into evaluation mode
@@ -219,26 +226,19 @@ class TransformersModel(MultiModalModule):
             raise ConfigError(f"model.json: everything is frozen ({', '.join(done)}); nothing would be trained")
 
 
-def load_hf_config(path: str) -> Any:
+def load_hf_config(path: str, where: str = "model.json: init_from_hf_path") -> Any:
     """Read config.json of a HF directory.
+
+    Args:
+        where: the file and key that name it, for messages.
 
     Raises:
         ConfigError: the directory or its config.json is missing, or the model type is unknown to transformers, or the
             layout is that of the authors' own code.
     """
     directory = Path(path)
-    if not (directory / "config.json").is_file():
-        found = (
-            ", ".join(sorted(p.name for p in directory.iterdir())[:10]) if directory.is_dir() else "no such directory"
-        )
-        raise ConfigError(
-            f"model.json: init_from_hf_path '{path}' has no config.json ({found}); expected a HF directory"
-        )
     refuse_foreign_layout(directory)
-    try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=current_build_context().trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{directory / 'config.json'} can't be read by transformers: {error}") from error
+    hf_config = read_hf_config(directory, where, current_build_context().trust_remote_code)
     settle_tying(hf_config, directory)
     return hf_config
 

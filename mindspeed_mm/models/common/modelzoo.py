@@ -7,7 +7,11 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
+from mindspeed_mm.configs.hf_directory import model_id_problem
+from mindspeed_mm.configs.model_config import settled_model_id
+from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.log import notice
 
 T = TypeVar("T", bound=type)
 
@@ -82,9 +86,20 @@ class ModelHub:
             hf_config: the transformers config; authoritative for everything but the class.
 
         Raises:
-            ConfigError: unknown id (with the nearest ones), or an architecture that transformers does not have.
+            ConfigError: unknown id (with the nearest ones), one that contradicts the HF config, or an architecture that
+                transformers does not have.
         """
+        source = _config_of(hf_config)
+        settled = settled_model_id(model_id, hf_config.model_type)
+        if settled != model_id:
+            notice(
+                f"{where}: 'model_id' is '{model_id}', as published files call it, and {source} describes a "
+                f"'{settled}': that is what is trained; write \"model_id\": \"{settled}\""
+            )
+            model_id = settled
         found = cls.find(model_id) if model_id is not None else cls.find(hf_config.model_type)
+        if model_id is not None and found is not None and not cls._fits(model_id, found, hf_config):
+            raise ConfigError(model_id_problem(where, model_id, source, hf_config.model_type))
         if found is not None:
             return found
         if model_id is not None and model_id != hf_config.model_type:
@@ -94,6 +109,17 @@ class ModelHub:
                 f"('{hf_config.model_type}'){did_you_mean(model_id, known)}; known: {', '.join(known)}"
             )
         return cls._from_transformers(hf_config, where)
+
+    @classmethod
+    def _fits(cls, model_id: str, model_class: Any, hf_config: Any) -> bool:
+        """Whether a registered class is one of the model that the HF config describes."""
+        wanted = getattr(model_class, "config_class", None)
+        if wanted is None or isinstance(hf_config, wanted) or hf_config.model_type in (model_id, wanted.model_type):
+            return True
+        if cls.find(hf_config.model_type) is model_class:
+            return True  # under two names: an Omni model whole, and its thinker alone
+        is_own = model_id not in cls.families()
+        return is_own and any(isinstance(getattr(hf_config, name, None), wanted) for name in hf_config.sub_configs)
 
     @classmethod
     def _from_transformers(cls, hf_config: Any, where: str) -> type:
@@ -106,11 +132,38 @@ class ModelHub:
             hf_class = getattr(transformers, name, None)
             if hf_class is not None:
                 return adapt_class(hf_class)
+        likely = likely_architecture(hf_config.model_type)
+        write = f"; of model_type '{hf_config.model_type}' it is [\"{likely}\"]" if likely else ""
+        source = _config_of(hf_config)
+        if not names:
+            raise ConfigError(
+                f"{source} names no 'architectures', so nothing says which class of transformers the weights are of: "
+                f"add the key{write}; or write a registered model_id in {where}"
+            )
         raise ConfigError(
-            f"{where}: the HF config's architectures {names} are not in transformers {transformers.__version__}; "
-            "register "
-            "a class for it through ModelHub (model.json: plugin) or take a checkpoint in transformers' own layout"
+            f"{where}: the HF config's architectures {show(names)} are not in transformers {transformers.__version__}"
+            f"{write}; register a class for it through ModelHub (model.json: plugin), or take a checkpoint in "
+            "transformers' own layout"
         )
+
+
+def _config_of(hf_config: Any) -> str:
+    """Where a configuration was read from, for messages."""
+    return f"{getattr(hf_config, 'name_or_path', '') or 'the HF directory'}/config.json"
+
+
+def likely_architecture(model_type: str) -> str | None:
+    """The class of transformers that writes text, for a model_type; None if there is none."""
+    from transformers.models.auto import modeling_auto as auto
+
+    for names in (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    ):
+        if model_type in names:
+            return str(names[model_type])
+    return None
 
 
 def register_model(model_id: str) -> Callable[[T], T]:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.configs.model_config import settled_model_id
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 
 _PACKAGE = "mindspeed_mm.models.transformers"
@@ -31,8 +32,9 @@ def find_adapter(model_config: Any) -> DataAdapter:
 
 
 def _names(model_config: Any) -> list[str]:
-    names = [getattr(model_config, "model_id", None)]
     path = getattr(model_config, "init_from_hf_path", None)
+    model_type = None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the model says what is wrong with it
-        names.append(json.loads(Path(str(path), "config.json").read_text(encoding="utf-8")).get("model_type"))
+        model_type = json.loads(Path(str(path), "config.json").read_text(encoding="utf-8")).get("model_type")
+    names = [settled_model_id(getattr(model_config, "model_id", None), model_type), model_type]
     return [name for name in names if isinstance(name, str)]
