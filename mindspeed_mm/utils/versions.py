@@ -11,7 +11,7 @@ from mindspeed_mm.utils.errors import ConfigError
 # package → lowest release, and what is missing before it
 MINIMUM = {
     "torch": ("2.8", "FSDP2 sums gradients over ranks through calls that came with it"),
-    "transformers": ("5.17", "the adapted models are written for its classes"),
+    "transformers": ("5.23", "processors say since then which tokens stand for which medium"),
 }
 
 
@@ -32,21 +32,6 @@ def check_versions() -> None:
     faults = version_faults()
     if faults:
         raise ConfigError("; ".join(faults))
-
-
-def require_transformers(lowest: str, what: str) -> None:
-    """Called by a family's folder whose models need a newer transformers than the others.
-
-    Args:
-        lowest: release, such as "5.23".
-        what: the family, and what was missing before.
-
-    Raises:
-        ConfigError: the installed one is older.
-    """
-    fault = require_at_least("transformers", lowest, what)
-    if fault is not None:
-        raise ConfigError(fault)
 
 
 def require_at_least(name: str, lowest: str, why: str) -> str | None:

@@ -70,13 +70,9 @@ class SampleBoundaries:
 
         if is_flash_attention_requested(self._config):
             return
-        mask = create_causal_mask(
-            config=self._config,
-            inputs_embeds=torch.zeros(1, 4, 1),
-            attention_mask=None,
-            cache=None,
-            position_ids=torch.tensor([[0, 1, 0, 1]]),
-        )
+        no_mask = no_cache = None  # by place: releases of transformers name the cache differently
+        positions = torch.tensor([[0, 1, 0, 1]])
+        mask = create_causal_mask(self._config, torch.zeros(1, 4, 1), no_mask, no_cache, position_ids=positions)
         if not _separates(mask, 0, 2):
             raise self._refusal("gets no mask that separates the samples of a row")
 

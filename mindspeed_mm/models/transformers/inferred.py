@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.family import FamilyTraits, is_transformers_model
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.versions import installed_version
 
 #: part → (key of its configuration, kinds of media)
 _ENCODERS = {"vision_encoder": ("vision_config", ("image", "video")), "audio_encoder": ("audio_config", ("audio",))}
@@ -69,10 +70,19 @@ def guard_idle_encoders(model: nn.Module, traits: FamilyTraits) -> None:
 
     Args:
         model: the wrapped transformers model.
+
+    Raises:
+        ConfigError: this torch has no zeros for what a rank left idle.
     """
     idle = [tower for tower in traits.towers if tower.run_dummy is None]
     if not idle or not isinstance(model, FSDPModule):
         return
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"torch {installed_version('torch')} is installed and torch >= 2.13 is needed to train a model with an "
+            f"encoder ('{idle[0].path}') and without a family here: a rank whose rows have no input for the encoder "
+            "would let the others wait; pip install 'torch>=2.13'"
+        )
     model.set_reduce_scatter_unused_params(True, recurse=False)
     prefixes = tuple(path for tower in idle for path in (tower.path, *tower.beside))
     units = {

@@ -35,17 +35,14 @@ def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
             f"(mm_tokens_per_image), more than sliding_window {text.sliding_window} of its config.json"
         )
     positions = batch["position_ids"]
-    given = {
-        "config": text,
-        "inputs_embeds": torch.empty(*positions.shape, 0, device=positions.device),
-        "attention_mask": None,
-        "cache": None,
-        "position_ids": positions,
-        "block_sequence_ids": picture_numbers(batch["token_type_ids"]),
-    }
+    embeddings = torch.empty(*positions.shape, 0, device=positions.device)
+    no_mask = no_cache = None  # by place: releases of transformers name the cache differently
+    given = (text, embeddings, no_mask, no_cache, positions)
+    pictures = picture_numbers(batch["token_type_ids"])
+    window = sliding_window_overlay(text.sliding_window)
     return {
-        "full_attention": create_causal_mask(**given),
-        "sliding_attention": create_causal_mask(**given, and_mask_function=sliding_window_overlay(text.sliding_window)),
+        "full_attention": create_causal_mask(*given, block_sequence_ids=pictures),
+        "sliding_attention": create_causal_mask(*given, block_sequence_ids=pictures, and_mask_function=window),
     }
 
 

@@ -26,16 +26,12 @@ def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         layer type → what the model's attention takes; of eager attention [batch, 1, sequence, sequence] float32.
     """
     position_ids = batch["position_ids"]
-    given = {
-        "config": model.config,
-        "inputs_embeds": torch.empty(*position_ids.shape, 0, device=position_ids.device),
-        "attention_mask": None,
-        "cache": None,
-        "position_ids": position_ids,
-    }
+    embeddings = torch.empty(*position_ids.shape, 0, device=position_ids.device)
+    no_mask = no_cache = None  # by place: releases of transformers name the cache differently
+    given = (model.config, embeddings, no_mask, no_cache, position_ids)
     return {
-        "full_attention": create_causal_mask(**given),
-        "sliding_attention": create_sliding_window_causal_mask(**given),
+        "full_attention": create_causal_mask(*given),
+        "sliding_attention": create_sliding_window_causal_mask(*given),
     }
 
 

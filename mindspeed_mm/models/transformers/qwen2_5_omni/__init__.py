@@ -13,10 +13,6 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_omni.batches import one_tower_pass, packed_positions
 from mindspeed_mm.models.transformers.qwen2_5_vl import run_smallest_image
-from mindspeed_mm.utils.versions import require_transformers
-
-# before 5.21 thinkers hold their towers elsewhere; before 5.23 processors don't say what each clip and sound becomes
-require_transformers("5.23", "Qwen2.5-Omni and Qwen3-Omni are adapted in the layout that it gave them")
 
 _FRAMES = 8  # become one token in Qwen3-Omni's tower, two in Qwen2.5-Omni's
 

@@ -19,13 +19,14 @@ def smallest_image(vision_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def positions(twin: Any, batch: dict[str, Any]) -> torch.Tensor | None:
     """Time, height and width of every token, as the transformers model computes them."""
+    no_embeddings = no_cache = None  # by place: releases of transformers name the cache differently
     return twin.model.compute_3d_position_ids(
-        input_ids=batch["input_ids"],
-        image_grid_thw=batch.get("image_grid_thw"),
-        video_grid_thw=batch.get("video_grid_thw"),
-        inputs_embeds=None,
-        attention_mask=batch.get("attention_mask"),
-        cache=None,
+        batch["input_ids"],
+        batch.get("image_grid_thw"),
+        batch.get("video_grid_thw"),
+        no_embeddings,
+        batch.get("attention_mask"),
+        no_cache,
         second_per_grid_ts=batch.get("second_per_grid_ts"),
         mm_token_type_ids=batch.get("mm_token_type_ids"),
     )

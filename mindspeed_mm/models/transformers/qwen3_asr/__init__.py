@@ -12,9 +12,6 @@ from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import plain_positions
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.utils.versions import require_transformers
-
-require_transformers("5.23", "Qwen3-ASR's processor says since then what each sound becomes")
 
 
 def run_smallest_chunk(model: Any, device: torch.device) -> torch.Tensor:
