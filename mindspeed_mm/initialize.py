@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,8 @@ from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
+from mindspeed_mm.utils.first_failure import claim, tell, tell_after, tell_torchrun
+from mindspeed_mm.utils.interrupted import SENTENCE
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions
 
@@ -103,28 +104,31 @@ def create_backend(args: Any) -> Backend:
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print an MMError without a traceback, leave it to the launcher's summary, and exit with status 1."""
+    """Turn what ends the run into words from one rank, and the exit status.
+
+    An MMError is printed without a traceback, left to the launcher's summary, and ends the process with status 1; a
+    signal before the first step, or Ctrl-C, with one line and 128 + its number. Any other exception goes on as it is,
+    unless another rank of this machine has failed before: one line then says what happened here, as it probably
+    followed from that.
+    """
     try:
         yield
     except MMError as error:
-        kind = kind_of(error)
-        sys.stdout.flush()
-        print(f"\n{kind}: {error}", file=sys.stderr, flush=True)
-        _tell_torchrun(f"{kind}: {error}")
+        tell(f"{kind_of(error)}: {error}")
         # peers may be waiting in a collective for this rank: leave at once, the launcher ends them
         os._exit(1)
-
-
-def _tell_torchrun(message: str) -> None:
-    """Write the error file that torchrun prints as the root cause."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    content = {
-        "message": {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-    }
-    try:
-        with open(path, "w", encoding="utf-8") as f:
-            json.dump(content, f)
-    except OSError:
-        pass
+    except KeyboardInterrupt as error:
+        number = getattr(error, "number", signal.SIGINT)
+        sentence = str(error) or SENTENCE
+        sys.stdout.flush()
+        if claim(sentence) is None:
+            print(f"\n{sentence}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        first = claim(text)
+        if first is None:
+            tell_torchrun(text)
+            raise
+        tell_after(first, text)
+        sys.exit(1)

@@ -24,6 +24,7 @@ from mindspeed_mm.configs.arguments import resolve_train_iters
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
 from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sentences, prepare_process
+from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, why_stopped
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
@@ -75,13 +76,15 @@ def pretrain(
     kind of published keys its file holds, "language" or "generation"; without it the file may hold keys of the script's
     own. Which backends a model provider builds for it may say as `backends` ("ptd", "fsdp2"); without it, for either.
 
-    A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1.
+    A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1. A signal
+    that ends a run does so before the first step with one line and status 128 + its number; later the first one saves a
+    checkpoint and ends training (`StopSignal`).
     """
     if forward_step_func is None:
         forward_step_func = model_type
     model_kind = getattr(model_provider, "reads_model_json", None)
     data_kind = getattr(train_valid_test_datasets_provider, "reads_data_json", None)
-    with errors_as_sentences():
+    with errors_as_sentences(), StopSignal() as stop:
         args = describe_run(
             extra_args_provider=extra_args_provider,
             args_defaults=args_defaults,
@@ -110,13 +113,18 @@ def pretrain(
             args.train_iters = resolve_train_iters(
                 args, data.train_rows, data.global_batches_per_epoch, data.why_no_length
             )
+            if progress.iteration >= args.train_iters:
+                info_rank0(nothing_is_left(args, progress.iteration, data.global_batches_per_epoch))
+                if args.save_hf is None and data.valid is None:
+                    data.close()
+                    return
             model = backend.build_model(model_provider, load_weights=start.directory is None)
             backend.build_optimizer(model)
             if start.directory is not None:
                 _load(start, progress, backend, args)
             data.check_streams()
             _collect_garbage(args)
-            train(forward_step_func, data, backend, args, progress, memory, lock)
+            train(forward_step_func, data, backend, args, progress, memory, lock, stop)
 
 
 def train(
@@ -127,11 +135,13 @@ def train(
     progress: Progress,
     memory: MemorySnapshots,
     lock: RunLock | None = None,
+    stop: StopSignal | None = None,
 ) -> None:
     """Step until --train-iters, a stop request or a time limit; save and export at the end.
 
     Args:
         lock: holds --save's folder, on rank 0.
+        stop: hears the signals of this process; None: nobody does.
     """
     assert forward_step is not None, "pretrain() was given no forward_step function"
     epoch_samples = _epoch_samples(data, args)
@@ -139,14 +149,15 @@ def train(
     watch = _open_watch(backend, args, progress.iteration)
     skips = _open_skip_watch(backend, data, args, progress.iteration, saver)
     profiler = StepProfiler(args.tools.profile, backend.world.batch.rank)
-    started, stop = time.time(), StopSignal()
+    started, stop, why = time.time(), stop or StopSignal(), None
+    stop.begin(args.save)
 
     def wants_to_stop() -> bool:
         has_failed = (saver is not None and saver.asks_to_stop) or (lock is not None and lock.is_lost)
         return stop.requested or _time_is_up(started, args) or has_failed
 
     profiler.start()
-    with stop, saver or nullcontext():
+    with saver or nullcontext():
         while progress.iteration < args.train_iters:
             pending = train_step(forward_step, data.train, backend, args, wants_to_stop)
             _account(pending, progress, watch, backend, args)
@@ -160,8 +171,7 @@ def train(
             if saver:
                 saver.poll()
             if pending.stop or _is_due(progress.iteration, args.exit_interval):
-                why = "a stop was asked for, or the time is up" if pending.stop else "--exit-interval"
-                info_rank0(f"exiting after iteration {progress.iteration} ({why})")
+                why = why_stopped(stop, _time_is_up(started, args), args) if pending.stop else "--exit-interval"
                 break
             if saver and progress.iteration < args.train_iters and _save_is_due(progress, epoch_samples, args):
                 watch.pause_clock()
@@ -184,6 +194,8 @@ def train(
             _finish(forward_step, data, backend, args, watch, progress)
     watch.close()
     data.close()
+    if why is not None:
+        info_rank0(ended_early(why, progress.iteration, args))
 
 
 def train_step(

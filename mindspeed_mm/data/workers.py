@@ -76,13 +76,15 @@ def warm_up(dataset: Any) -> None:
 
 
 def start_worker(_: int) -> None:
-    """Prepare a worker process: one thread, its parent's memory left shared, deaf to a scheduler's signals."""
+    """Prepare a worker process: one thread, its parent's memory left shared, deaf to signals for the run."""
     torch.set_num_threads(1)
     gc.freeze()  # what the parent had is shared memory: a collection that walks through it would copy it
     gc.enable()  # the parent may have turned it off for its start
-    # Schedulers signal every process of a job, and the run then still needs batches up to its checkpoint: a worker
-    # ends when its parent says so, or is gone (which torch looks after).
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Schedulers, terminals and torchrun signal every process of a job, and the run then still needs batches up to its
+    # checkpoint: a worker ends when its parent says so, or is gone (which torch looks after).
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

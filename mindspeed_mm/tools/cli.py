@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
+import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.tools import data_check
 from mindspeed_mm.tools.feature_extraction import command as feature_extraction
 from mindspeed_mm.utils.errors import MMError, kind_of

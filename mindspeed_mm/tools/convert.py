@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.utils.log import notice

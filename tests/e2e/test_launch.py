@@ -1,8 +1,8 @@
 """A run's end and its continuation, with real torchrun processes: killed, resumed, asked to stop.
 
 One command is launched and killed with SIGKILL, then launched again on its run folder, and on a copy of it: one of them
-is ended by a SIGTERM to torchrun, the other by a SIGTERM to its workers. What they logged must be, bit for bit, what an
-unbroken run logs.
+is ended by a SIGINT to torchrun, as Ctrl-C is one, the other by a SIGTERM to its workers. What they logged must be, bit
+for bit, what an unbroken run logs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Launch:
 
     def wait_for_step(self, number: int, after_save: int = 0) -> None:
         """Wait until iteration `number` is logged, and `after_save` more than a checkpoint has."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (self.last() >= number and (not after_save or 0 < self.saved() <= self.last() - after_save)):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"ended or hangs:\n{self.log.read_text()[-4000:]}")
@@ -120,8 +120,8 @@ class Launch:
             time.sleep(0.01)
 
     def stop_torchrun(self) -> None:
-        """SIGTERM to torchrun."""
-        os.kill(self.process.pid, signal.SIGTERM)
+        """SIGINT to torchrun, which sends it on; a terminal's Ctrl-C reaches torchrun alone, too."""
+        os.kill(self.process.pid, signal.SIGINT)
 
     def stop_workers(self) -> None:
         """SIGTERM to each rank's process group, its loader's workers included, as a scheduler signals a whole job."""
@@ -219,7 +219,17 @@ def test_exit_status(story: Story) -> None:
     assert story.torchrun_stopped.status == 1
     output = story.torchrun_stopped.log.read_text()
     assert output.count("Traceback") == 1  # its own
-    assert f"SignalException: Process {story.torchrun_stopped.process.pid} got signal: 15" in output
+    assert f"SignalException: Process {story.torchrun_stopped.process.pid} got signal: 2" in output
+
+
+@pytest.mark.parametrize("name, signal_name", [("torchrun_stopped", "SIGINT (Ctrl-C)"), ("workers_stopped", "SIGTERM")])
+def test_one_line_says_how_to_go_on(story: Story, name: str, signal_name: str) -> None:
+    launch: Launch = getattr(story, name)
+    output = launch.log.read_text()
+    assert output.count(f"{signal_name}: a checkpoint is saved after the running step") == 1
+    assert output.count("the same command goes on from it") == 1
+    line = f"{signal_name}: ended after iteration {launch.last()} of 100000; its checkpoint is in '{launch.run}'"
+    assert line in output
 
 
 @pytest.mark.parametrize("name", ["killed", "torchrun_stopped", "workers_stopped"])

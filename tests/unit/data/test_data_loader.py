@@ -224,15 +224,15 @@ def test_a_dead_worker_is_an_error_and_close_ends_the_others(param: Any, rows: l
     assert list(iterator) == []
 
 
-def test_workers_outlive_the_signals_of_a_scheduler(param: Any, rows: list[Any]) -> None:
-    """SIGTERM and SIGUSR1 reach every process of a job: batches go on until the run has written its checkpoint."""
+def test_workers_outlive_the_signals_of_a_run(param: Any, rows: list[Any]) -> None:
+    """Schedulers and torchrun signal every process of a job: batches go on until the run has written its checkpoint."""
     loader = build_mm_dataloader(
         build_mm_dataset(param(rows)), None, micro_batch_size=1, global_batch_size=1, num_workers=1
     )
     iterator = iter(loader)
     next(iterator)
     (pid,) = _worker_pids(loader)
-    for name in ("TERM", "USR1"):
+    for name in ("TERM", "USR1", "INT", "HUP"):
         subprocess.run(["kill", f"-{name}", str(pid)], check=True)  # not from the parent
     for _ in range(10):
         assert next(iterator)["num_rows"] == 1

@@ -341,8 +341,8 @@ def get_ready(worker: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["data set", "loader", "stream"])
-def test_workers_outlive_the_signals_of_a_scheduler(form: str) -> None:
-    """SIGTERM and SIGUSR1 reach every process of a job; batches go on. Options of the user's loader hold."""
+def test_workers_outlive_the_signals_of_a_run(form: str) -> None:
+    """A scheduler and torchrun signal every process of a job; batches go on. Options of the user's loader hold."""
 
     class Each(IterableDataset):
         ready = False
@@ -362,7 +362,7 @@ def test_workers_outlive_the_signals_of_a_scheduler(form: str) -> None:
     _, ready, pid, workers = next(data.train)
     assert int(pid) != os.getpid() and int(workers) == 1
     assert bool(ready) == (form != "data set")
-    for name in ("TERM", "USR1"):
+    for name in ("TERM", "USR1", "INT", "HUP"):
         subprocess.run(["kill", f"-{name}", str(int(pid))], check=True)
     for _ in range(10):
         assert int(next(data.train)[2]) == int(pid)
