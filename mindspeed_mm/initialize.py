@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +116,7 @@ def errors_as_sentences() -> Iterator[None]:
     try:
         yield
     except MMError as error:
+        _outlive_peers()
         tell(f"{kind_of(error)}: {error}")
         # peers may be waiting in a collective for this rank: leave at once, the launcher ends them
         os._exit(1)
@@ -131,4 +134,11 @@ def errors_as_sentences() -> Iterator[None]:
             tell_torchrun(text)
             raise
         tell_after(first, text)
+        time.sleep(1)  # torchrun ends the other ranks when this one is gone, and the first one may still be printing
         sys.exit(1)
+
+
+def _outlive_peers() -> None:
+    """Let this process finish its sentence: torchrun ends it as soon as another rank has failed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

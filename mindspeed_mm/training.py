@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import info_rank0, is_first_rank, logger
 
 
@@ -94,6 +96,8 @@ def pretrain(
             data_kind=data_kind or "language",
             roads=getattr(model_provider, "backends", ("fsdp2", "ptd")),
         )
+        if args.save and os.environ.get("LOCAL_RANK", "0") == "0":
+            refuse_unwritable(args.save, "--save")
         prepare_process(args)
         backend = create_backend(args)
         backend.setup(args)

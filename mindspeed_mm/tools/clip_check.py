@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 
 from mindspeed_mm.tools.data_check import CHUNK, look_at
 from mindspeed_mm.utils.errors import BadSample, ConfigError
+from mindspeed_mm.utils.files import refuse_unwritable, write_json
 
 _SHOWN = 3
 
@@ -51,6 +51,8 @@ def run(options: argparse.Namespace, content: Any) -> int:
 
     config = GenerationDataConfig.from_dict(content, file=options.data_json)
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
+    folder = Path(options.output or Path(options.data_json).parent)
+    refuse_unwritable(folder, "--output")
     dataset, _ = build_generation_datasets(_with(config, on_bad_sample="skip"), _rule(options.mm_model))
     dataset.dataset_param = _with(config, on_bad_sample="raise").dataset_param  # rows tell what is wrong with them
     total = len(dataset)
@@ -60,9 +62,8 @@ def run(options: argparse.Namespace, content: Any) -> int:
     wanted = np.unique(np.linspace(0, total - 1, count).astype(int)).tolist()
     facts: list[ClipFacts] = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = _summarise(facts, dataset, total, options.global_batch_size)
-    folder = Path(options.output or Path(options.data_json).parent)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "report.json", report)
     _tell(report, folder)
     return 1 if not report["samples"] or (raises and report["left_out"]) else 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_mm.utils.errors import BadSample, ConfigError
+from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.dataset import RecordDataset
@@ -80,12 +80,13 @@ def run(options: argparse.Namespace) -> int:
     if is_generation_data(content):
         return clip_check.run(options, content)
     config = DataConfig.from_dict(content, file=options.data_json)
+    folder = Path(options.output or Path(options.data_json).parent)
+    refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
     facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = summarise(facts, dataset, wanted, config, options)
-    folder = Path(options.output or Path(options.data_json).parent)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "report.json", report)
     lengths = [length for row in facts for length in row.lengths]
     if lengths:
         draw_lengths(lengths, dataset.max_length, folder / "lengths.png")
@@ -288,7 +289,9 @@ def draw_lengths(lengths: Sequence[int], limit: int | None, path: Path) -> None:
         axes.axvline(limit, color="#c0392b", linestyle="--", label=f"limit {limit}")
         axes.legend()
     axes.set(xlabel="tokens of a sample", ylabel="samples", title=f"{len(lengths)} samples, {sum(lengths)} tokens")
-    figure.savefig(path)
+    working = working_file(path)
+    figure.savefig(working, format="png")
+    os.replace(working, path)
 
 
 def _tell(report: dict[str, Any], folder: Path) -> None:

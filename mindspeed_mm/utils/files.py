@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
+
+from mindspeed_mm.utils.errors import ConfigError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -40,6 +44,40 @@ def replace_file(path: Path, text: str) -> None:
         working.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def refuse_unwritable(folder: str | Path, flag: str) -> None:
+    """Find out whether a folder can be written, before work begins whose result is to go there.
+
+    Nothing is left behind: a file is made and removed in the folder, or in the nearest one above it that exists.
+
+    Args:
+        folder: there or not.
+        flag: that names it, for the error.
+
+    Raises:
+        ConfigError: something that is no folder is in the way, or no file can be made there.
+    """
+    wanted = Path(os.path.abspath(folder))
+    place = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
+    sentence = f"{flag} '{folder}' can't be written"
+    if not place.is_dir():
+        what = "a link to nothing" if place.is_symlink() and not place.exists() else "a file"
+        raise ConfigError(f"{sentence}: '{place}' is {what}, expected a folder; remove it, or give another {flag}")
+    probe = place / f".writable.{uuid.uuid4().hex}"
+    try:
+        with open(probe, "wb") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        advice = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "have it made writable"
+        raise ConfigError(
+            f"{sentence}: no file can be made in '{place}' ({error.strerror}); {advice}, or give another {flag}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def working_file(path: Path) -> Path:

@@ -66,11 +66,12 @@ def tell(text: str) -> bool:
 
 
 def tell_after(first: str, text: str) -> None:
-    """Print on stderr, in one line, why this process ends after another one did.
+    """Print on stderr, in one line, why this process ends after another one did; torchrun is told what that one said.
 
     Args:
         first: what the other one had to say, as `claim` returned it.
     """
+    tell_torchrun(first)  # its summary shows any of the ranks that failed within a second
     before, _, its_text = first.partition(": ")
     if its_text != printable(text):
         line = printable(" ".join(text.split()))

@@ -250,6 +250,15 @@ def test_load_from_nowhere(run: Run) -> None:
     assert_refused(run, "--load", str(run.folder / "earlier"), "does not exist")
 
 
+def test_a_file_above_the_run_folder(run: Run) -> None:
+    """Told before weights are looked for."""
+    (run.folder / "hf/model.safetensors").unlink()
+    (run.folder / "runs").write_text("")
+    run.flags["save"] = run.folder / "runs/mine"
+    place = run.folder / "runs"
+    assert_refused(run, f"--save '{place}/mine' can't be written: '{place}' is a file, expected a folder")
+
+
 # --- what doesn't fit the model or the ranks
 
 
@@ -440,6 +449,7 @@ def test_torchrun(commands: dict[str, tuple[Any, Path]], name: str, said: list[s
     """torchrun's own summary, which ends its output, holds our sentence as the root cause."""
     status, errors = end_of(commands[name])
     assert status == 1
+    assert errors.count("\nConfigError: ") == 1  # both ranks found it, one says so
     summary = last_lines(errors, LAST_LINES_OF_TORCHRUN)
     assert "Root Cause (first observed failure)" in summary
     root_cause = summary[summary.index("Root Cause") :]

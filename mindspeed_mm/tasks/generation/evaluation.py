@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from mindspeed_mm.configs.flags.spec import flag
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.tasks.generation.options import needed
 from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.files import write_json
+from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 _FEATURES = "features"
 
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parse(EvaluationFlags, words, "Figures about generated samples; `features` makes features of files.")
     if flags is None:
         return 0
+    if flags.output is not None:
+        refuse_unwritable(Path(flags.output).parent, "--output")
     figures = evaluate(flags)
     width = max(len(name) for name in figures)
     for name, value in figures.items():
@@ -139,9 +142,11 @@ def _write_features(words: Sequence[str]) -> int:
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output is '{output}'; expected a file that ends in .safetensors")
     files = find_media(needed(flags.media, "--media", "a folder of pictures and videos"))
+    refuse_unwritable(output.parent, "--output")
     features = media_features(VisionModel(directory), files, frames=flags.frames)
     output.parent.mkdir(parents=True, exist_ok=True)
-    save_file({_FEATURES: features}, output)
+    save_file({_FEATURES: features}, working_file(output))
+    os.replace(working_file(output), output)
     print(f"features of {len(features)} files, {features.shape[1]} each, in {output}")
     return 0
 

@@ -30,6 +30,7 @@ from mindspeed_mm.tasks.generation.sampling import (
     generate,
 )
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import info_rank0
 
 _FPS = 16
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = read_prompts(flags.prompts or said.prompt)
     images = read_images(flags.images or said.image, len(prompts))
     folder = SampleFolder(Path(needed(flags.save_path or said.save_path, "--save-path", "the folder to write to")))
+    refuse_unwritable(folder.root, "--save-path")
     made = _open(config, flags)
     options = sampling_options(flags, said)
     check_size(options.size, made.rule)

@@ -16,6 +16,7 @@ from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, s
 from mindspeed_mm.configs.sections import Bool, Section, build_section, plain, raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.utils.errors import ConfigError, MMError, kind_of
+from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import notice
 
 _MEGABYTE = 1 << 20
@@ -110,6 +111,7 @@ def run(options: argparse.Namespace, family: str | None = None) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
     output, needs_text = _settle(options)
+    refuse_unwritable(output, "--output")
     files = MMConfig({"model": options.mm_model, "data": options.mm_data})
     settle_remote_code(options, files)
     settle_caption_length(files.model, files.data)
