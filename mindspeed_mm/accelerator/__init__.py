@@ -12,7 +12,7 @@ import os
 import torch
 
 from mindspeed_mm.accelerator.base import Accelerator
-from mindspeed_mm.utils.device import set_default_device
+from mindspeed_mm.utils.device import use_device
 
 __all__ = ["Accelerator", "current", "prepare_megatron", "resolve_backend"]
 
@@ -72,4 +72,4 @@ def resolve_backend(requested: str | None, needs_cpu_tensors: bool = False) -> s
     return current().resolve_backend(requested, needs_cpu_tensors)
 
 
-set_default_device(lambda: current().device())
+use_device(lambda: current().device(), lambda device: current().holds(device))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ class Accelerator(ABC):
 
     name: str
     collective_backend: str
-    has_streams: bool = True
+    is_host: bool = False
+    """Whether this is the host itself: no memory of its own, and no queue that works while the host goes on."""
     sum_dtype: torch.dtype = torch.float32
     """Widest dtype in which this device sums a step's figures."""
 
@@ -36,6 +38,44 @@ class Accelerator(ABC):
 
     def set_device(self) -> None:  # noqa: B027 (the host needs no binding)
         """Bind this process to its device."""
+
+    def holds(self, where: torch.Tensor | torch.device) -> bool:
+        """Whether a tensor, or what is on a device, lies in this device's own memory: never on the host."""
+        device = where.device if isinstance(where, torch.Tensor) else where
+        return not self.is_host and device.type == self.name
+
+    def host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory of a tensor's shape and dtype; pinned if this device holds the tensor, and can then fill it
+        by itself."""
+        if self.holds(like):
+            try:
+                return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            except RuntimeError as error:
+                reason = (str(error).splitlines() or [""])[0]
+                notice(f"host memory can't be pinned, copies from the device take longer ({reason})")
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def read_later(self, values: torch.Tensor) -> Callable[[], list[Any]]:
+        """Begin to copy a small tensor to the host, without waiting.
+
+        Returns:
+            a function that waits for the copy, and for nothing that the device is given after this call, and returns
+            the values as `tolist` does.
+        """
+        if not self.holds(values):
+            return values.tolist
+        copy = self.host_memory(values).copy_(values, non_blocking=True)
+        copied = self.record_event()
+
+        def read() -> list[Any]:
+            copied.synchronize()
+            return copy.tolist()
+
+        return read
+
+    def record_event(self) -> Any:
+        """A mark at this point of the device's queue; its `synchronize()` waits until the device has come to it."""
+        raise NotImplementedError(f"{self.name} has no queue")
 
     def synchronize(self) -> None:  # noqa: B027 (the host has no queue)
         """Wait until the device has done all work handed to it."""
@@ -114,7 +154,7 @@ class Accelerator(ABC):
         if backend not in usable or (self.name not in entries and requested):
             notice(f"--distributed-backend {requested}: this machine computes on {self.name}, {own} is used instead")
             backend = own
-        if self.name == "cpu":
+        if self.is_host:
             return backend
         host = entries.get("cpu")
         if host or needs_cpu_tensors:

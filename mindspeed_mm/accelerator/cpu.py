@@ -1,4 +1,4 @@
-"""Host processors: gloo, no streams, memory is the process's resident set."""
+"""Host processors: gloo, no queue, memory is the process's resident set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CPUAccelerator(Accelerator):
 
     name = "cpu"
     collective_backend = "gloo"
-    has_streams = False
+    is_host = True
     sum_dtype = torch.float64
 
     def device(self) -> torch.device:

@@ -46,6 +46,11 @@ class CUDAAccelerator(Accelerator):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def record_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated()
 

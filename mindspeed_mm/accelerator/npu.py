@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -43,6 +44,11 @@ class NPUAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         self._npu.synchronize()
+
+    def record_event(self) -> Any:
+        event = self._npu.Event()
+        event.record()
+        return event
 
     def memory_allocated(self) -> int:
         return self._npu.memory_allocated()

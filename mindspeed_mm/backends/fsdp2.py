@@ -179,7 +179,7 @@ class FSDP2Backend:
     def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
         """See the protocol."""
         if self._pending is not None:
-            self._pending.result()  # by now long done on the device: tells whether the schedule may go on
+            self._pending.result()  # copied long ago: tells whether the schedule may go on
         factor = self.backward_factor.now()
         if self.world.batch.size > 1:
             sum_plain_gradients(self._parameters, self.world.batch.group)
@@ -198,7 +198,7 @@ class FSDP2Backend:
         self.optimizer.zero_grad(set_to_none=True)
         self._pending = pending
         # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
-        if self.world.device.type == "cpu" or self.loss_scale.is_dynamic:
+        if accelerator.current().is_host or self.loss_scale.is_dynamic:
             pending.result()
         return pending
 
@@ -319,7 +319,7 @@ class PendingFSDP2Step:
         self.stop = reduced.stop
         self._backend = backend
         self._reduced = reduced
-        self._figures = reduced.figures(norm)
+        self._read = accelerator.current().read_later(reduced.figures(norm))
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -327,7 +327,7 @@ class PendingFSDP2Step:
         if self._result is None:
             schedule, loss_scale = self._backend.schedule, self._backend.loss_scale
             self._result = self._reduced.result(
-                self._figures.tolist(), learning_rate=schedule.current_lr, loss_scale=loss_scale.scale
+                self._read(), learning_rate=schedule.current_lr, loss_scale=loss_scale.scale
             )
             if self._result.skip_reason != "no targets":
                 loss_scale.update(overflowed=self._result.skipped)

@@ -52,7 +52,7 @@ class StepSums:
             self.sums += 1
         _refuse_sums_and_means(self.sums, self.means)
         if isinstance(denominator, torch.Tensor):
-            denominator = denominator.detach().to(self.denominator)
+            denominator = denominator.detach().to(self.denominator, non_blocking=True)
         self.loss = self.loss + loss.detach().to(self.loss)
         self.denominator = self.denominator + denominator
         for name, value in metrics.items():
@@ -72,7 +72,8 @@ class StepSums:
     def _figure(self, value: Any) -> torch.Tensor | None:
         """A (sum, denominator) pair as [2]; a number is the mean of one micro-batch; anything else is no figure."""
         parts = value if _is_pair(value) else (value, self.loss.new_ones(()))
-        numbers = [torch.as_tensor(part, dtype=self._dtype).detach().to(self._device) for part in parts]
+        tensors = [torch.as_tensor(part, dtype=self._dtype).detach() for part in parts]
+        numbers = [tensor.to(self._device, non_blocking=True) for tensor in tensors]  # a waiting copy stalls the queue
         if any(number.numel() != 1 for number in numbers):
             return None
         return torch.cat([number.reshape(1) for number in numbers])

@@ -32,7 +32,6 @@ from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.files import fsync_path, write_json
-from mindspeed_mm.utils.log import notice
 
 _FORMAT = 1
 
@@ -122,7 +121,7 @@ class TensorSnapshots:
     def _copy(self, key: Any, part: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-            buffer = self._buffers[key] = _host_buffer(part)
+            buffer = self._buffers[key] = accelerator.current().host_memory(part)
         return buffer.copy_(part, non_blocking=True)
 
 
@@ -263,13 +262,3 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _host_buffer(part: torch.Tensor) -> torch.Tensor:
-    """Host memory of a tensor's shape; pinned if the tensor is on a device, whose own engine can then fill it."""
-    if part.device.type != "cpu":
-        try:
-            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-        except RuntimeError as error:
-            notice(f"--async-save: host memory can't be pinned, copies take longer ({first_line(error)})")
-    return torch.empty(part.shape, dtype=part.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
@@ -262,7 +263,8 @@ def _fill(target: torch.Tensor, node: Node, adopted: dict[int, torch.Tensor]) ->
     local, region = local_part(target)
     if 0 in local.shape:
         return
-    if local.device.type == "cpu" and local.dtype == node.dtype and isinstance(target, nn.Parameter):
+    on_host = not accelerator.current().holds(local)
+    if on_host and local.dtype == node.dtype and isinstance(target, nn.Parameter):
         value = node.read(region)
         if value.is_contiguous() and adopted.setdefault(value.data_ptr(), target) is target:
             local.data = value

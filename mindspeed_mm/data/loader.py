@@ -105,7 +105,7 @@ class MMDataLoader:
                 self.sampler.planner.order.seed,
                 prefetch_factor=self._param.prefetch_factor or 2,
                 persistent_workers=self._param.persistent_workers,
-                pin_memory=self._param.pin_memory and accelerator.current().name != "cpu",
+                pin_memory=self._param.pin_memory and not accelerator.current().is_host,
             )
         self._running = start(self._loader)  # workers that are alive are used again
         self._turn += 1

@@ -68,7 +68,7 @@ class SampleEncoder:
         """Put parts that don't stay onto the device; where that is the host, nothing moves."""
         assert self.parts is not None
         current = accelerator.current()
-        if current.name != "cpu":
+        if not current.is_host:
             for tensor, held in self._on_host:
                 tensor.data = held.to(current.device(), non_blocking=True, copy=True)
 

@@ -77,7 +77,7 @@ class MemorySnapshots:
         self._rank = rank
         self._step = 0
         self._on = bool(options.enable) and (rank in options.dump_ranks or -1 in options.dump_ranks)
-        if self._on and accelerator.current().name == "cpu":
+        if self._on and accelerator.current().is_host:
             notice("tools.json: memory_profile has no effect on CPU: there is no device allocator to record")
             self._on = False
 
@@ -91,7 +91,7 @@ class MemorySnapshots:
             folder.mkdir(parents=True, exist_ok=True)
             stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
             accelerator.current().dump_memory_snapshot(str(folder / f"snapshot_{stamp}_{self._rank}.pickle"))
-        if options.enable and options.mem_info and accelerator.current().has_streams:
+        if options.enable and options.mem_info and not accelerator.current().is_host:
             logger.info(
                 f"[rank {self._rank}] step {self._step} peak memory (MB): "
                 f"{accelerator.current().max_memory_allocated() / 2**20:.0f}"

@@ -47,7 +47,7 @@ def step_fused(optimizer: Any, grad_scale: torch.Tensor, found_inf: torch.Tensor
         found_inf: bool scalar; True: the kernel leaves everything untouched.
     """
     scalars = torch.stack([grad_scale.float(), found_inf.float()])
-    if scalars.device.type != "cpu" and _on_host(optimizer):
+    if accelerator.current().holds(scalars) and _on_host(optimizer):
         # the optimizer itself would copy them without waiting, and its kernel would read what has not arrived yet
         scalars = scalars.cpu()
     optimizer.grad_scale, optimizer.found_inf = scalars.unbind()
@@ -56,7 +56,8 @@ def step_fused(optimizer: Any, grad_scale: torch.Tensor, found_inf: torch.Tensor
 
 def _on_host(optimizer: torch.optim.Optimizer) -> bool:
     """Whether parameters are in host memory (offload_to_cpu); those of a group are all in the same place."""
-    return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"][:1])
+    current = accelerator.current()
+    return any(not current.holds(p) for group in optimizer.param_groups for p in group["params"][:1])
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
@@ -87,7 +88,7 @@ def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[
     )
     offload: OffloadPolicy = OffloadPolicy()
     if config.offload_to_cpu:
-        pin = config.pin_memory and mesh.device_type != "cpu"
+        pin = config.pin_memory and not accelerator.current().is_host
         if config.pin_memory and not pin:
             notice("fsdp2.yaml: pin_memory has no effect here: there is no accelerator to copy to")
         offload = CPUOffloadPolicy(pin_memory=pin)

@@ -106,7 +106,7 @@ def start_world(
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = RankSet(rank, size, group)
     host = everyone
-    if device.name != "cpu":
+    if not device.is_host:
         host = RankSet(rank, size, dist.new_group(backend="gloo", timeout=timeout))
     return World(dims or Dims.of(size), rank, device.device(), batch=everyone, sums=everyone, host=host)
 

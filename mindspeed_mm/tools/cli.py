@@ -69,7 +69,7 @@ def doctor() -> int:
 
     device = accelerator.current()
     print(f"device: {device.name} ({device.model_name()}), collectives: {device.collective_backend}")
-    if device.name != "cpu":
+    if not device.is_host:
         print(f"  {torch.accelerator.device_count()} devices")
     peak = device.peak_flops("bf16")
     print(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")

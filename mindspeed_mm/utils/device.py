@@ -16,13 +16,23 @@ def _what_torch_sees() -> torch.device:
     return seen or torch.device("cpu")
 
 
+def _none_has(device: torch.device) -> bool:
+    return False
+
+
 _default: Callable[[], torch.device] = _what_torch_sees
+_has_queue: Callable[[torch.device], bool] = _none_has
 
 
-def set_default_device(device: Callable[[], torch.device]) -> None:
-    """Let `move_to_device` ask `device` where a batch goes that is given no device."""
-    global _default
-    _default = device
+def use_device(default: Callable[[], torch.device], has_queue: Callable[[torch.device], bool]) -> None:
+    """Tell `move_to_device` of the device of this process.
+
+    Args:
+        default: where a batch goes that is given no device.
+        has_queue: whether a device's queue keeps the order of copies and what reads them: nothing waits for these then.
+    """
+    global _default, _has_queue
+    _default, _has_queue = default, has_queue
 
 
 def move_to_device(
@@ -47,7 +57,7 @@ def move_to_device(
 def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(value, torch.Tensor):
         as_dtype = dtype if dtype is not None and value.is_floating_point() else None
-        return value.to(device, as_dtype, non_blocking=device.type != "cpu")
+        return value.to(device, as_dtype, non_blocking=_has_queue(device))
     if isinstance(value, dict):
         for key in value:
             value[key] = _moved(value[key], device, dtype)

@@ -518,7 +518,7 @@ def devices_of_a_model_from_meta(path: str) -> list[str]:
     with torch.device("meta"):
         model = Toy()
     model.fully_shard(fsdp2_config_path=path)
-    gpu = SimpleNamespace(current=lambda: SimpleNamespace(name="cuda", device=lambda: torch.device("cuda", 0)))
+    gpu = SimpleNamespace(current=lambda: SimpleNamespace(is_host=False, device=lambda: torch.device("cuda", 0)))
     places: list[str] = []
     with (
         mock.patch.object(base_model, "accelerator", gpu),
@@ -563,9 +563,10 @@ def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., st
 
 
 @covers("pin_memory")
-def test_pin_memory() -> None:
+def test_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned where there is an accelerator, if parameters are offloaded at all."""
-    mesh: Any = SimpleNamespace(device_type="cuda", ndim=1, size=lambda dim=0: 2)
+    mesh: Any = SimpleNamespace(ndim=1, size=lambda dim=0: 2)
+    monkeypatch.setattr(fsdp2.accelerator, "current", lambda: SimpleNamespace(is_host=False))
     for pin in (False, True):
         config = Fsdp2Config.from_dict({"offload_to_cpu": True, "pin_memory": pin})
         policy = fsdp2.build_shard_plan(config, mesh, set()).offload_policy

@@ -66,7 +66,7 @@ def test_groups_of_a_pipeline_and_of_its_tied_embedding(megatron_pools: dict[int
 def test_the_group_of_the_host_beside_an_accelerator() -> None:
     """There the host's figures travel through a group of their own."""
     accelerator = mock.Mock()
-    accelerator.name, accelerator.device.return_value = "cuda", torch.device("meta")
+    accelerator.is_host, accelerator.device.return_value = False, torch.device("meta")
     with (
         mock.patch.object(world.accelerator, "current", lambda: accelerator),
         mock.patch.multiple(

@@ -93,7 +93,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _EMPTY and result.device.type == "cpu":
+        if func.overloadpacket in _EMPTY and not result.is_meta:
             _mark_empty(result)
         elif func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             known = self._known.get(_storage(args[0]))

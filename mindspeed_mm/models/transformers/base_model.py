@@ -103,12 +103,13 @@ class FSDP2Mixin:
     def _post_fully_shard(self) -> None:
         module = self._module()
         config = self.fsdp2_config or Fsdp2Config()
-        device = accelerator.current().device()
+        current = accelerator.current()
+        device = current.device()
         if has_meta_tensors(module):
             materialize(module, torch.device("cpu") if config.offload_to_cpu else device, device)
             self.draw_weights(storage_is_empty=True, buffers_only=self.weights_come_later)
             self.post_meta_init()
-        elif device.type != "cpu" and not config.offload_to_cpu:
+        elif not current.is_host and not config.offload_to_cpu:
             module.to(device)
 
     def draw_weights(self, *, storage_is_empty: bool, buffers_only: bool = False) -> None:

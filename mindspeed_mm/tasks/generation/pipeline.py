@@ -175,7 +175,7 @@ def open_pipeline(
 
 def _dtype(said: str | None) -> torch.dtype:
     if said is None:
-        said = "fp32" if accelerator.current().name == "cpu" else "bf16"
+        said = "fp32" if accelerator.current().is_host else "bf16"
     made = to_torch_dtype(DTYPE_NAMES.get(said, said))
     assert made is not None
     return made
@@ -241,9 +241,10 @@ def _offload(config: SoRAInferenceConfig) -> bool:
 
 
 def _placed(pipeline: Any, offload: bool) -> Any:
-    device = accelerator.current().device()
+    current = accelerator.current()
+    device = current.device()
     pipeline.set_progress_bar_config(disable=True)
-    if offload and device.type != "cpu":
+    if offload and not current.is_host:
         pipeline.enable_model_cpu_offload(device=device)
         return pipeline
     return pipeline.to(device)

@@ -39,7 +39,7 @@ def test_backend_on_cpu(requested: str | None, expected: str, said: bool, monkey
 
 def test_backend_of_a_device_beside_the_host() -> None:
     device = CPUAccelerator()
-    device.name, device.collective_backend = "cuda", "nccl"
+    device.name, device.collective_backend, device.is_host = "cuda", "nccl", False
     assert device.resolve_backend("nccl") == "nccl"
     assert device.resolve_backend("nccl", needs_cpu_tensors=True) == "cuda:nccl,cpu:gloo"
     assert device.resolve_backend("cuda:nccl,cpu:gloo") == "cuda:nccl,cpu:gloo"

@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from mindspeed_mm.configs.data_config import CollateParam, DataloaderParam
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
-from mindspeed_mm.data.collate import Collator
+from mindspeed_mm.data.collate import NOTES, Collator
 from mindspeed_mm.data.encode import Sample
+from mindspeed_mm.data.notes import Note
+from mindspeed_mm.data.workers import Failure
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from tests.support.fake_accelerator import fake_accelerator
 from tests.unit.data.data_rows import flat, talk
 from tests.unit.data.rank_batches import RankBatches
 
@@ -107,6 +111,21 @@ def test_pinning_follows_the_device_of_this_process(
     iter(loader)
     assert loader._loader is not None and not loader._loader.pin_memory
     loader.close()
+
+
+def test_a_batch_goes_through_pinned_memory_as_it_is(param: Any, rows: list[Any]) -> None:
+    """What torch's loader pins: tensors, beside lists, notes and numbers."""
+    loader = build_mm_dataloader(build_mm_dataset(param(rows)), None, micro_batch_size=2, global_batch_size=2)
+    batch = {**next(iter(loader)), NOTES: [Note("row 3: odd", "odd")]}
+    with fake_accelerator() as fake:
+        pinned = pin_memory(batch)
+    assert type(pinned) is dict and list(pinned) == list(batch)
+    for key, value in batch.items():
+        assert torch.equal(pinned[key], value) if isinstance(value, torch.Tensor) else pinned[key] == value
+        assert type(pinned[key]) is type(value)
+    assert fake.log == ["pin"] * sum(isinstance(value, torch.Tensor) for value in batch.values())
+    failure = Failure("a row is odd")
+    assert pin_memory(failure) is failure
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -92,7 +92,7 @@ def test_what_leaves_the_device_is_still_on_the_host(monkeypatch, device):
     model = torch.nn.BatchNorm1d(3)  # parameters and buffers
     before = {name: value.clone() for name, value in model.state_dict().items()}
     on_host = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    fake = SimpleNamespace(name=device, device=lambda: torch.device("cpu"))
+    fake = SimpleNamespace(is_host=device == "cpu", device=lambda: torch.device("cpu"))
     monkeypatch.setattr(sora_encode.accelerator, "current", lambda: fake)
     monkeypatch.setattr(sora_encode, "open_parts", lambda *_, **__: SimpleNamespace(modules=lambda: [model]))
     encoder = sora_encode.SampleEncoder(None, None, stays=False)  # type: ignore[arg-type]

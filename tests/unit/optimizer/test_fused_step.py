@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 
 
@@ -21,8 +24,10 @@ class Recorder:
 
 
 @pytest.mark.parametrize("parameters", ["cpu", "cuda"])
-def test_scalars_are_where_the_parameters_are(parameters: str) -> None:
+def test_scalars_are_where_the_parameters_are(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With offload_to_cpu torch would copy them without waiting; without it nothing may wait for the device."""
+    device = SimpleNamespace(holds=lambda tensor: tensor.device.type == "cuda")
+    monkeypatch.setattr(accelerator, "current", lambda: device)
     with FakeTensorMode():
         backend = FSDP2Backend()
         backend._fused, backend.optimizer, backend.ema = True, Recorder(parameters), None

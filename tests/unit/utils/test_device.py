@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_device_moves_and_leaves_dtypes() -> None:
     assert dtypes(move_to_device(batch(), "cpu", "fp16")) == [torch.int64, *[torch.float16] * 3]
 
 
-def test_a_copy_to_the_host_is_waited_for() -> None:
+def test_a_copy_to_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An asynchronous one would hand out memory that the device has not written yet."""
     seen: list[tuple[str, bool]] = []
 
@@ -58,6 +59,7 @@ def test_a_copy_to_the_host_is_waited_for() -> None:
             seen.append((device.type, non_blocking))
             return self
 
+    monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(holds=lambda device: device.type == "meta"))
     for device in ("cpu", "meta"):
         move_to_device(torch.ones(1).as_subclass(Moves), device)
     assert seen == [("cpu", False), ("meta", True)]
