@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 
 import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
+from mindspeed_mm.tools.published_converters import refuse_unknown
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.torch_import import import_torch
@@ -156,14 +157,30 @@ class ParallelConfig:
     """A layout; looked at for mistakes, and without effect, as a checkpoint fits every layout.
 
     Args:
-        llm_pp_layers: language layers of each pipeline stage, [virtual stage][pipeline rank].
+        llm_pp_layers: language layers of each pipeline stage, [12,16], or [virtual stage][pipeline rank], [[12,16]].
         vit_pp_layers: the same of the vision tower.
         tp_size: tensor-parallel ranks.
     """
 
-    llm_pp_layers: list[list[int]] | None = None
-    vit_pp_layers: list[list[int]] | None = None
+    llm_pp_layers: list[list[int]] | list[int] | None = None
+    vit_pp_layers: list[list[int]] | list[int] | None = None
     tp_size: int = 1
+
+    def rows(self, name: str) -> list[list[int]] | None:
+        """The layers of a part as [virtual stage][pipeline rank]."""
+        given = getattr(self, name)
+        return [given] if given and isinstance(given[0], int) else given
+
+
+@dataclass
+class CommonModelConfig:
+    """Which form of the weights; there is one here.
+
+    Args:
+        enable_canonical_hf_struct: no effect, weights are stored under transformers' names, and none is fused.
+    """
+
+    enable_canonical_hf_struct: bool | None = None
 
 
 @dataclass
@@ -174,12 +191,14 @@ class HfToMm:
         mm_dir: receives release/ and latest_checkpointed_iteration.txt.
         hf_config: where the weights are.
         parallel_config: layout of the run.
+        common_model_config: form of the weights.
         trust_remote_code: let config.json bring Python code of its own.
     """
 
     mm_dir: str
     hf_config: HfConfig
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False
 
 
@@ -192,6 +211,7 @@ class MmToHf:
         save_hf_dir: the HF directory to write.
         hf_config: where config.json, tokenizer and so on are.
         parallel_config: layout of the run.
+        common_model_config: form of the weights.
         trust_remote_code: let config.json bring Python code of its own.
     """
 
@@ -199,6 +219,7 @@ class MmToHf:
     save_hf_dir: str
     hf_config: HfConfig
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False
 
 
@@ -208,12 +229,14 @@ class Qwen2_5_VLConverter:
     def hf_to_mm(self, cfg: HfToMm) -> None:
         """Write a HF directory's weights as a checkpoint that either road starts from with --load, in any layout."""
         _check_layout(cfg.hf_config.hf_dir, cfg.parallel_config, cfg.trust_remote_code)
+        _tell_one_form(cfg.common_model_config)
         GenericDCPConverter().hf_to_dcp(cfg.hf_config.hf_dir, cfg.mm_dir, trust_remote_code=cfg.trust_remote_code)
 
     def mm_to_hf(self, cfg: MmToHf) -> None:
         """Write the weights of a checkpoint of either road, from any layout, as a HF directory."""
         hf_dir = cfg.hf_config.hf_dir
         _check_layout(hf_dir, cfg.parallel_config, cfg.trust_remote_code)
+        _tell_one_form(cfg.common_model_config)
         GenericDCPConverter().dcp_to_hf(
             cfg.mm_dir, cfg.save_hf_dir, model_assets_dir=hf_dir, trust_remote_code=cfg.trust_remote_code
         )
@@ -230,13 +253,15 @@ def _check_layout(hf_dir: str, layout: ParallelConfig, trust_remote_code: bool) 
     layers = {"llm_pp_layers": text.num_hidden_layers, "vit_pp_layers": vision.depth}
     stages = set()
     for name, total in layers.items():
-        rows = getattr(layout, name)
+        rows = layout.rows(name)
         if rows is None:
             continue
         stages.add(tuple(len(row) for row in rows))
         found = sum(sum(row) for row in rows)
         if found != total:
-            raise ConfigError(f"--cfg.parallel_config.{name} {rows} adds up to {found}; the model has {total} layers")
+            raise ConfigError(
+                f"--cfg.parallel_config.{name} {getattr(layout, name)} adds up to {found}; the model has {total} layers"
+            )
     if len(stages) > 1:
         raise ConfigError(
             f"--cfg.parallel_config: llm_pp_layers {layout.llm_pp_layers} and vit_pp_layers {layout.vit_pp_layers} "
@@ -252,6 +277,14 @@ def _check_layout(hf_dir: str, layout: ParallelConfig, trust_remote_code: bool) 
             )
     if stages or layout.tp_size > 1:
         notice("--cfg.parallel_config has no effect: a checkpoint fits every layout")
+
+
+def _tell_one_form(form: CommonModelConfig) -> None:
+    if form.enable_canonical_hf_struct:
+        notice(
+            "--cfg.common_model_config.enable_canonical_hf_struct has no effect: weights are stored under "
+            "transformers' names, and none is fused"
+        )
 
 
 class _Unprefixed:
@@ -280,6 +313,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     from jsonargparse import ArgumentParser
 
+    functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}
+    words = list(sys.argv[1:] if argv is None else argv)
+    directions_of = {converter_class.__name__: methods for converter_class, methods in CONVERTERS.items()}
+    try:
+        refuse_unknown(words, {**directions_of, **dict.fromkeys(functions, ())})
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 1
     parser = ArgumentParser(prog="mm-convert", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subcommands(dest="command")
     for converter_class, methods in CONVERTERS.items():
@@ -291,12 +332,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             method.add_argument("--config", action="config", help="YAML file with the arguments")
             method.add_method_arguments(converter_class, name, as_positional=False)
             directions.add_subcommand(name, method, help=method.description)
-    functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}
     for name, function in functions.items():
         sub = ArgumentParser(description=_first_line(function))
         sub.add_function_arguments(function, as_positional=True)
         commands.add_subcommand(name, sub, help=sub.description)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
     _end_quietly_with_the_reader()
     import_torch()
     chosen = options[options.command]

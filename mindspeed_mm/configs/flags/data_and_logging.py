@@ -7,6 +7,8 @@ from typing import Annotated
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
+_ONE_LOGGER = no_effect("metrics.jsonl and tensorboard are the writers here")
+
 
 @dataclass
 class DataArguments:
@@ -67,3 +69,7 @@ class LoggingArguments:
     wandb_save_dir: Annotated[
         str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B folder")
     ] = None
+    enable_one_logger: Annotated[bool, _ONE_LOGGER("tell one_logger of the run")] = False
+    one_logger_project: Annotated[str | None, _ONE_LOGGER("one_logger's project")] = None
+    one_logger_run_name: Annotated[str | None, _ONE_LOGGER("one_logger's run")] = None
+    one_logger_async: Annotated[bool, _ONE_LOGGER("tell it beside the training")] = False

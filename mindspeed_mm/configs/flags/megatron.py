@@ -224,6 +224,13 @@ class MegatronMemoryArguments:
     recompute_skip_core_attention: Annotated[bool, _RECOMPUTE("keep attention's output")] = False
     recompute_num_layers_skip_core_attention: Annotated[int, _RECOMPUTE("in how many layers")] = 0
     swap_attention: Annotated[bool, _MEMORY("activations of attention to the host")] = False
+    reuse_fp32_param: Annotated[
+        bool,
+        no_effect(
+            fsdp2="parameters are kept once, in float32, and nothing is to be reused",
+            ptd="it changes memory only, not what is trained: --use-distributed-optimizer spreads the float32 copies",
+        )("float32 copies share memory with 16-bit parameters"),
+    ] = False
     empty_unused_memory_level: Annotated[Literal[0, 1, 2], _MEMORY("empty the allocator's cache in each step")] = 0
 
 

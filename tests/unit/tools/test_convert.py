@@ -366,6 +366,43 @@ def test_there_and_back_by_the_family(tmp_path: Path, family: str, layout: list[
     assert_same(weights_in(tmp_path / "out"), weights_in(hf_dir))
 
 
+def test_published_forms_of_a_layout_and_of_the_weights(tmp_path: Path, said: list[str]) -> None:
+    """mm_to_hf names the layers of each stage in one list, hf_to_mm in a list of such lists."""
+    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
+    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm"]
+    form = ["--cfg.common_model_config.enable_canonical_hf_struct", "true"]
+    assert convert(*HF_TO_MM, *words, *LAYOUT, *form) == 0
+    flat = ["--cfg.parallel_config.llm_pp_layers", "[1,1]", "--cfg.parallel_config.vit_pp_layers", "[2,0]"]
+    flat += ["--cfg.parallel_config.tp_size", "1", "--cfg.save_hf_dir", tmp_path / "out"]
+    assert convert(*MM_TO_HF, *words, *flat, *form) == 0
+    assert_same(weights_in(tmp_path / "out"), weights_in(hf_dir))
+    assert "enable_canonical_hf_struct has no effect: weights are stored under transformers' names" in "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["WanConverter", "hf_to_mm"],
+            "'WanConverter' is not there yet: pretrain_sora.py reads the diffusers",
+        ),
+        (
+            ["Qwen2VLConverter", "hf_to_mm"],
+            "'Qwen2VLConverter' is not there yet: a run reads the HF directory",
+        ),
+        (["Qwen3TTSConverter", "dcp_to_hf"], "its model is not there yet either"),
+        (["Qwen2_5VLConverter", "hf_to_mm"], "is no command of mm-convert; did you mean 'Qwen2_5_VLConverter'?"),
+        (["Qwen2_5_VLConverter", "resplit"], "it is not needed: a checkpoint fits every layout"),
+        (["Qwen2_5_VLConverter", "lora_hf_to_mm"], "it is not there yet, as LoRA is not"),
+        (["Qwen2_5_VLConverter", "hf_to_mn"], "no direction 'hf_to_mn'; did you mean 'hf_to_mm'"),
+    ],
+)
+def test_converters_that_are_not_there(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(*words, "--cfg.source_path", "x") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ConfigError: ") and sentence in line
+
+
 def test_a_layout_is_said_to_have_no_effect(tmp_path: Path, said: list[str]) -> None:
     hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
     words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir"]
