@@ -62,9 +62,8 @@ class FSDP2Backend:
     def setup(self, args: Any) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
         self.args = args
-        self.config = load_fsdp2_config(args.fsdp2_config_path) if args.fsdp2_config_path else Fsdp2Config()
-        self._overrides = _precision_overrides(self.config, args)
-        self.compute_dtype = self._overrides.get("param_dtype") or self.config.param_dtype or "fp32"
+        self.config = with_precision(load_fsdp2_config(args.fsdp2_config_path), args)
+        self.compute_dtype = self.config.param_dtype or "fp32"
         self.world = start_world(
             args.distributed_backend,
             timeout_minutes=args.distributed_timeout_minutes,
@@ -102,6 +101,7 @@ class FSDP2Backend:
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
             flags=args,
+            fsdp2=self.config,
         )
         on_meta = args.init_model_with_meta_device
         accelerator.current().manual_seed(args.seed)
@@ -125,7 +125,6 @@ class FSDP2Backend:
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
-            model.fsdp2_overrides = self._overrides
             recompute_blocks(_sharded_root(model), self.config, args)
             model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=args.fsdp2_config_path)
         limit_waiting(args.distributed_timeout_minutes)
@@ -347,8 +346,8 @@ def _sharded_root(model: nn.Module) -> nn.Module:
     return getattr(model, "sharded_module", model)
 
 
-def _precision_overrides(config: Fsdp2Config, args: Any) -> dict[str, Any]:
-    """--bf16 and --fp16 choose the compute dtype where fsdp2.yaml does not; parameters are kept in float32.
+def with_precision(config: Fsdp2Config, args: Any) -> Fsdp2Config:
+    """Return fsdp2.yaml with the compute dtype of --bf16 or --fp16 where it names none; parameters stay in float32.
 
     Raises:
         ConfigError: --accumulate-allreduce-grads-in-fp32 beside another reduce_dtype.
@@ -362,10 +361,10 @@ def _precision_overrides(config: Fsdp2Config, args: Any) -> dict[str, Any]:
     flag = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     if flag and config.param_dtype is None:
         notice(f"--{flag}: computed in {flag}, as fsdp2.yaml names no param_dtype; master weights stay float32")
-        return {"param_dtype": flag}
+        return config.model_copy(update={"param_dtype": flag})
     if flag and to_torch_dtype(config.param_dtype) != to_torch_dtype(flag):
         notice(f"--{flag} has no effect: fsdp2.yaml's param_dtype is {config.param_dtype}")
-    return {}
+    return config
 
 
 def _tower_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:

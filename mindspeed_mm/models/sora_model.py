@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ import torch.distributed as dist
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.files import read_json
-from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
-from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
@@ -54,11 +53,10 @@ class SoRAModel(MultiModalModule):
         source: diffusers directory of the predictor, for exports; None if it starts from scratch.
         source_dtype: that exports are written in.
         ema_decay: what model.json asks for; None: nothing.
-        weights_come_later, fsdp2_overrides: see FSDP2Mixin.
+        weights_come_later: see FSDP2Mixin.
     """
 
     weights_come_later: bool = False
-    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, config: Any, tokenizers: Sequence[str | None] = ()) -> None:
         """
@@ -191,7 +189,7 @@ class SoRAModel(MultiModalModule):
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the predictor; see FSDP2Mixin.fully_shard."""
-        config = load_fsdp2_config(fsdp2_config_path)
+        config = fsdp2_config(fsdp2_config_path)
         paths = self._paths(config)
         if paths["sub_modules_to_wrap"] is None:
             paths["sub_modules_to_wrap"] = block_paths(self.predictor)
@@ -206,9 +204,8 @@ class SoRAModel(MultiModalModule):
         if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
             notice("fsdp2.yaml: 'cast_forward_inputs' has no effect here: inputs are made in param_dtype or stay exact")
         # they are what diffusers' pipelines give to a transformer of that dtype: casts would round timesteps and angles
-        overrides = {**self.fsdp2_overrides, **paths, "cast_forward_inputs": False}
-        self._computes_in = to_torch_dtype(overrides.get("param_dtype") or config.param_dtype) or torch.float32
-        self.predictor.fsdp2_overrides = overrides
+        self.predictor.fsdp2_overrides = {**paths, "cast_forward_inputs": False}
+        self._computes_in = to_torch_dtype(config.param_dtype) or torch.float32
         return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 
     def _paths(self, config: Fsdp2Config) -> dict[str, Any]:

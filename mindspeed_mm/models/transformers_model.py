@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ import torch.distributed as dist
 import transformers  # noqa: F401 (here, so that loader workers forked before the model is built share it)
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
-from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
@@ -178,7 +177,7 @@ class TransformersModel(MultiModalModule):
                 "(mindspeed_mm.models.transformers.base_model)"
             )
         self.model.weights_come_later = self.weights_come_later
-        self.model.fsdp2_overrides = {**self.fsdp2_overrides, **self._recompute_overrides(fsdp2_config_path)}
+        self.model.fsdp2_overrides = self._recompute_overrides(fsdp2_config(fsdp2_config_path))
         done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
         if self.traits.language_model is not None and dist.get_world_size(process_group) > 1:
             self._idle_towers.install(self.model.get_submodule(self.traits.language_model))
@@ -187,7 +186,6 @@ class TransformersModel(MultiModalModule):
     expected_factor: Callable[[int], float | torch.Tensor] | None = None
     """In float16: targets of a micro-batch → about what its loss, taken as a sum, is multiplied with in backward."""
     weights_come_later: bool = False
-    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def sharded_module(self) -> torch.nn.Module:
@@ -199,9 +197,8 @@ class TransformersModel(MultiModalModule):
         """The HF directory whose weights a model built on meta waits for; None: it draws random ones by itself."""
         return None if self.described.train_from_scratch else self.source
 
-    def _recompute_overrides(self, fsdp2_config_path: str | None) -> dict[str, Any]:
+    def _recompute_overrides(self, config: Fsdp2Config) -> dict[str, Any]:
         """Non-reentrant recompute where routers must keep their graph."""
-        config = load_fsdp2_config(fsdp2_config_path)
         if self._router_loss is None or not config.recompute_modules or not config.use_reentrant:
             return {}
         notice(

@@ -33,6 +33,7 @@ from mindspeed_mm.optimizer.clip import sum_plain_gradients
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import logger
+from tests.support.tiny_steps import TinySteps
 from tests.support.workers import RankPool
 
 SIZE = 8
@@ -454,9 +455,9 @@ def test_gradients_of_micro_batches_are_summed_in_fp32(
 def test_the_flag_for_fp32_gradients_refuses_another_reduce_dtype() -> None:
     flags = SimpleNamespace(bf16=True, fp16=False, accumulate_allreduce_grads_in_fp32=True)
     for fits in (None, "fp32"):
-        assert backend_module._precision_overrides(Fsdp2Config(reduce_dtype=fits), flags) == {"param_dtype": "bf16"}
+        assert backend_module.with_precision(Fsdp2Config(reduce_dtype=fits), flags).param_dtype == "bf16"
     with pytest.raises(ConfigError, match=r"in-fp32: fsdp2.yaml's reduce_dtype is bf16; write reduce_dtype: fp32, or"):
-        backend_module._precision_overrides(Fsdp2Config(reduce_dtype="bf16"), flags)
+        backend_module.with_precision(Fsdp2Config(reduce_dtype="bf16"), flags)
 
 
 # --- memory
@@ -559,7 +560,7 @@ def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., st
         pytest.raises(InterruptedError),
     ):
         FSDP2Backend().setup(args)
-    assert start.call_args.kwargs == {"needs_cpu_tensors": offload}
+    assert start.call_args.kwargs == {"timeout_minutes": 1, "needs_cpu_tensors": offload}
 
 
 @covers("pin_memory")
@@ -703,3 +704,18 @@ def test_keys_without_effect_are_said_once(ranks2: RankPool, written: Callable[.
     assert one == []
     (line,) = zero
     assert f"'{key}' has no effect here: " in line and "fsdp2.yaml" in line
+
+
+def files_read(path: str) -> tuple[list[str], str, str | None]:
+    """Files that a run reads as fsdp2.yaml, and the dtypes that it and the model compute in."""
+    from mindspeed_mm.configs import fsdp2_config
+
+    read = []
+    with mock.patch.object(fsdp2_config, "read_yaml", side_effect=lambda p: read.append(str(p)) or {}):
+        run = TinySteps("fsdp2", fsdp2_config_path=path, bf16=True)
+    return read, run.backend.compute_dtype, run.backend.model.fsdp2_config.param_dtype
+
+
+def test_the_file_is_read_once_and_the_flags_dtype_is_the_models(ranks2: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "fsdp2.yaml")
+    assert all(found == ([path], "bf16", "bf16") for found in ranks2.run(files_read, path))

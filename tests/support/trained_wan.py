@@ -62,7 +62,6 @@ class Generator(nn.Module):
 
     def fully_shard(self, process_group: Any = None, fsdp2_config_path: str | None = None) -> bool:
         self.predictor.weights_come_later = self.weights_come_later
-        self.predictor.fsdp2_overrides = self.fsdp2_overrides
         return self.predictor.fully_shard(process_group, fsdp2_config_path)
 
 

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.parallel.sizes import ParallelSizes
 
 
@@ -25,6 +26,7 @@ class BuildContext:
         flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
         sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
         loss_group: data-parallel ranks.
+        fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
 
     load_weights: bool = True
@@ -36,6 +38,7 @@ class BuildContext:
     sizes: ParallelSizes | None = None
     pipeline_rank: int = 0
     loss_group: Any = None
+    fsdp2: Fsdp2Config | None = None
 
 
 _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_context", default=None)
@@ -44,6 +47,21 @@ _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_conte
 def current_build_context() -> BuildContext:
     """The context that the backend set; its defaults outside a run."""
     return _current.get() or BuildContext()
+
+
+def fsdp2_config(path: str | None) -> Fsdp2Config:
+    """fsdp2.yaml as the run has read it; another path than the run's, or one outside a run, is read here.
+
+    Args:
+        path: of the file; None: all defaults, or what the run has of them.
+
+    Raises:
+        ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
+    """
+    context = _current.get()
+    if context is not None and context.fsdp2 is not None and path == getattr(context.flags, "fsdp2_config_path", None):
+        return context.fsdp2
+    return load_fsdp2_config(path)
 
 
 @contextmanager

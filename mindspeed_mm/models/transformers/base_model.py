@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
-from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
 from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
@@ -72,7 +72,7 @@ class FSDP2Mixin:
     def _pre_fully_shard(
         self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
     ) -> tuple[dict[str, Any], Fsdp2Config]:
-        config = load_fsdp2_config(fsdp2_config_path) if fsdp2_config_path else Fsdp2Config()
+        config = fsdp2_config(fsdp2_config_path)
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
