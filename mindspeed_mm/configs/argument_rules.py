@@ -126,7 +126,7 @@ def _say_notices(args: Namespace) -> None:
             if getattr(args, name) != default:
                 notice(f"--{name.replace('_', '-')} has no effect here: --use-txt-dynamic-batching is missing")
     if not args.exit_signal_handler:
-        notice("--exit-signal-handler false has no effect here: SIGTERM and SIGUSR1 always save before the exit")
+        notice("--exit-signal-handler false has no effect here: signals always save before the exit")
     if not args.check_for_nan_in_loss_and_grad:
         notice(
             "--no-check-for-nan-in-loss-and-grad has no effect here: a step whose loss or gradient isn't finite is "

@@ -41,23 +41,33 @@ class StopSignal:
     sends its own on to the ranks once more.
 
     A thread counts and ends, as the main thread may be waiting for other ranks, where Python runs no handlers. It also
-    looks whether torchrun still runs: ranks whose launcher was killed would train on, out of anybody's reach.
+    looks whether torchrun still runs: ranks whose launcher was killed would train on, out of anybody's reach. They end
+    at once, but for ranks that are about to save as they were asked to: these have `orphan_seconds` for it.
     """
 
     SIGNALS = tuple(
         getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
     )
 
-    def __init__(self, *, same_seconds: float = 2.0, patience_seconds: float = 5.0, look_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        same_seconds: float = 2.0,
+        patience_seconds: float = 5.0,
+        look_seconds: float = 1.0,
+        orphan_seconds: float = 30.0,
+    ) -> None:
         """
         Args:
             same_seconds: signals that come within so long of the first one are one request.
             patience_seconds: what a signal before `begin` has not ended after so long, as it waits for other ranks,
                 is ended.
             look_seconds: between two looks at the launcher.
+            orphan_seconds: how long a checkpoint may take that was asked for before the launcher was gone.
         """
         self.received: int | None = None
         self._same, self._patience, self._look = same_seconds, patience_seconds, look_seconds
+        self._orphan, self._alone_since = orphan_seconds, 0.0
         self._saves, self._advice = False, ""
         self._first: tuple[int, float] | None = None
         self._is_told = False
@@ -121,11 +131,17 @@ class StopSignal:
                     number = self._first[0]
                     _end(128 + number, str(Interrupted(number)))
                 if self._parent is not None and os.getppid() != self._parent:
-                    _end(
-                        1,
-                        f"torchrun (process {self._parent}), which started this process, has ended without ending it; "
-                        f"ending at once{self._advice}",
-                    )
+                    self._end_alone()
+
+    def _end_alone(self) -> None:
+        """End, as the launcher is gone, unless a checkpoint is about to be saved."""
+        self._alone_since = self._alone_since or time.monotonic()
+        if not self._is_told or time.monotonic() > self._alone_since + self._orphan:
+            _end(
+                1,
+                f"torchrun (process {self._parent}), which started this process, has ended without ending it; ending "
+                f"at once{self._advice}",
+            )
 
     def _count(self, number: int) -> None:
         """One more signal has arrived."""

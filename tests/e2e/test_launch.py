@@ -67,6 +67,7 @@ class Launch:
         log: what it printed.
         ranks, loaders: ids of the training processes and of their data loaders' workers.
         status: torchrun's exit status; negative: ended by that signal.
+        script: that torchrun starts.
     """
 
     words: list[str]
@@ -75,11 +76,12 @@ class Launch:
     ranks: list[int] = field(default_factory=list)
     loaders: list[int] = field(default_factory=list)
     status: int = 0
+    script: Path = ROOT / "pretrain_transformers.py"
 
     def __post_init__(self) -> None:
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
-                [*TORCHRUN, str(ROOT / "pretrain_transformers.py"), *self.words],
+                [*TORCHRUN, str(self.script), *self.words],
                 cwd=ROOT,
                 env=ENVIRONMENT,
                 stdout=output,
@@ -241,3 +243,83 @@ def test_no_process_is_left(story: Story, name: str) -> None:
     while any(map(is_alive, launch.ranks + launch.loaders)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in launch.ranks + launch.loaders if is_alive(pid)] == []
+
+
+#: a script of a user's own: model, loader with a worker, loss
+OWN_SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
+from mindspeed_mm.training import pretrain
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 64)
+
+
+class Model(MultiModalModule, FSDP2Mixin, WeightInitMixin):
+    def __init__(self):
+        super().__init__({})
+        self.layer = nn.Linear(4, 1)
+        self.init_weights()
+
+    def forward(self, rows):
+        return self.layer(rows).pow(2).mean()
+
+
+def loaders():
+    args, rows = get_args(), Rows()
+    sampler = DistributedSampler(rows, args.data_parallel_size, args.data_parallel_rank)
+    return DataLoader(rows, args.micro_batch_size, sampler=sampler, num_workers=1), None, None
+
+
+pretrain(
+    loaders, Model, forward_step_func=lambda batches, model: (model(next(batches)), lambda output: (output, {}))
+)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_script_of_ones_own_is_stopped_as_ours_are(name: str, tmp_path: Path) -> None:
+    """SIGTERM as a scheduler sends it: to every process at once, and torchrun sends it on to the ranks once more.
+
+    SIGUSR1 to torchrun alone kills torchrun, and its ranks end, with nothing left that is half written.
+    """
+    (script := tmp_path / "mine.py").write_text(OWN_SCRIPT)
+    (plan := tmp_path / "fsdp2.yaml").write_text("sharding_size: auto\nsub_modules_to_wrap:\n  - layer\n")
+    files: dict[str, Any] = {"fsdp2.yaml": plan, "model.json": None, "data.json": None, "tools.json": None}
+    run = tmp_path / "run"
+    settings: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 1_000_000, "save": run}
+    words = launch_flags(files, **settings, num_workers=1)
+    launch = Launch(words, run, tmp_path / "log.txt", script=script)
+    try:
+        launch.wait_for_step(2)
+        if name == "SIGTERM":
+            launch.stop_workers()
+        os.kill(launch.process.pid, getattr(signal, name))
+        launch.wait()
+        deadline = time.monotonic() + 30
+        while any(map(is_alive, launch.ranks + launch.loaders)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [pid for pid in launch.ranks + launch.loaders if is_alive(pid)] == []
+    finally:
+        launch.leave_nothing()
+    output = launch.log.read_text()
+    if name == "SIGUSR1":
+        assert launch.status == -signal.SIGUSR1 and launch.saved() == 0
+        assert output.count("has ended without ending it; ending at once") == 1
+        assert [path.name for path in run.iterdir() if path.name != "run.lock"] == ["metrics.jsonl"]
+        return
+    assert launch.status == (1 if name == "SIGINT" else launch.status)
+    assert launch.saved() == launch.last() >= 2
+    assert output.count(f"ended after iteration {launch.saved()} of 1000000; its checkpoint is in '{run}'") == 1
+    assert "once more" not in output and output.count("Traceback") == (launch.status != 0)  # torchrun's own

@@ -38,4 +38,4 @@ class TrainingArguments:
             minimum=0,
         ),
     ] = 100
-    exit_signal_handler: Annotated[bool, flag("SIGTERM and SIGUSR1 save a checkpoint and exit; always on")] = True
+    exit_signal_handler: Annotated[bool, flag("signals save a checkpoint and exit; always on")] = True

@@ -133,6 +133,15 @@ def test_a_rank_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
 
 
+def test_a_rank_that_is_about_to_save_may_do_so_without_its_launcher(tmp_path: Path) -> None:
+    """A scheduler's SIGUSR1 ends torchrun, which doesn't know it, and asks its ranks to save."""
+    body = BEGIN.replace("look_seconds=0.05", "look_seconds=0.05, orphan_seconds=0.5").replace(
+        '    stop.begin("run")\n', '    stop.begin("run"); send("SIGUSR1"); stop._parent = 0\n'
+    )
+    done = run(f"{body}    time.sleep(0.3); print('saved', flush=True); time.sleep(5)\n", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "saved\n") and "has ended without ending it" in done.stderr
+
+
 def test_torchrun_ends_the_peers_of_a_failed_rank_without_a_word(tmp_path: Path) -> None:
     """A step can't end any more where a rank is missing: nothing is waited for, and nothing said."""
     (tmp_path / "first_failure").write_text("rank 1: DataError: row 3")
