@@ -17,6 +17,9 @@ from mindspeed_mm.utils.first_failure import claim, said
 #: the process that started this one, as of the first import
 _PARENT = os.getppid()
 
+#: no signal has this number
+_END = b"\0"
+
 _active: StopSignal | None = None
 
 
@@ -107,9 +110,16 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
-        os.close(self._wakeup)
+        os.write(self._wakeup, _END)  # forked children may hold the pipe open: closing it tells nothing
         self._thread.join()
+        os.close(self._wakeup)
         os.close(self._ear)
+
+    def leave_a_child(self) -> None:
+        """Give a child that was forked before `begin` the handlers that were there; later ones stay deaf."""
+        if not self._saves:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -122,7 +132,7 @@ class StopSignal:
             while True:
                 if selector.select(self._look):
                     numbers = os.read(self._ear, 64)
-                    if not numbers:
+                    if _END in numbers:
                         return
                     for number in numbers:
                         if number in self._previous:
@@ -187,10 +197,13 @@ def _say(text: str) -> None:
 
 
 def _in_a_child() -> None:
-    """A forked child's signals are its own, until it installs handlers."""
+    """A forked child's signals and its parent are its own; before training they do there what they did."""
+    global _PARENT
+    _PARENT = os.getppid()
     if _active is not None:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
+            _active.leave_a_child()
 
 
 if hasattr(os, "register_at_fork"):

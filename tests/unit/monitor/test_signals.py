@@ -108,6 +108,15 @@ def test_a_forked_child_has_signals_of_its_own() -> None:
     body = f"{BEGIN}    pid = os.fork()\n    if not pid: send('SIGTERM', 0.1); os._exit(0)\n"
     done = run(body + "    os.waitpid(pid, 0); time.sleep(0.1); print(stop.requested, stop._first)\n")
     assert done.stdout == "False None\n" and done.stderr == ""
+    body = body.replace('    stop.begin("run")\n', "") + "    print(os.waitpid(pid, 0)[1], stop.requested)\n"
+    assert run(body).stdout == f"{int(signal.SIGTERM)} False\n"
+
+
+def test_a_forked_child_doesnt_hold_up_the_end() -> None:
+    """A loader's workers may still run when an error ends the run."""
+    body = f"{BEGIN}    pid = os.fork()\n    if not pid: time.sleep(9)\n    began = time.monotonic()\n"
+    done = run(body + "print(time.monotonic() - began < 1)\nos.kill(pid, signal.SIGKILL)\n")
+    assert done.stdout == "True\n"
 
 
 def test_a_rank_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
