@@ -27,6 +27,7 @@ from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
+from mindspeed_mm.utils.extras import missing_library_as_sentence, require_extra
 from mindspeed_mm.utils.first_failure import claim, tell, tell_after, tell_torchrun
 from mindspeed_mm.utils.interrupted import SENTENCE
 from mindspeed_mm.utils.log import notice
@@ -75,8 +76,19 @@ def describe_run(
     merge_mm_args(args, own_model=own_model, own_data=own_data, model_kind=model_kind, data_kind=data_kind)
     args.tools = ToolsConfig.from_dict(getattr(args.mm, "tool", None) or {})
     validate_args(args, world_size_from_env())
+    _require_extras(args, model_kind)
     set_args(args)
     return args
+
+
+def _require_extras(args: Any, model_kind: FileKind) -> None:
+    """Refuse a run whose flags ask for packages that aren't installed."""
+    if not args.use_torch_fsdp2:
+        require_extra("megatron", "the Megatron backend, which trains without --use-torch-fsdp2,")
+    if model_kind == "generation":
+        require_extra("generation", "a model that makes images or videos")
+    if args.tensorboard_dir:
+        require_extra("tensorboard", "--tensorboard-dir")
 
 
 def prepare_process(args: Any) -> None:
@@ -114,7 +126,8 @@ def errors_as_sentences() -> Iterator[None]:
     followed from that.
     """
     try:
-        yield
+        with missing_library_as_sentence():
+            yield
     except MMError as error:
         _outlive_peers()
         tell(f"{kind_of(error)}: {error}")

@@ -13,6 +13,7 @@ from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.media import Clip, Foreseen, Geometry, Kind
 from mindspeed_mm.data.processor_steps import check_steps
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.extras import missing_library, require_torchvision
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.media_reader import MediaLimits
@@ -105,6 +106,8 @@ class DefaultAdapter:
         """
         import transformers
 
+        if has_processor(path):
+            require_torchvision(f"the processor of {path}")
         extra: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
         if options.fix_mistral_regex:
             extra["fix_mistral_regex"] = True
@@ -116,7 +119,8 @@ class DefaultAdapter:
             else:
                 return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {error}") from error
+            why = missing_library(error) or error
+            raise ConfigError(f"{_PATH_KEY}: the processor of {path} can't be loaded: {why}") from error
         check_steps(processor, options, path)
         return _tiled(processor, options, path)
 

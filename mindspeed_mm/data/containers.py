@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.extras import require_extra
 
 
 class Deadline:
@@ -49,7 +50,9 @@ def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple
 
     Raises:
         BadSample: The file can't be opened or decoded.
+        ConfigError: No package that reads it is installed.
     """
+    require_extra("video" if kind == "video" else "audio", f"{file.label}: a {kind}")
     import av
 
     deadline = Deadline(file, kind, seconds)

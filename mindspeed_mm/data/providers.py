@@ -28,7 +28,7 @@ from mindspeed_mm.data.rank_check import (
     settle_length,
     settle_parts,
 )
-from mindspeed_mm.data.usable import refuse_unusable
+from mindspeed_mm.data.usable import refuse_unusable, require_media_packages
 from mindspeed_mm.data.user_order import DataSetOrder, LoaderOrder
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -116,6 +116,7 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
     max_length = min(limits, default=None)
     datasets = build_mm_dataset(data.dataset_param, max_length=max_length, adapter=adapter, seed=args.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
+    require_media_packages(train.source)
     train.check_model(*_model_config(args))
     if batching.balance or pack_capacity(train, batching) is not None:
         batching = replace(batching, costs=_costs(args))

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from mindspeed_mm.utils.errors import BadSample, DataError
+from mindspeed_mm.utils.extras import require_extra
 
 #: bytes of decoded row groups that one process holds of one parquet file
 HELD_BYTES = 1 << 30
@@ -29,6 +30,7 @@ class _TableFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._opened: Any = None
+        require_extra("tables", f"{path}: {self.kind} file")
         try:
             self._ends = list(accumulate(self._sizes()))  # rows up to the end of each part
         except Exception as error:  # pyarrow's own error classes vary by version

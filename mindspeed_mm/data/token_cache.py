@@ -20,6 +20,7 @@ import numpy as np
 from mindspeed_mm.data.encode import PlannedMedium, Prepared
 from mindspeed_mm.data.workers import forked
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.log import logger
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def open_cache(dataset: RecordDataset) -> TokenCache:
             "dataset_param.basic_parameters.preprocess_on_fly is false, and there is no cache_dir; name a folder for "
             "the token cache, or leave preprocess_on_fly out"
         )
+    require_extra("tables", "dataset_param.basic_parameters.preprocess_on_fly false: the token cache")
     folder = Path(basic.cache_dir).absolute()
     path = folder / f"tokens-{_key(dataset)}.arrow"
     lock = path.with_suffix(".lock")

@@ -7,9 +7,34 @@ from collections import Counter
 from typing import Any
 
 from mindspeed_mm.utils.errors import DataError, MMError
+from mindspeed_mm.utils.extras import has_extra, require_extra
 
 _MOST_ROWS = 1000
 _MOST_SECONDS = 30.0
+
+
+def require_media_packages(source: Any) -> None:
+    """Where the package that reads videos and sounds is missing, look through the rows for media that need it.
+
+    Args:
+        source: a RowSource.
+
+    Raises:
+        ConfigError: a row has a video or a sound, and nothing that reads it is installed.
+    """
+    if has_extra("video"):
+        return
+    row, started = 0, time.monotonic()
+    while source.has(row) and time.monotonic() - started < _MOST_SECONDS:
+        try:
+            media = source.read(row).media
+        except MMError:  # of a row that is told when its turn comes
+            media = ()
+        for ref in media:
+            if ref.kind != "image" and not ref.frames:
+                what = "a sound" if ref.kind == "audio" else "a video"
+                require_extra(ref.kind, f"{source.where(row)}: {what}")
+        row += 1
 
 
 def refuse_unusable(dataset: Any, num_rows: int | None) -> None:

@@ -27,6 +27,7 @@ import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to 
 from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
 from mindspeed_mm.tools.published_converters import refuse_unknown
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.torch_import import import_torch
 
@@ -311,6 +312,11 @@ CONVERTERS: dict[type, tuple[str, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    try:
+        require_extra("convert", "mm-convert")
+    except MMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     from jsonargparse import ArgumentParser
 
     functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}

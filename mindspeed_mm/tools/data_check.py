@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_mm.utils.errors import BadSample, ConfigError
+from mindspeed_mm.utils.extras import has_extra
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
     lengths = [length for row in facts for length in row.lengths]
-    if lengths:
+    if lengths and has_extra("plots"):
         draw_lengths(lengths, dataset.max_length, folder / "lengths.png")
+    elif lengths:
+        print("lengths.png is left out: it needs matplotlib, which isn't installed; pip install 'mindspeed_mm[plots]'")
     _tell(report, folder)
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
     ends = any(reason != "longer than the length limit" for reason in report["left_out"])

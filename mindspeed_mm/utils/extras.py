@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -73,9 +75,21 @@ def missing_library(error: BaseException) -> str | None:
     Returns:
         A sentence, or None if the error is of another kind.
     """
-    found = re.match(r"\s*(\S+) requires the (.+?) library but it was not found", str(error))
+    found = re.match(r"\s*(\S+) requires (?:the )?(.+?) library(?:,|\.)? (?:but it|But that) was not found", str(error))
     if not isinstance(error, ImportError) or found is None:
         return None
     thing, library = found[1], found[2]
     package = {"pytorch": "torch", "pil": "pillow"}.get(library.lower(), library.lower().replace(" ", "-"))
     return f"{thing} needs {library}, which isn't installed; pip install {package}"
+
+
+@contextmanager
+def missing_library_as_sentence() -> Iterator[None]:
+    """Raise a ConfigError in place of what `missing_library` knows; other errors go on as they are."""
+    try:
+        yield
+    except ImportError as error:
+        sentence = missing_library(error)
+        if sentence is None:
+            raise
+        raise ConfigError(sentence) from error

@@ -8,17 +8,15 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.sample_random import uniform
 
 
 @functools.cache
-def _ftfy() -> ModuleType | None:
-    try:
-        import ftfy
-    except ImportError:
-        notice("text_preprocess_methods basic_clean: ftfy isn't installed; HTML entities only are put right")
-        return None
+def _ftfy() -> ModuleType:
+    require_extra("generation", "text_preprocess_methods: basic_clean")
+    import ftfy
+
     return ftfy
 
 
@@ -27,13 +25,15 @@ def clean(text: str, methods: Sequence[str]) -> str:
 
     Args:
         text: As the row has it.
-        methods: In order: basic_clean (broken characters put right where ftfy is installed, HTML entities resolved
-            twice, space at the ends cut), whitespace_clean (runs of space become one).
+        methods: In order: basic_clean (broken characters put right, HTML entities resolved twice, space at the ends
+            cut), whitespace_clean (runs of space become one).
+
+    Raises:
+        ConfigError: basic_clean, and ftfy isn't installed.
     """
     for method in methods:
         if method == "basic_clean":
-            repair = _ftfy()
-            text = html.unescape(html.unescape(repair.fix_text(text) if repair is not None else text)).strip()
+            text = html.unescape(html.unescape(_ftfy().fix_text(text))).strip()
         else:
             text = re.sub(r"\s+", " ", text).strip()
     return text

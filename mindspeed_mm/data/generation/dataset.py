@@ -24,6 +24,7 @@ from mindspeed_mm.data.media import SampleSize
 from mindspeed_mm.data.media_files import MediaFile, find_media
 from mindspeed_mm.data.plan import FILLER
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.sample_random import sample_key, uniform
 
 
@@ -206,6 +207,8 @@ class GenerationDataset(ShapedDataset):
         training: bool = True,
     ) -> None:
         super().__init__(param, rule, shapes, np.arange(len(source)) if indices is None else indices, training)
+        if param.dataset_type != "t2i":
+            require_extra("video", f"dataset_param.dataset_type '{param.dataset_type}' of clips")
         self.source = source
         self._reader = ClipReader(param.preprocess_parameters)
         self._pictures_only = param.dataset_type == "t2i"
@@ -217,8 +220,10 @@ class GenerationDataset(ShapedDataset):
 
     def warm_up(self) -> None:
         """Import what workers need, so that they share it."""
-        import av  # noqa: F401
         import PIL.Image  # noqa: F401
+
+        if not self._pictures_only:
+            import av  # noqa: F401
 
         if any(steps is not None for steps in self._steps.values()):
             import torchvision.transforms.v2.functional  # noqa: F401

@@ -30,6 +30,7 @@ from mindspeed_mm.tasks.generation.sampling import (
     generate,
 )
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import info_rank0
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     flags = parse_flags(words)
+    require_extra("generation", "a model that makes images or videos")
     _quiet()
     config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data) if flags.mm_model else None
     said = config.sampling if config is not None else SamplingKeys()
@@ -69,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = _open(config, flags)
     options = sampling_options(flags, said)
     check_size(options.size, made.rule)
+    if options.size[0] > 1:
+        require_extra("video", f"a sample of {options.size[0]} frames, which is written as a video,")
     if made.needs_image != (images is not None):
         raise ConfigError(
             "this model begins with a picture; give --images, one path a line beside each prompt"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import replace_file, working_file
 
 _RECORDS = ".samples"
@@ -129,6 +130,7 @@ def read_frames(path: Path, at: Sequence[float] | None = None) -> list[np.ndarra
         at: shares of the length, 0 … 1: only the frames there; None: all.
     """
     if path.suffix == ".mp4":
+        require_extra("video", f"{path}: a video")
         import av
 
         with av.open(str(path)) as container:

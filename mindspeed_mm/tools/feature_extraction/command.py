@@ -16,6 +16,7 @@ from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, s
 from mindspeed_mm.configs.sections import Bool, Section, build_section, plain, raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.utils.errors import ConfigError, MMError, kind_of
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import notice
 
@@ -98,6 +99,7 @@ def run(options: argparse.Namespace, family: str | None = None) -> int:
         ConfigError, DataError, CheckpointError: what can't be used, and what to write instead; features made
             otherwise are in the folder already.
     """
+    require_extra("generation", "the extraction of features")
     from mindspeed_mm import accelerator
     from mindspeed_mm.configs.config import MMConfig, settle_caption_length, settle_remote_code
     from mindspeed_mm.configs.generation_data import GenerationDataConfig

@@ -205,10 +205,7 @@ def test_captions(clips: Path) -> None:
     assert some.rule.text_dropout is None and some.text_dropout == 0.25
 
 
-@pytest.mark.parametrize("has_ftfy", [True, False])
-def test_cleaned_captions(has_ftfy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_ftfy:
-        monkeypatch.setattr(captions, "_ftfy", lambda: None)
+def test_cleaned_captions() -> None:
     assert captions.clean("  a &amp;amp; b\n\n c ", ("basic_clean", "whitespace_clean")) == "a & b c"
     assert captions.clean(" a  b ", ("whitespace_clean",)) == "a b" and captions.clean(" a  b ", ()) == " a  b "
 
