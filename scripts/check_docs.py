@@ -4,7 +4,9 @@
 
 Snippets of JSON and YAML must load through the schemas, Python must compile and its imports of this package exist,
 commands must be of programs and files that there are, with flags that the program knows. Links and paths of the
-repository that the text names must lead somewhere, and so must the flags that it names.
+repository that the text names must lead somewhere, and so must the flags that it names. A Chinese page has the
+sections, the snippets and the tables of the English one. Fences without a language show what is printed and are
+not read. scripts/run_docs.py runs what a tiny model can be trained and converted by.
 """
 
 from __future__ import annotations
@@ -166,12 +168,28 @@ def check_text(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: there is no '{path}'"
 
 
+def check_translation(page: Path) -> Iterator[str]:
+    """What a Chinese page lacks of the English one, or has beyond it."""
+    english = page.with_name(page.name.replace(".zh.md", ".md"))
+    for what, count in (
+        ("sections", lambda text: len(re.findall(r"^#+ ", text, re.MULTILINE))),
+        ("fences", lambda text: re.findall(r"^```(\w*)$", text, re.MULTILINE)),
+        ("rows of tables", lambda text: len(re.findall(r"^\| ", text, re.MULTILINE))),
+        ("names of flags", lambda text: sorted(set(re.findall(r"`(--[a-z][\w-]*)", text)))),
+    ):
+        ours, theirs = (count(file.read_text(encoding="utf-8")) for file in (page, english))
+        if ours != theirs:
+            yield f"{page.relative_to(ROOT)} has {what} {ours}, and {english.relative_to(ROOT)} has {theirs}"
+
+
 def main() -> int:
     """Print what is wrong; returns the exit status."""
     problems: list[str] = []
     checked = 0
     for page in documents():
         problems += check_text(page)
+        if page.name.endswith(".zh.md"):
+            problems += check_translation(page)
         for place, language, text in snippets(page):
             if language not in (*CHECKS, ""):
                 problems.append(f"{place}: nobody knows how to check '{language}'; expected {', '.join(CHECKS)}")

@@ -1,12 +1,14 @@
 """Write docs/models.md from the registry: every adapted family, what it reads, and the sizes that tests hold.
 
-`python scripts/make_models_docs.py` writes the file; `--check` only says whether it is up to date.
+`python scripts/make_models_docs.py` writes the file; `--check` only says whether it is up to date, and whether the
+README files count as many families.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
 from mindspeed_mm.models.predictor.family import PredictorFamily  # noqa: E402
 from mindspeed_mm.models.predictor.family import families as predictors  # noqa: E402
 from mindspeed_mm.models.transformers.family import FamilyTraits, traits_of  # noqa: E402
+from mindspeed_mm.models.transformers.paths import OLDER_PATHS  # noqa: E402
 from tests.support.families import families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -55,9 +58,13 @@ Any other architecture of transformers with a language-model head trains on FSDP
 ## Paths of older layouts
 
 `sub_modules_to_wrap`, `ignored_modules` and `recompute_modules` are paths of the model as transformers has it today.
-Paths of older layouts and of other implementations (`visual.blocks.{*}`, `thinker.model.layers.{*}`,
-`text_decoder.decoder.layers.{*}`, `model.layers.{*}` of a model with an encoder) are read by the part that they begin
-with where they match nothing as written; a notice says the path to write.
+Paths of older layouts that published files name are still read where they match nothing as written, also with more
+behind them (`visual.blocks.{*}`); a notice says the path to write:
+
+<older paths>
+
+A path that is neither in the model nor in this table is an error. All of a file are named at once, each with the
+nearest path of the model.
 
 ## Balance of experts
 
@@ -89,9 +96,9 @@ GENERATION_REST = """
 may hold pictures too: clips of one frame.
 
 Published words (`wandit`, `hunyuanvideo15dit`, and the structure as `hidden_size`, `num_layers` …) are translated into
-diffusers' configuration; paths of fsdp2.yaml in the words of older layouts (`predictor.head`) are too, and a notice
-says the path to write. Wan 2.2's A14B has two transformers: each is a training of its own, with its part of the
-timesteps.
+diffusers' configuration; so are the paths that published fsdp2.yaml files name (`predictor.head` of Wan,
+`predictor.double_blocks` of HunyuanVideo 1.5), and a notice says the path to write. Wan 2.2's A14B has two
+transformers: each is a training of its own, with its part of the timesteps.
 
 A family is one file in `mindspeed_mm/models/predictor/`: which class, which pipelines, how it is asked.
 """
@@ -142,7 +149,20 @@ def make_page() -> str:
     adapted = table(HEAD, [row(name) for name in ModelHub.families()])
     of_pictures = sorted(set(predictors().values()), key=lambda family: family.names)
     generation = table(GENERATION_HEAD, [generation_row(family) for family in of_pictures])
-    return INTRODUCTION + "\n" + adapted + REST + GENERATION + generation + GENERATION_REST
+    older = table(("published", "today"), [[f"`{old}`", f"`{new}`"] for old, new in OLDER_PATHS.items()])
+    rest = REST.replace("<older paths>\n", older)
+    return INTRODUCTION + "\n" + adapted + rest + GENERATION + generation + GENERATION_REST
+
+
+#: README → how it says the number of adapted families
+COUNTS = {"README.md": r"\| families \| (\d+), each", "README.zh.md": r"(\d+) 个系列"}
+
+
+def miscounted() -> list[str]:
+    """README files that say another number of families than there are."""
+    count = len(ModelHub.families())
+    said = {name: re.findall(form, (ROOT / name).read_text(encoding="utf-8")) for name, form in COUNTS.items()}
+    return [f"{name} says {found} families; there are {count}" for name, found in said.items() if found != [str(count)]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -151,7 +171,9 @@ def main(argv: Sequence[str]) -> int:
     if "--check" in argv:
         fresh = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
         print(f"{PAGE} is {'up to date' if fresh else 'out of date: run scripts/make_models_docs.py'}")
-        return 0 if fresh else 1
+        wrong = miscounted()
+        print("\n".join(wrong))
+        return 0 if fresh and not wrong else 1
     PAGE.write_text(page, encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0
