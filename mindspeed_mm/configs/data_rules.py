@@ -106,6 +106,11 @@ NO_EFFECT = (
         r"dataset_param\.(template_name|patch_size|down_sample_ratio|use_thumbnail)",
         "the model's own processor and chat template decide",
     ),
+    NoEffect(
+        r"dataset_param\.preprocess_parameters\.(image_reader_type|video_reader_type|image_processer_type)",
+        "Pillow reads pictures and PyAV videos, and the model's own processor makes pixel values of them",
+    ),
+    NoEffect(r"dataset_param\.use_text_processer", "rows always become tokens by the chat template"),
     NoEffect(r"dataset_param\.group_by_length", "write dataloader_param.sampler_type: LengthGroupedSampler"),
     NoEffect(r"val_dataset_param(\..*)?", "validation rows come from dataset_param.basic_parameters.val_dataset"),
     NoEffect(r".*", "it belongs to a dataset type other than huggingface"),

@@ -35,6 +35,12 @@ REFUSED = (
         "the model's own loss isn't exact over ranks and micro-batches; expected one of default, per_sample_loss, "
         "per_token_loss, token_loss, square_loss",
     ),
+    Refused(
+        "image_encoder.vision_encoder.ckpt_path",
+        is_given,
+        "weights are read from init_from_hf_path or --load, never for one part; put the part's weights into that "
+        "directory, and remove the key",
+    ),
     Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
     Refused(
         "patch.adaptive_clip_grad_norm", is_on, "adaptive clipping is not there yet; write false and use --clip-grad"
@@ -53,6 +59,7 @@ NO_EFFECT = (
         rf"{_PART}\.(activation_offload|synchronize_per_layer)|activation_offload_plan.*",
         "memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
     ),
+    NoEffect(r"text_decoder\.is_causal", "a language model's attention is causal whatever the kernel"),
     NoEffect(rf"{_PART}\.attn_layout", "attn_implementation chooses the kernel, and the kernel its layout"),
     NoEffect(
         rf"{_PART}\.(use_npu_fused_moe|moe_grouped_gemm|moe_permute_fusion|moe_token_dispatcher_type"

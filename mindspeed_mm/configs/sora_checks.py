@@ -162,6 +162,8 @@ def _text_encoders(config: SoRAModelConfig) -> list[str]:
             )
         elif config.init_from_diffusers is None:
             problems.append(f"{config.file}: '{key}.from_pretrained' is missing: the directory of the encoder")
+        if encoder.byT5_ckpt_path is not None and not Path(encoder.byT5_ckpt_path).is_file():
+            problems.append(f"{config.file}: '{key}.byT5_ckpt_path': {describe_missing(encoder.byT5_ckpt_path)}")
         if encoder.tokenizer is not None and not Path(encoder.tokenizer).is_dir():
             problems.append(f"{config.file}: '{key}.tokenizer': {describe_missing(encoder.tokenizer)}")
     return problems

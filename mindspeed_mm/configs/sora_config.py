@@ -107,6 +107,9 @@ class TextEncoderConfig(Section):
     ucg_rate: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         None, description="share of captions that are left out, so that guidance can be used; absent = data.json's cfg"
     )
+    byT5_ckpt_path: str | None = Field(
+        None, description="file of a glyph encoder's weights (a torch checkpoint), in place of the directory's"
+    )
     max_length: Count | None = Field(
         None,
         description="longest caption in tokens; absent = data.json's tokenizer_config.model_max_length, or the family's"
@@ -295,7 +298,11 @@ class SoRAModelConfig(Section):
         no_effect = {p: v for p, v in no_effect.items() if not STRUCTURE.fullmatch(p)}
         fields = [*key_paths(cls), *(f"text_encoder.{name}" for name in TextEncoderConfig.model_fields)]
         problems = unknown_key_problems("model", file, {**keys.unknown, **unknown}, fields, published)
-        problems += refusals({**data, **keys.published, **inner}, REFUSED, file)  # data: "dpo" is an object
+        problems += refusals({**data, **keys.published}, REFUSED, file)  # data: "dpo" is an object
+        listed = data.get("text_encoder")
+        for item in listed if isinstance(listed, list) else [listed]:
+            given = {f"text_encoder.{key}": value for key, value in item.items()} if isinstance(item, dict) else {}
+            problems += refusals(given, REFUSED, file)
         config = None
         if not problems:
             config, problems = validate_section(cls, typed, file)

@@ -16,7 +16,16 @@ from pydantic import BeforeValidator, Field
 from mindspeed_mm.configs.config import settle_caption_length
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.flags.spec import flag
-from mindspeed_mm.configs.published import NoEffect, Refused, is_given, is_on, published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.published import (
+    NoEffect,
+    Refused,
+    is_given,
+    is_not_zero,
+    is_on,
+    published_paths,
+    refusals,
+    say_no_effect,
+)
 from mindspeed_mm.configs.scalars import read_float, read_int
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Float, Int, Section, build_section, plain, raise_all
 from mindspeed_mm.configs.sora_config import DiffusionConfig, Share, SoRAModelConfig
@@ -135,6 +144,15 @@ _OUTSIDE = (
 )
 _REFUSED = (
     Refused("video", is_given, "making videos of videos is not there yet; remove it"),
+    Refused(
+        "pipeline_config.guidance_rescale", is_not_zero, "guided predictions are not rescaled; write 0, or remove it"
+    ),
+    Refused("pipeline_config.use_meanflow", is_on, "mean flows are not there; write false"),
+    Refused(
+        "frame_interval",
+        lambda value: value not in (None, 1),
+        "every frame of a sample is written; write 1, or remove it",
+    ),
     Refused("use_prompt_preprocess", is_on, "prompts are not rewritten here; write false"),
 )
 _NO_EFFECT = (

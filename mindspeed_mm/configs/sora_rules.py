@@ -42,6 +42,17 @@ REFUSED = (
     Refused(
         "patch.layerwise_disaggregated_training", is_on, "layer-wise disaggregated training is not there; write false"
     ),
+    Refused(
+        "text_encoder.hidden_state_skip_layer",
+        lambda value: value is not None and value != 2,
+        "states are taken where the model's diffusers pipeline takes them, two layers before the last; write 2, or "
+        "remove it",
+    ),
+    Refused(
+        "text_encoder.output_key",
+        lambda value: value not in (None, "hidden_states", "last_hidden_state", "pooler_output"),
+        "states are those that the model's diffusers pipeline takes; remove it",
+    ),
     Refused("text_encoder.load_in_8bit", is_on, "text encoders compute in text_encoder.dtype; write false"),
 )
 
@@ -50,10 +61,6 @@ NO_EFFECT = (
     NoEffect(r"predictor\.(use_fused_rmsnorm|fp32_calculate)", "the kernels are diffusers' own"),
     NoEffect(r"patch\..*|allow_internal_format", "nothing is patched"),
     NoEffect(r"text_encoder\.(hub_backend|low_cpu_mem_usage|load_in_8bit)", "files are read from the directory"),
-    NoEffect(
-        r"text_encoder\.byT5_ckpt_path",
-        "the encoder is read from from_pretrained as it is: name the directory of the glyph encoder's own weights",
-    ),
     NoEffect(r"text_encoder\..*", "captions are encoded as the model's diffusers pipeline does it"),
     NoEffect(r"ae\.i2v_processor\..*", "the first frame is made a condition as the model's diffusers pipeline does it"),
     NoEffect(r"ae\.freeze", "the autoencoder is never trained"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mindspeed_mm.configs.sora_config import TextEncoderConfig
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -48,8 +51,51 @@ def load_encoder(
         # the words' part of a model of pictures and words
         inner = model.get_decoder()
         model = inner if isinstance(inner, expected) else model
+    if described.byT5_ckpt_path is not None:
+        load_glyph_weights(model, Path(described.byT5_ckpt_path), where)
     model.requires_grad_(False)
     return model.eval()
+
+
+def load_glyph_weights(model: Any, file: Path, where: str) -> None:
+    """Give an encoder of T5's kind the weights of a glyph checkpoint: those of its `encoder`, whatever stands before.
+
+    Such a checkpoint has rows for marks of colours and fonts behind the bytes; captions hold none of them, and the rows
+    come along.
+
+    Args:
+        model: with `encoder`, a stack of blocks over embedded tokens.
+        file: a torch checkpoint: tensors by name, or under `state_dict`.
+        where: file and key, for messages.
+
+    Raises:
+        ConfigError: the model is no encoder of T5's kind.
+        CheckpointError: the file can't be read as tensors, or lacks weights of the encoder, or holds others.
+    """
+    if not hasattr(model, "encoder") or not hasattr(model, "resize_token_embeddings"):
+        raise ConfigError(f"{where}: 'byT5_ckpt_path' is for an encoder of T5's kind, not for {type(model).__name__}")
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{where}: byT5_ckpt_path '{file}' can't be read as a file of tensors: {reason}"
+        ) from error
+    tensors = content.get("state_dict", content) if isinstance(content, dict) else {}
+    last = "embed_tokens.weight"
+    starts = [name.removesuffix(last) for name in tensors if str(name).endswith(last) and "decoder" not in name]
+    if not starts:
+        raise CheckpointError(f"{where}: byT5_ckpt_path '{file}' holds no {last} of an encoder")
+    start = min(starts, key=len)
+    found = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+    model.resize_token_embeddings(found[last].shape[0])
+    problems = model.encoder.load_state_dict(found, strict=False)
+    wrong = [*problems.missing_keys, *problems.unexpected_keys]
+    if wrong:
+        raise CheckpointError(
+            f"{where}: byT5_ckpt_path '{file}' is not of this encoder: {len(problems.missing_keys)} of its weights are "
+            f"missing, {len(problems.unexpected_keys)} are unknown, e.g. {wrong[0]}"
+        )
 
 
 def _find_class(directory: Path, model_id: str | None, expected: Any, where: str) -> Any:

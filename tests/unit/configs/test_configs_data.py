@@ -318,7 +318,7 @@ def test_mistakes_in_multimodal(basic: Any, parts: list[str]) -> None:
         ("dataloader_param.seed", 42, "--seed"),
         ("dataloader_param.initial_global_step_for_sampler", 0, "consumed samples"),
         ("dataset_param.tokenizer_config", {"from_pretrained": "x"}, "model_name_or_path"),
-        ("dataset_param.use_text_processer", True, "other than huggingface"),
+        ("dataset_param.use_text_processer", True, "rows always become tokens"),
         (f"{PREPROCESS}.image_resolution", 512, "image_max_pixels"),
     ],
 )

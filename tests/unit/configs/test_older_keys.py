@@ -201,3 +201,27 @@ def test_lists_of_other_scripts_flags_are_complete() -> None:
     for script, group in {"inference_sora.py": InferenceFlags, "evaluate_gen.py": EvaluationFlags}.items():
         own = {item.name for item in flags_of(group)} - declared - SHARED
         assert own == set(FLAGS_OF_OTHERS[script].split()), script
+
+
+@pytest.mark.parametrize(
+    ("schema", "content", "words"),
+    [
+        (SoRAModelConfig, {"text_encoder": [{"hidden_state_skip_layer": 1}, {}]}, "two layers before the last"),
+        (SoRAModelConfig, {"text_encoder": [{"load_in_8bit": True}, {"load_in_8bit": False}]}, "write false"),
+        (SoRAModelConfig, {"text_encoder": {"output_key": "logits"}}, "diffusers pipeline takes"),
+        (SoRAInferenceConfig, nested("pipeline_config.guidance_rescale", 0.7), "not rescaled"),
+        (SoRAInferenceConfig, {"frame_interval": 2}, "every frame of a sample is written"),
+        (
+            TransformersModelConfig,
+            {**MODEL, **nested("image_encoder.vision_encoder.ckpt_path", "a.pt")},
+            "never for one",
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_published_keys_with_other_values_than_the_published_are_refused(
+    schema: Any, content: dict[str, Any], words: str
+) -> None:
+    """What a notice said to have no effect would change states, samples or weights."""
+    with pytest.raises(ConfigError, match=words):
+        schema.from_dict(content)

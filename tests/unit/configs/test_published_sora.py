@@ -132,6 +132,9 @@ def test_a_launch_is_described(
     for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "image_encoder", "tokenizer", "tokenizer_2"):
         (weights / part).mkdir(parents=True)
         (weights / part / "config.json").write_text("{}")
+    glyphs = tmp_path / "Glyph-SDXL-v2" / "checkpoints" / "byt5_model.pt"
+    glyphs.parent.mkdir(parents=True)
+    glyphs.touch()
     of_model, of_data = published(name)
     Path("model.json").write_text(json.dumps(of_model))
     Path("data.json").write_text(json.dumps(of_data))

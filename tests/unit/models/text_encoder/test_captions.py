@@ -200,3 +200,42 @@ def test_tokenizers(tmp_path):
         _open("wan-t2v", described, [str(tmp_path / "nowhere")])
     pipeline.tokenizer.save_pretrained(tmp_path / "text_encoder")
     torch.testing.assert_close(_open("wan-t2v", described).encode(CAPTIONS, CPU), expected)
+
+
+def _glyph_checkpoint(encoder, folder, start="module.text_tower.encoder.", rows=16):
+    """Other weights for a pipeline's glyph encoder, with rows for marks of colours and fonts behind the bytes."""
+    tensors = {name: torch.randn_like(tensor) for name, tensor in encoder.encoder.state_dict().items()}
+    tensors["embed_tokens.weight"] = torch.randn(encoder.config.vocab_size + rows, encoder.config.d_model)
+    file = folder / "byt5_model.pt"
+    torch.save({"state_dict": {start + name: tensor for name, tensor in tensors.items()}, "epoch": 1}, file)
+    return file, tensors
+
+
+@pytest.mark.parametrize("start", ["module.text_tower.encoder.", "encoder.", ""])
+def test_weights_of_a_glyph_checkpoint_take_the_place_of_the_directory_s(start, tmp_path):
+    pipeline = videos.hunyuanvideo15("t2v")
+    described = _store(pipeline, tmp_path)
+    file, tensors = _glyph_checkpoint(pipeline.text_encoder_2, tmp_path, start)
+    described[1] |= {"model_id": "Hunyuan15GlyphModel", "byT5_ckpt_path": str(file)}
+    loaded = _open("hunyuanvideo15-t2v", described).encoders[1]
+    for name, tensor in loaded.encoder.state_dict().items():
+        torch.testing.assert_close(tensor, tensors[name])
+    words = torch.tensor([[5, 380]])
+    torch.testing.assert_close(loaded.get_input_embeddings()(words), tensors["embed_tokens.weight"][words])
+
+
+def test_a_file_that_is_no_glyph_checkpoint_is_told(tmp_path):
+    pipeline = videos.hunyuanvideo15("t2v")
+    described = _store(pipeline, tmp_path)
+    file, tensors = _glyph_checkpoint(pipeline.text_encoder_2, tmp_path)
+    described[1]["byT5_ckpt_path"] = str(file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"byT5_ckpt_path .* can't be read as a file of tensors"):
+        _open("hunyuanvideo15-t2v", described)
+    torch.save({"weight": torch.zeros(1)}, file)
+    with pytest.raises(CheckpointError, match=r"holds no embed_tokens\.weight of an encoder"):
+        _open("hunyuanvideo15-t2v", described)
+    del tensors["final_layer_norm.weight"]
+    torch.save(tensors, file)
+    with pytest.raises(CheckpointError, match=r"1 of its weights are missing, 0 are unknown, e\.g\. final_layer_norm"):
+        _open("hunyuanvideo15-t2v", described)
