@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
 from mindspeed_mm.configs.flags.spec import road_of
+from mindspeed_mm.configs.load_source import settle_generation_source, settle_language_source
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
 from mindspeed_mm.configs.scalars import read_bool, read_int, show
@@ -257,6 +258,8 @@ def merge_mm_args(
         settle_remote_code(args, mm)  # before the checks, some of which read a model's directory
     except ConfigError as error:
         problems.append(str(error))
+    if not own_model:
+        (settle_language_source if model_kind == "language" else settle_generation_source)(args, mm)
     for name, content in vars(mm).items():
         try:
             checks[name](content, file=str(content.config_file))

@@ -1,0 +1,124 @@
+"""`--load` as the source of a model's configuration, where model.json names no directory that has one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.configs.flags.spec import road_of
+from mindspeed_mm.utils.log import notice
+
+_TRACKER, _METADATA, _STATE = "latest_checkpointed_iteration.txt", ".metadata", "state.json"
+_TOKENIZER = "model_name_or_path"
+
+
+def settle_language_source(args: argparse.Namespace, mm: Any) -> None:
+    """Name `init_from_hf_path`, where model.json doesn't, after what `--load` was given.
+
+    A HF directory is taken itself, and is the tokenizer's too where data.json names none. Beside a checkpoint it is
+    the directory that its run was started from, else (with FSDP2) that of data.json's tokenizer; the weights are the
+    checkpoint's.
+
+    Args:
+        args: the flags.
+        mm: model.json and data.json; `model.init_from_hf_path` and the data's `model_name_or_path` are set.
+    """
+    model: Any = getattr(mm, "model", None)
+    load = getattr(args, "load", None)
+    if model is None or model.get("init_from_hf_path") or not load or not Path(load).is_dir():
+        return
+    file, path = model.config_file or "model.json", Path(load)
+    if not _is_checkpoint(path):
+        if "model_type" in _config_of(path):
+            model["init_from_hf_path"] = load
+            notice(f"{file}: 'init_from_hf_path' is missing; --load '{load}' gives the model's configuration, too")
+            _settle_tokenizer(mm, load)
+        return
+    if road_of(args) == "ptd" and model.get("text_decoder"):
+        return  # its numbers describe the model
+    remembered, preprocess = _remembered(path), _preprocess(mm)
+    said = preprocess.get(_TOKENIZER) if preprocess is not None else None
+    if remembered and "model_type" in _config_of(Path(remembered)):
+        model["init_from_hf_path"] = remembered
+        why = "the run of --load was started from it"
+    elif isinstance(said, str) and "model_type" in _config_of(Path(said)):
+        model["init_from_hf_path"] = said
+        why = f"it is data.json's {_TOKENIZER}"
+    else:
+        return
+    notice(
+        f"{file}: 'init_from_hf_path' is missing; the model's configuration is that of "
+        f"'{model['init_from_hf_path']}', as {why}, and its weights are those of --load '{load}'"
+    )
+
+
+def settle_generation_source(args: argparse.Namespace, mm: Any) -> None:
+    """Name a diffusers directory, where model.json names neither one nor a structure, after what `--load` was given.
+
+    Args:
+        args: the flags.
+        mm: model.json; `init_from_diffusers` is set to a whole pipeline, `predictor.from_pretrained` to a transformer.
+    """
+    model: Any = getattr(mm, "model", None)
+    load = getattr(args, "load", None)
+    if model is None or model.get("init_from_diffusers") or not load or _is_checkpoint(Path(load)):
+        return
+    predictor: Any = model.get("predictor")
+    keys = predictor.keys() if hasattr(predictor, "keys") else ()
+    if set(keys) - {"model_id", "dtype", "train_from_scratch"}:
+        return  # a directory or a structure is described
+    path = Path(load)
+    if (path / "model_index.json").is_file():
+        key = "init_from_diffusers"
+        model[key] = load
+    elif "_class_name" in _config_of(path):
+        key = "predictor.from_pretrained"
+        model["predictor"] = {**dict(predictor.to_dict() if keys else {}), "from_pretrained": load}
+    else:
+        return
+    notice(f"{model.config_file or 'model.json'}: '{key}' is missing; --load '{load}' gives the configuration, too")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any((path / name).is_file() for name in (_TRACKER, _METADATA)) or any(path.glob(f"iter_*/{_METADATA}"))
+
+
+def _config_of(path: Path) -> Mapping[str, Any]:
+    """Content of a directory's config.json; {} where it has none that can be read."""
+    return _read(path / "config.json")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _remembered(path: Path) -> str | None:
+    """The HF directory that a checkpoint's run was started from."""
+    states = [path / _STATE, *sorted(path.glob(f"iter_*/{_STATE}"), reverse=True)]
+    return next((str(source) for state in states if (source := _read(state).get("source"))), None)
+
+
+def _preprocess(mm: Any) -> Any:
+    section: Any = getattr(mm, "data", None)
+    for key in ("dataset_param", "preprocess_parameters"):
+        section = section.get(key) if hasattr(section, "keys") else None
+    return section if hasattr(section, "keys") else None
+
+
+def _settle_tokenizer(mm: Any, load: str) -> None:
+    param: Any = getattr(mm, "data", None)
+    param = param.get("dataset_param") if param is not None else None
+    if not hasattr(param, "keys") or param.get("tokenizer_config"):
+        return
+    preprocess = _preprocess(mm)
+    if preprocess is None and param.get("preprocess_parameters") is None:
+        param["preprocess_parameters"] = {_TOKENIZER: load}
+    elif preprocess is not None and not preprocess.get(_TOKENIZER):
+        preprocess[_TOKENIZER] = load
