@@ -6,10 +6,15 @@ import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm import initialize
+from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
 from mindspeed_mm.tools import cli
 from mindspeed_mm.utils import torch_import
 from mindspeed_mm.utils.errors import ConfigError, MMError
@@ -96,3 +101,10 @@ def test_the_lowest_versions_are_those_that_the_package_declares() -> None:
 
 def test_numbers_of_versions() -> None:
     assert release("2.10.0+cu130") == (2, 10) > release("2.9.1") > release("2.9.0.post2") == (2, 9)
+
+
+def test_an_unknown_encoder_needs_a_torch_that_fills_up_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    traits = FamilyTraits(towers=(Tower("model.vision", ("image",), (), None),))
+    with pytest.raises(ConfigError, match=r"torch >= 2\.13 is needed to train .*'model\.vision'.* without a family"):
+        guard_idle_encoders(mock.Mock(spec=FSDPModule), traits)
