@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.checkpoint.dcp_reader import METADATA, DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, leaf
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import notice
 
@@ -192,6 +193,8 @@ def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSourc
         CheckpointError: there are no weights, or a file is missing, damaged or refused.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"weights: {describe_missing_model(path)}")
     if is_dcp(path):
         return DcpWeights(path)
     for name in _SAFETENSORS:

@@ -10,6 +10,7 @@ from mindspeed_mm.checkpoint.manifest import has_manifest, verify
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
+from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
 from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
@@ -64,7 +65,7 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         raise CheckpointError(
             f"--load '{load}' does not exist; expected a run folder (the --save of an earlier run), a torch_dcp "
             "checkpoint, or a HF directory with *.safetensors; leave --load out to start from init_from_hf_path"
-            + _nearest(path)
+            + (hub_advice(load) or _nearest(path))
         )
     raise CheckpointError(
         f"--load '{load}' holds nothing to load: neither {TRACKER} (a run folder), nor .metadata (a torch_dcp "

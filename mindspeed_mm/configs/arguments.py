@@ -22,6 +22,7 @@ from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
 from mindspeed_mm.configs.older import drop_older_flags
 from mindspeed_mm.configs.scalars import read_int
@@ -283,7 +284,8 @@ def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: M
         elif not Path(path).exists():
             if item.name == "load" and args.save and is_same_path(path, args.save):
                 continue  # published scripts give one folder for both: there is nothing to load the first time
-            problems.append(f"{place}: {describe_missing(path)}")
+            describe = describe_missing_model if item.path == "directory" else describe_missing
+            problems.append(f"{place}: {describe(path)}")
         elif item.path == "file" and not Path(path).is_file():
             problems.append(f"{place} {path} is a folder; expected a file")
         elif item.path == "directory" and not Path(path).is_dir():

@@ -6,15 +6,14 @@ no effect. Families register further keys with `register_model_keys`.
 
 from __future__ import annotations
 
-import re
+import os
 from argparse import Namespace
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, NO_EFFECT, REFUSED
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
 from mindspeed_mm.configs.scalars import show
@@ -334,7 +333,7 @@ def choose_loss_type(args: Namespace, loss_cfg: LossConfig) -> LossType:
 
 
 def check_local_path(file: str, key: str, path: str | None) -> list[str]:
-    """Return a sentence if `path` is missing on this machine (a name such as `owner/model` may be a hub's)."""
-    if not path or Path(path).expanduser().exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    """Return a sentence if a model's directory is missing on this machine."""
+    if not path or os.path.exists(os.path.expanduser(path)):
         return []
-    return [f"{file}: '{key}': {describe_missing(path)}"]
+    return [f"{file}: '{key}': {describe_missing_model(path)}"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 
@@ -165,14 +165,14 @@ def _text_encoders(config: SoRAModelConfig) -> list[str]:
         if encoder.byT5_ckpt_path is not None and not Path(encoder.byT5_ckpt_path).is_file():
             problems.append(f"{config.file}: '{key}.byT5_ckpt_path': {describe_missing(encoder.byT5_ckpt_path)}")
         if encoder.tokenizer is not None and not Path(encoder.tokenizer).is_dir():
-            problems.append(f"{config.file}: '{key}.tokenizer': {describe_missing(encoder.tokenizer)}")
+            problems.append(f"{config.file}: '{key}.tokenizer': {describe_missing_model(encoder.tokenizer)}")
     return problems
 
 
 def _directory_problem(file: str, key: str, directory: str, holds: str, of: str) -> list[str]:
     path = Path(directory)
     if not path.exists():
-        return [f"{file}: '{key}': {describe_missing(directory)}"]
+        return [f"{file}: '{key}': {describe_missing_model(directory)}"]
     if path.is_file():
         beside = f"; '{path.parent}' holds one" if (path.parent / holds).is_file() else ""
         return [f"{file}: '{key}' '{directory}' is a file; expected the directory of {of}, with {holds}{beside}"]

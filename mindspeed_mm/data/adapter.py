@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.data.media import Clip, Foreseen, Geometry, Kind
 from mindspeed_mm.data.processor_steps import check_steps
-from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import missing_library, require_torchvision
 
 if TYPE_CHECKING:
@@ -206,26 +207,21 @@ def in_ticks(times: Sequence[float]) -> list[int]:
 
 
 def has_processor(path: str) -> bool:
-    """Whether a model directory has a processor; a name on the hub is taken to have one."""
-    return not os.path.isdir(path) or any(os.path.isfile(os.path.join(path, name)) for name in _PROCESSOR_FILES)
+    """Whether a model directory has a processor."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in _PROCESSOR_FILES)
 
 
 def check_model_path(path: str) -> None:
     """Check, without loading anything, that a model directory exists and holds a tokenizer.
 
     Raises:
-        ConfigError: With the nearest name beside it, or what was looked for in it.
+        ConfigError: With the nearest name beside it or how to fetch it, or what was looked for in it.
     """
     if os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES):
             raise ConfigError(f"{_PATH_KEY}: {path} holds no tokenizer; looked for {', '.join(_TOKENIZER_FILES)}")
         return
-    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name and not os.path.isdir(os.path.dirname(path)):
-        return
-    parent = Path(path).parent
-    near = did_you_mean(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else ""
-    raise ConfigError(f"{_PATH_KEY}: no folder {path} (working folder {os.getcwd()}){near}")
+    raise ConfigError(f"{_PATH_KEY}: {describe_missing_model(path)}")
 
 
 def _settled(processor: Any) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
@@ -274,7 +275,7 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
         if not path.is_file():
             raise ConfigError(
                 f"{file}: 'predictor.from_pretrained' '{directory}' has no config.json; expected a diffusers directory "
-                "(the folder transformer of a pipeline)"
+                f"(the folder transformer of a pipeline){hub_advice(directory)}"
             )
         said = read_json(path)
     class_name = said.get("_class_name") if said is not None else None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.configs.hf_directory import hub_advice
+from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sora_config import AeConfig, ImageEncoderConfig, SoRAModelConfig
 from mindspeed_mm.models.ae.autoencoder import Autoencoder, open_autoencoder
 from mindspeed_mm.models.predictor.family import PredictorFamily
@@ -127,8 +129,8 @@ def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_co
 
     if not described.from_pretrained or not (Path(described.from_pretrained) / "config.json").is_file():
         raise ConfigError(
-            f"{file}: 'image_encoder.from_pretrained' is {described.from_pretrained!r}; expected the directory of a "
-            "vision encoder, with config.json"
+            f"{file}: 'image_encoder.from_pretrained' is {show(described.from_pretrained)}; expected the directory of "
+            f"a vision encoder, with config.json{hub_advice(described.from_pretrained or '')}"
         )
     directory = Path(described.from_pretrained)
     said = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
 from mindspeed_mm.tools.published_converters import refuse_unknown
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
@@ -397,6 +398,8 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
     from mindspeed_mm.models.transformers.twin import config_for
     from mindspeed_mm.models.transformers_model import load_hf_config
 
+    if not Path(hf_dir).is_dir():
+        raise ConfigError(f"{flag}: {describe_missing_model(hf_dir)}")
     if not (Path(hf_dir) / "config.json").is_file():
         raise ConfigError(
             f"{flag}: '{hf_dir}' has no config.json; expected a HF directory; it holds {listing(Path(hf_dir))}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.utils.errors import CheckpointError
 
 
@@ -70,7 +71,7 @@ def verify(directory: str) -> int:
             status = 1
     for folder in folders or [path]:
         if not folder.is_dir():
-            raise CheckpointError(f"'{folder}' is no directory")
+            raise CheckpointError(f"{describe_missing_model(folder)}; expected a directory")
         if not is_dcp(folder) and not has_weight_files(folder) and not (folder / "manifest.json").is_file():
             problems, how = [_unknown(folder)], "no .metadata, manifest.json or weight files"
             if not folders:

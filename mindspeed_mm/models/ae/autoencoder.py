@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.models.ae.tiling import enable_tiling
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -165,7 +166,7 @@ def open_autoencoder(
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{file}: 'ae.from_pretrained' '{path}' has no config.json; expected a diffusers directory (the folder vae "
-            "of a pipeline)"
+            f"of a pipeline){hub_advice(path)}"
         )
     said = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
     if name is not None and said != name:

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.models.predictor.family import PredictorFamily
 from mindspeed_mm.models.text_encoder.loading import load_encoder
@@ -113,7 +114,9 @@ def _directory(said: str | None, whole: Path | None, name: str, where: str) -> P
     else:
         raise ConfigError(f"{where}: 'from_pretrained' is missing: the directory of the encoder")
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{where}: '{path}' has no config.json; expected the directory of a transformers model")
+        raise ConfigError(
+            f"{where}: '{path}' has no config.json; expected the directory of a transformers model{hub_advice(path)}"
+        )
     return path
 
 

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.tasks.generation.outputs import SAMPLES, read_frames
 from mindspeed_mm.utils.errors import CheckpointError, DataError
 
@@ -38,7 +39,7 @@ class VisionModel:
 
         path = str(directory)
         if not Path(path).is_dir():
-            raise CheckpointError(f"vision model: {describe_missing(path)}")
+            raise CheckpointError(f"vision model: {describe_missing_model(path)}")
         try:
             self.model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
             self._processor = transformers.AutoImageProcessor.from_pretrained(path)

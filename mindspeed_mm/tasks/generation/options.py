@@ -10,6 +10,7 @@ from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import flags_of
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys
 from mindspeed_mm.tasks.generation.sampling import SamplingOptions
@@ -39,7 +40,8 @@ def parse_flags(words: Sequence[str]) -> InferenceFlags:
     flags = InferenceFlags(**{name: value for name, value in given.items() if name in own})
     paths = {name: value for name, value in vars(flags).items() if own[name].path in ("file", "directory") and value}
     missing = [name for name, value in paths.items() if not Path(value).exists()]
-    raise_all([f"{own[name].spelling}: {describe_missing(paths[name])}" for name in missing])
+    describe = {"directory": describe_missing_model, "file": describe_missing}
+    raise_all([f"{own[name].spelling}: {describe[str(own[name].path)](paths[name])}" for name in missing])
     if flags.mm_model is None and flags.load is None:
         raise ConfigError(
             "--mm-model (model.json of the training or of inference) is missing, or --load, the directory of a whole "

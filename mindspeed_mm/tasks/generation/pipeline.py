@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
-from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.scalars import DTYPE_NAMES
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
@@ -149,7 +149,7 @@ def open_pipeline(
 
     path = Path(directory)
     if not path.is_dir():
-        raise CheckpointError(f"--load: {describe_missing(directory)}")
+        raise CheckpointError(f"--load: {describe_missing_model(directory)}")
     if not is_pipeline(path):
         raise CheckpointError(
             f"'{path}' has no {INDEX}, so it is no whole pipeline; give --mm-model as well, the model.json of its "

@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.sources import (
     open_weights,
 )
 from mindspeed_mm.checkpoint.weights import load_weights
-from mindspeed_mm.configs.files import describe_missing
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.log import info_rank0
@@ -55,7 +55,7 @@ def locate_weights(place: str | Path, class_name: str, step: int | None = None) 
     """
     path = Path(place)
     if not path.is_dir():
-        raise CheckpointError(f"weights: {describe_missing(place)}")
+        raise CheckpointError(f"weights: {describe_missing_model(place)}")
     if is_pipeline(path):
         return component_directory(path, class_name)
     if has_checkpoint(path):

@@ -164,9 +164,10 @@ def test_merge_finds_missing_directories(run_folder: Path) -> None:
     assert "model_name_or_path': /no/where does not exist" in str(caught.value)
 
 
-def test_merge_takes_names_that_a_hub_may_have(run_folder: Path) -> None:
+def test_merge_refuses_a_name_on_the_hub(run_folder: Path) -> None:
     (run_folder / "model.json").write_text('{"init_from_hf_path": "Qwen/Qwen2.5-VL-3B-Instruct"}')
-    merge_mm_args(namespace(model="model.json"))
+    with pytest.raises(ConfigError, match="`hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir"):
+        merge_mm_args(namespace(model="model.json"))
 
 
 def test_merge_for_a_script_of_ones_own(run_folder: Path, said: list[str]) -> None:

@@ -505,7 +505,7 @@ def test_bad_configuration_ends_with_a_sentence(param: Any, change: dict[str, An
 def test_other_dataset_type_and_missing_model(param: Any, tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="huggingface"):
         build_mm_dataset({**param([talk("q", "a")]), "dataset_type": "hugingface"})
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         build_mm_dataset(param([talk("q", "a")], model=tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         build_mm_dataset(param([talk("q", "a")], model=tmp_path))
