@@ -31,6 +31,7 @@ from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.text import shorten
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 GroupT = TypeVar("GroupT", bound=object)
@@ -269,7 +270,7 @@ def _refused_flags(
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return shorten(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: Mapping[str, str]) -> list[str]:
@@ -281,7 +282,7 @@ def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: M
         if item.path == "output":
             if Path(path).is_file():
                 problems.append(f"{place} {path} is a file; expected a folder")
-        elif not Path(path).exists():
+        elif not os.path.exists(path):
             if item.name == "load" and args.save and is_same_path(path, args.save):
                 continue  # published scripts give one folder for both: there is nothing to load the first time
             describe = describe_missing_model if item.path == "directory" else describe_missing

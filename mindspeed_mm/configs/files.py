@@ -7,6 +7,7 @@ one object is an error, because the parsers would silently keep one of the two.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
+from mindspeed_mm.utils.text import shorten
 
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -47,14 +49,17 @@ class FileSection(str):
 
 def describe_missing(path: str | Path) -> str:
     """Return a sentence about a path that doesn't exist, with the nearest name that does stand beside it."""
-    written, path = path, Path(path)
+    written = shorten(str(path), 400)
+    if len(str(path)) > 4096:
+        return f"{written} is no path: none is longer than 4096 characters"
+    path = Path(path)
     parent = path.absolute().parent
-    if parent.is_dir():
+    if os.path.isdir(parent):
         names = nearest_names(path.name, (entry.name for entry in parent.iterdir()), limit=1)
         near = f"; did you mean '{path.with_name(names[0])}'?" if names else ""
         return f"{written} does not exist{near}"
     missing = path.absolute()
-    while not missing.parent.is_dir():
+    while not os.path.isdir(missing.parent):
         missing = missing.parent
     names = nearest_names(missing.name, (entry.name for entry in missing.parent.iterdir()), limit=1)
     near = f"; '{missing.parent}' holds '{names[0]}'" if names else ""
@@ -68,7 +73,7 @@ def read_text(path: str | Path) -> str:
         ConfigError: the path is missing or no file, or its bytes aren't UTF-8 (with the line of the first bad byte).
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise ConfigError(describe_missing(path))
     if not path.is_file():
         raise ConfigError(f"{path} is a directory; expected a file")

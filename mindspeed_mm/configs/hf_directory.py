@@ -23,6 +23,8 @@ def hub_advice(path: str | Path) -> str:
     revision.
     """
     name = str(path)
+    if len(name) > 200:
+        return ""
     owner, _, model = name.partition("/")
     if not _HUB_ID.fullmatch(name) or owner.lower() in _FOLDERS or os.path.isdir(owner):
         return ""
@@ -55,7 +57,7 @@ def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = 
 
     directory = Path(directory)
     source = directory / "config.json"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ConfigError(f"{where}: {describe_missing_model(directory)}")
     if not source.is_file():
         held = ", ".join(sorted(p.name for p in directory.iterdir())[:10])

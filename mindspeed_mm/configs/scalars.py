@@ -11,6 +11,8 @@ import math
 import re
 from typing import Any
 
+from mindspeed_mm.utils.text import shorten
+
 _TRUE_WORDS = frozenset({"true", "1", "on", "yes"})
 _FALSE_WORDS = frozenset({"false", "0", "off", "no"})
 _NULL_WORDS = frozenset({"none", "null"})
@@ -92,5 +94,4 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(repr(value), 80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.scalars import show

@@ -26,7 +26,7 @@ from mindspeed_mm.configs.published import (
     refusals,
     say_no_effect,
 )
-from mindspeed_mm.configs.scalars import read_float, read_int
+from mindspeed_mm.configs.scalars import read_float, read_int, show
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Float, Int, Section, build_section, plain, raise_all
 from mindspeed_mm.configs.sora_config import DiffusionConfig, Share, SoRAModelConfig
 from mindspeed_mm.utils.errors import ConfigError
@@ -201,7 +201,7 @@ class SoRAInferenceConfig:
         file = file or getattr(mapping, "config_file", None) or "model.json"
         content = plain(mapping)
         if not isinstance(content, dict):
-            raise ConfigError(f"{file}: found {content!r}, expected an object with keys such as predictor")
+            raise ConfigError(f"{file}: found {show(content)}, expected an object with keys such as predictor")
         own, model = _split(content)
         published = published_paths("model")
         sampling, keys = build_section(SamplingKeys, own, file, "model.json", published, "model")

@@ -131,6 +131,10 @@ def _read_fps(value: Any) -> float | None:
     return number
 
 
+# of JPEG, PNG, GIF, WebP and WAV files
+_BASE64_BEGINNINGS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+
+
 def _named(name: str, kind: Kind) -> MediaRef:
     """A path, `file://` path or data: URI."""
     scheme = name[:8].lower()
@@ -147,7 +151,17 @@ def _named(name: str, kind: Kind) -> MediaRef:
             f"{shown(name)} is on the network, and nothing is fetched while training; download it and write its path",
             "a medium is on the network",
         )
+    if _is_base64(name):
+        return MediaRef(kind, "<data>", _decode_base64(name, kind))
     return MediaRef(kind, name)
+
+
+def _is_base64(name: str) -> bool:
+    """Whether what stands for a path is a file's content, in base64 and without `data:` before it.
+
+    No path is longer than 4096 bytes; a shorter text is content if it begins as one does and has no suffix.
+    """
+    return len(name) > 4096 or (len(name) > 64 and name.startswith(_BASE64_BEGINNINGS) and "." not in name)
 
 
 def _decode_base64(data: str, kind: Kind) -> bytes:

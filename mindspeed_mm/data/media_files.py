@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.text import shorten
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,5 @@ def find_media(ref: MediaRef, folders: Sequence[str], where: object) -> MediaFil
             return MediaFile(path, None, path, where, (path, found.st_mtime_ns, found.st_size))
         tried.append(path)
     what = f"{ref.kind} not found"
-    raise BadSample(f"{where}: {what}: {ref.path!r}; looked for {', '.join(tried)}", what)
+    looked = ", ".join(shorten(path, 400) for path in tried)
+    raise BadSample(f"{where}: {what}: {shorten(repr(ref.path), 400)}; looked for {looked}", what)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.data.media import MediaRef
+from mindspeed_mm.utils.text import shorten
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.files import Place
@@ -80,5 +81,4 @@ class Conversation:
 
 def shown(value: Any) -> str:
     """Return a value of a row for a message, cut at 120 characters."""
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return shorten(repr(value))

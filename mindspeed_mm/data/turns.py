@@ -90,8 +90,8 @@ class TurnReader:
         role = self._roles.get(tag) if isinstance(tag, str) else None
         if role is None:
             raise RowFault(
-                f"unknown role {tag!r}{did_you_mean(str(tag), self._roles)}; expected one of: {', '.join(self._roles)} "
-                "(attr.user_tag, attr.assistant_tag, …)",
+                f"unknown role {shown(tag)}{did_you_mean(str(tag), self._roles)}; expected one of: "
+                f"{', '.join(self._roles)} (attr.user_tag, attr.assistant_tag, …)",
                 "unknown role",
             )
         calls = list_of_text(turn.get("tool_calls"))
@@ -198,7 +198,7 @@ def _loss_flag(turn: Mapping[str, Any]) -> bool:
         if value is None:
             continue
         if value not in (0, 1):
-            raise RowFault(f"'{key}' is {value!r}; expected 0, 1, true or false", _BAD_TURN)
+            raise RowFault(f"'{key}' is {shown(value)}; expected 0, 1, true or false", _BAD_TURN)
         return bool(value)
     return True
 

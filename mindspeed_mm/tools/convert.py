@@ -399,7 +399,7 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
     from mindspeed_mm.models.transformers_model import load_hf_config
 
     if not Path(hf_dir).is_dir():
-        raise ConfigError(f"{flag}: {describe_missing_model(hf_dir)}")
+        raise ConfigError(f"{flag}: {describe_missing_model(hf_dir)}; expected a HF directory")
     if not (Path(hf_dir) / "config.json").is_file():
         raise ConfigError(
             f"{flag}: '{hf_dir}' has no config.json; expected a HF directory; it holds {listing(Path(hf_dir))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from mindspeed_mm.utils.text import printable
+from mindspeed_mm.utils.text import printable, shorten_lines
 
 
 class MMError(Exception):
@@ -15,7 +15,7 @@ class MMError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(shorten_lines(printable(str(message))))
 
 
 class ConfigError(MMError, ValueError):
@@ -56,7 +56,9 @@ def kind_of(error: MMError) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Return up to `limit` of `known` that look like `name`, best first."""
+    """Return up to `limit` of `known` that look like `name`, best first; a page of text looks like no name."""
+    if len(name) > 400:
+        return []
     candidates = {str(k).lower().replace("-", "_"): str(k) for k in known}
     wanted = name.lower().replace("-", "_")
     return [candidates[c] for c in difflib.get_close_matches(wanted, candidates, n=limit, cutoff=0.6)]

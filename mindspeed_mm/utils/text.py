@@ -18,6 +18,24 @@ def whole_characters(text: str) -> str:
     return text
 
 
+def shorten(text: str, limit: int = 120) -> str:
+    """Return a text as a message quotes it: what is longer than `limit` loses its middle and says how long it was.
+
+    Every message about what a person wrote goes through this: a picture in base64 or a file of one line may stand where
+    a name is expected.
+    """
+    if len(text) <= limit:
+        return text
+    length = f" … [{len(text):,} characters] … "
+    kept = max(limit - len(length), 2)
+    return f"{text[: kept - kept // 3]}{length}{text[len(text) - kept // 3 :]}"
+
+
+def shorten_lines(message: str) -> str:
+    """Shorten each line of a whole message, whatever it quotes, so that a person can read it."""
+    return "\n".join(shorten(line, 1600) for line in message.split("\n"))
+
+
 def printable(text: str) -> str:
     """Return a text that can be printed and written: halves of surrogate pairs as escapes (of a file's name, say)."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, flags_of
 from mindspeed_mm.configs.older import older_flag
 from mindspeed_mm.configs.other_scripts import script_of_flag
-from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int
+from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
 #: torchrun's own flags, which belong before the script's name
@@ -140,7 +140,7 @@ def reader(item: Flag) -> Callable[[Any], Any]:
             value = read_kind(value)
             _check_range(item, value)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"found {word!r}; {error}") from None
+            raise argparse.ArgumentTypeError(f"found {show(word)}; {error}") from None
         return value
 
     return read

@@ -162,6 +162,10 @@ class _Reader:
         for key in keys:
             if self._row.get(key) is not None:
                 return self._row[key]
+        null = next((key for key in keys if key in self._row), None)
+        if null is not None:
+            empty = '; write "" for an empty caption' if keys is _CAPTIONS else ""
+            raise BadSample(f"{self._where}: '{null}' is null; expected text{empty}", BAD_ANNOTATION)
         near = next((hint for key in keys if (hint := did_you_mean(key, self._row))), "")
         raise BadSample(
             f"{self._where}: no column {' or '.join(keys)}; found {', '.join(map(str, self._row)) or 'nothing'}{near}",
