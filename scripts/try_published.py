@@ -152,7 +152,7 @@ def describe(entry: str, words: list[str]) -> None:
     if entry == "inference_sora.py":
         return _inference(words)
     if entry.startswith("mindspeed_mm/tools/feature_extraction/"):
-        return _features(words)
+        return _features(words, Path(entry).name)
     kind: Any = "generation" if entry == "pretrain_sora.py" else "language"
     roads = {"pretrain_vlm.py": ("ptd", "fsdp2"), "pretrain_sora.py": ("fsdp2",)}.get(entry, ("fsdp2",))
     args = describe_run(words, model_kind=kind, data_kind=kind, roads=roads)
@@ -174,12 +174,12 @@ def _inference(words: list[str]) -> None:
     sampling_options(flags, config.sampling)
 
 
-def _features(words: list[str]) -> None:
+def _features(words: list[str], script: str) -> None:
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.tools.feature_extraction import command
 
-    options = command._parse(words)
+    options = command._parse(words, script)
     for section, file in ((SoRAModelConfig, options.mm_model), (GenerationDataConfig, options.mm_data)):
         section.from_dict(read(Path(file)), file=file)
 
