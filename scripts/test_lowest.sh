@@ -13,6 +13,7 @@ source scripts/common.sh
 cannot_pass=(
     --deselect "tests/distributed/test_fsdp2_keys.py::test_defer_gradient_sync"
     --deselect "tests/distributed/test_step_sums.py::test_a_metric_is_of_those_ranks_that_have_it[fsdp2]"
+    --deselect "tests/unit/optimizer/test_fused_step.py::test_scalars_are_where_the_parameters_are" # asks a GPU's driver there
     --deselect "tests/distributed/test_unregistered.py::test_ranks_may_differ_in_what_an_unknown_tower_gets"
     --deselect "tests/distributed/test_unregistered.py::test_an_idle_tower_that_is_a_unit_is_refused"
     --deselect "tests/distributed/test_unregistered.py::test_every_rank_with_input_may_wrap_the_tower"
