@@ -321,7 +321,8 @@ def _tell(report: dict[str, Any], folder: Path) -> None:
         if batches:
             packs = f", {batches['samples_per_pack']:.1f} samples a row" if name == "packed" else ""
             print(f"{name}: {batches['steps_per_epoch']} steps an epoch, {batches['padding']:.1%} padding{packs}")
-    print(f"written: {folder / 'report.json'}" + (f", {folder / 'lengths.png'}" if report["samples"] else ""))
+    is_drawn = report["samples"] and has_extra("plots")
+    print(f"written: {folder / 'report.json'}" + (f", {folder / 'lengths.png'}" if is_drawn else ""))
 
 
 def _of_which(report: dict[str, Any]) -> str:
