@@ -41,20 +41,13 @@ _DIRECTORIES = (
     (r"Magistral", "mistral3", "24B", "Mistral3ForConditionalGeneration"),
 )
 #: the numbers of a size that its launches are checked against
-_QWEN2_5_VL: Mapping[str, Mapping[str, int]] = {
-    size: {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-    }
-    for size, hidden, layers, heads, groups in (
-        ("3B", 2048, 36, 16, 2),
-        ("7B", 3584, 28, 28, 4),
-        ("32B", 5120, 64, 40, 8),
-        ("72B", 8192, 80, 64, 8),
-    )
+_QWEN2_5_VL: Mapping[str, tuple[int, int, int, int, int, int]] = {
+    "3B": (2048, 11008, 36, 16, 2, 3420),
+    "7B": (3584, 18944, 28, 28, 4, 3420),
+    "32B": (5120, 27648, 64, 40, 8, 3456),
+    "72B": (8192, 29568, 80, 64, 8, 3456),
 }
+_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 #: names of files; every other path is that of a directory
 _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|mp4|png|jpe?g|py)$")
 
@@ -75,7 +68,12 @@ def config_of(path: str) -> dict[str, Any]:
         if match:
             config = families()[family].published[size or "7B"][0]().to_dict()
             if size is None:
-                config["text_config"] |= _QWEN2_5_VL[match[1]]
+                *text, vision = _QWEN2_5_VL[match[1]]
+                config["text_config"] |= {**dict(zip(_NAMES, text, strict=True)), "rms_norm_eps": 1e-6}
+                config["text_config"].pop("layer_types", None)  # one for each layer; made anew
+                rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+                config["text_config"]["rope_parameters"] = rope
+                config["vision_config"] |= {"intermediate_size": vision, "out_hidden_size": text[0]}
             return {**config, "architectures": [architecture]}
     return {}
 
@@ -98,9 +96,10 @@ def read(path: Path) -> Any:
     """A configuration file's content, leniently: what can't be read is the configuration layer's affair."""
     import yaml
 
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError):
         return None
 
 
