@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from mindspeed_mm.data.media import Kind, MediaRef
 from mindspeed_mm.data.messages import Conversation, Message, RowFault
 from mindspeed_mm.data.placeholders import media_tags, place_media
 from mindspeed_mm.data.turns import MISSING_COLUMN, TurnReader, as_text, missing_column, read_tools
-from mindspeed_mm.utils.errors import BadSample, DataError
+from mindspeed_mm.utils.errors import BadSample, DataError, nearest_names
 from mindspeed_mm.utils.text import map_texts, whole_characters
 
 if TYPE_CHECKING:
@@ -68,11 +67,11 @@ class RecordReader:
         for key in self._needed():
             name = getattr(attr, key)
             if name is not None and name not in found and key not in self._optional:
-                raise DataError(f"{where}: {missing_column(key, name, found)}")
+                raise DataError(f"{where}: {missing_column(key, attr, found)}")
         for key in ("images", "videos", "audios", "tools"):
             name = getattr(attr, key)
             if name is not None and name not in found and self._looks_misspelt(name, found):
-                raise DataError(f"{where}: {missing_column(key, name, found)}")
+                raise DataError(f"{where}: {missing_column(key, attr, found)}")
 
     def _needed(self) -> list[str]:
         """Keys of `attr` whose columns every file must have, if they are named."""
@@ -85,8 +84,8 @@ class RecordReader:
 
     def _looks_misspelt(self, name: str, found: Iterable[str]) -> bool:
         """Whether a column that nothing is mapped to has nearly this name ('images' is near to 'messages', too)."""
-        mapped = {getattr(self.attr, key) for key in type(self.attr).model_fields}
-        return bool(difflib.get_close_matches(name, [column for column in found if column not in mapped], cutoff=0.8))
+        mapped = [getattr(self.attr, key) for key in type(self.attr).model_fields]
+        return bool(nearest_names(name, found, used=mapped))
 
     def unused_columns(self, columns: Iterable[str]) -> list[str]:
         """Columns with a published name for media or tools that `attr` doesn't map, so that their content is unused."""
@@ -116,7 +115,7 @@ class RecordReader:
     def _read_text(self, row: Mapping[str, Any], where: Place) -> Conversation:
         column = self.attr.prompt or "text"
         if column not in row:
-            raise RowFault(missing_column("prompt", column, row), MISSING_COLUMN)
+            raise RowFault(missing_column("prompt", self.attr, row, column), MISSING_COLUMN)
         text = row[column]
         return Conversation([Message("text", [as_text("" if text is None else text, column)])], None, where, None, True)
 

@@ -47,15 +47,18 @@ def find_data_sets(
         elif paths := find_files(name, dataset_dir):
             found.append(DataEntry(name, paths, attr, dataset_dir, max_samples))
         else:
-            found.append(_registered(name, dataset_dir, max_samples))
+            found.append(_registered(name, dataset_dir, max_samples, names))
     return found
 
 
-def _registered(name: str, dataset_dir: str, max_samples: int | None) -> DataEntry:
+def _registered(
+    name: str, dataset_dir: str, max_samples: int | None, names: Sequence[str | Mapping[str, Any]]
+) -> DataEntry:
     file = os.path.join(dataset_dir, REGISTRY)
     registry = read_registry(file) if os.path.isfile(file) else {}
     if name not in registry:
-        raise DataError(_not_found(name, dataset_dir, registry))
+        used = [Path(other).name for other in names if isinstance(other, str)]
+        raise DataError(_not_found(name, dataset_dir, registry, used))
     return _from_entry(read_entry(registry[name], name, file), name, dataset_dir, max_samples)
 
 
@@ -130,14 +133,14 @@ def _files_of_folder(folder: str) -> tuple[str, ...]:
     return tuple(os.path.join(folder, name) for name in files)
 
 
-def _not_found(name: str, folder: str, registry: Mapping[str, Any]) -> str:
+def _not_found(name: str, folder: str, registry: Mapping[str, Any], used: Sequence[str] = ()) -> str:
     joined = os.path.join(folder, name)
     near = ""
     for candidate in (joined, name):
         parent = Path(candidate).parent
         if parent.is_dir():
             names = [*(entry.name for entry in parent.iterdir()), *registry]
-            near = near or did_you_mean(Path(name).name, names)
+            near = near or did_you_mean(Path(name).name, names, used=used)
     tried = joined if os.path.abspath(joined) == os.path.abspath(name) else f"{joined}, {name}"
     either = f"; {REGISTRY} there has no data set of that name either" if registry else ""
     return f"data file not found: {tried} (working folder {os.getcwd()}){either}{near}"

@@ -28,10 +28,17 @@ def role_table(attr: DatasetAttr) -> dict[str, str]:
     return {**table, **{tag: role for tag, role in usual.items() if tag not in table}}
 
 
-def missing_column(key: str, name: str | None, found: Iterable[str]) -> str:
-    """Say that a column named in `attr` isn't there, and which ones are."""
-    found = list(found)
-    near = did_you_mean(name or "", found)
+def missing_column(key: str, attr: DatasetAttr, found: Iterable[str], name: str | None = None) -> str:
+    """Say that a column named in `attr` isn't there, and which ones are.
+
+    Args:
+        key: Its key in `attr`.
+        attr: Names of columns; those that it names for something else aren't what was meant.
+        found: The columns that there are.
+        name: The column; None: what `attr` says.
+    """
+    found, name = list(found), name or getattr(attr, key)
+    near = did_you_mean(name or "", found, used=(getattr(attr, other) for other in type(attr).model_fields))
     return f"column '{name}' (dataset_param.attr.{key}) not found; columns found: {', '.join(found)}{near}"
 
 
@@ -61,7 +68,7 @@ class TurnReader:
         """Return the turns of the messages column, then those of the answer column if `attr.response` names one."""
         column = self.attr.messages
         if column not in row and not (self.attr.ranking and self.attr.chosen):
-            raise RowFault(missing_column("messages", column, row), MISSING_COLUMN)
+            raise RowFault(missing_column("messages", self.attr, row), MISSING_COLUMN)
         turns = list_of_text(row.get(column)) if column in row else []
         if not isinstance(turns, list) or (column in row and not turns):
             raise RowFault(f"column '{column}': expected a list of turns, found {shown(turns)}", _BAD_COLUMN)
@@ -80,7 +87,7 @@ class TurnReader:
     def _turn(self, turn: Any) -> Message:
         role_tag, content_tag = self.attr.role_tag, self.attr.content_tag
         if not isinstance(turn, dict) or role_tag not in turn:
-            near = did_you_mean(role_tag, turn) if isinstance(turn, dict) else ""
+            near = did_you_mean(role_tag, turn, used=[content_tag]) if isinstance(turn, dict) else ""
             raise RowFault(
                 f"expected an object with keys '{role_tag}' and '{content_tag}' (attr.role_tag, attr.content_tag), "
                 f"found {shown(turn)}{near}",
@@ -98,7 +105,7 @@ class TurnReader:
         if content_tag not in turn and not calls:
             raise RowFault(
                 f"no key '{content_tag}' (attr.content_tag); keys found: {', '.join(turn)}"
-                f"{did_you_mean(content_tag, turn)}",
+                f"{did_you_mean(content_tag, turn, used=[role_tag])}",
                 _BAD_TURN,
             )
         content = turn.get(content_tag)
@@ -120,7 +127,7 @@ class TurnReader:
         needed = [("prompt", attr.prompt)] if attr.ranking else [("prompt", attr.prompt), ("response", attr.response)]
         for key, name in needed:
             if name not in row:
-                raise RowFault(missing_column(key, name, row), MISSING_COLUMN)
+                raise RowFault(missing_column(key, attr, row), MISSING_COLUMN)
         history = list_of_text(row.get(attr.history)) if attr.history else None
         for pair in history or ():
             if not isinstance(pair, list) or len(pair) != 2:
@@ -142,7 +149,7 @@ class TurnReader:
         """
         column = getattr(self.attr, key)
         if column not in row:
-            raise RowFault(missing_column(key, column, row), MISSING_COLUMN)
+            raise RowFault(missing_column(key, self.attr, row), MISSING_COLUMN)
         value = row[column]
         if self.attr.formatting != "alpaca":
             value = list_of_text(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 from mindspeed_mm.utils.text import printable, shorten_lines
@@ -55,18 +56,51 @@ def kind_of(error: MMError) -> str:
     return next((k.__name__ for k in kinds if isinstance(error, k)), "Error")
 
 
-def nearest_names(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Return up to `limit` of `known` that look like `name`, best first; a page of text looks like no name."""
+def nearest_names(name: str, known: Iterable[str], limit: int = 3, used: Iterable[str | None] = ()) -> list[str]:
+    """Return up to `limit` of `known` that look like `name`, best first; none where all are merely a bit alike.
+
+    A page of text looks like no name.
+
+    What both have in common as names of files or flags (".json", leading dashes) says nothing and isn't compared.
+
+    Args:
+        name: What was written.
+        known: The names that there are.
+        limit: Most names to return.
+        used: Names that stand for something else already, so that they can't have been meant.
+    """
     if len(name) > 400:
         return []
-    candidates = {str(k).lower().replace("-", "_"): str(k) for k in known}
-    wanted = name.lower().replace("-", "_")
-    return [candidates[c] for c in difflib.get_close_matches(wanted, candidates, n=limit, cutoff=0.6)]
+    taken = set(used)
+    scores = [(_likeness(name, str(other)), str(other)) for other in known if other not in taken]
+    best = sorted((score, other) for score, other in set(scores) if score)
+    return [other for _, other in reversed(best)][:limit]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` (several names joined with or), or an empty string if nothing is near."""
-    names = nearest_names(name, known)
+def _likeness(name: str, other: str) -> float:
+    """How much two names look alike, up to 1; 0: one isn't meant by the other."""
+    one, two = (text.lower().replace("-", "_").lstrip("_") for text in (name, other))
+    stems, endings = zip(*map(os.path.splitext, (one, two)), strict=True)
+    if endings[0] == endings[1] and endings[0][1:].isalnum():
+        one, two = stems
+    if not one or not two:
+        return 0.0
+    ratio = difflib.SequenceMatcher(None, two, one).ratio()
+    # names that begin differently ("messages", "images") need more in common than those that begin alike, or of which
+    # one ends with the other as a whole ("layers", "model.layers")
+    is_end = any(long.endswith((f".{short}", f"_{short}")) for long, short in ((one, two), (two, one)))
+    return ratio if ratio >= (0.6 if one[0] == two[0] or is_end else 0.75) else 0.0
+
+
+def did_you_mean(name: str, known: Iterable[str], used: Iterable[str | None] = ()) -> str:
+    """Return `; did you mean 'x'?` (several names joined with or), or an empty string if nothing is near.
+
+    Args:
+        name: What was written.
+        known: The names that there are.
+        used: Names that can't have been meant (see `nearest_names`).
+    """
+    names = nearest_names(name, known, used=used)
     if not names:
         return ""
     return "; did you mean " + " or ".join(f"'{n}'" for n in names) + "?"
