@@ -33,12 +33,13 @@ class ClipFacts:
     note: str = ""
 
 
-def run(options: argparse.Namespace, content: Any) -> int:
+def run(options: argparse.Namespace, content: Any, folder: Path) -> int:
     """Check the data of a data.json; print what was found, and write report.json.
 
     Args:
         options: of the command; without `mm_model` any number of frames and any sides are taken.
         content: of data.json.
+        folder: where report.json is written.
 
     Returns:
         0; 1 if a run with this data.json would end at one of its rows, or no row gives a sample.
@@ -51,7 +52,6 @@ def run(options: argparse.Namespace, content: Any) -> int:
 
     config = GenerationDataConfig.from_dict(content, file=options.data_json)
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
-    folder = Path(options.output or Path(options.data_json).parent)
     refuse_unwritable(folder, "--output")
     dataset, _ = build_generation_datasets(_with(config, on_bad_sample="skip"), _rule(options.mm_model))
     dataset.dataset_param = _with(config, on_bad_sample="raise").dataset_param  # rows tell what is wrong with them
@@ -142,4 +142,4 @@ def _tell(report: dict[str, Any], folder: Path) -> None:
         print(f"left out: {entry['rows']} × {reason}")
         for note in entry["first"]:
             print(f"    {note}")
-    print(f"written: {folder / 'report.json'}")
+    print(f"written: {folder.resolve() / 'report.json'}")

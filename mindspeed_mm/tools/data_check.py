@@ -7,6 +7,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError, DataError: data.json, the model directory or a data file can't be used at all.
     """
+    folder = Path(options.output or Path(options.data_json).parent)
+    with _telling_where(folder):
+        return _check(options, folder)
+
+
+def _check(options: argparse.Namespace, folder: Path) -> int:
     from mindspeed_mm.configs.data_config import DataConfig
     from mindspeed_mm.configs.files import read_json
     from mindspeed_mm.configs.generation_data import is_generation_data
@@ -79,9 +86,8 @@ def run(options: argparse.Namespace) -> int:
 
     content = read_json(options.data_json)
     if is_generation_data(content):
-        return clip_check.run(options, content)
+        return clip_check.run(options, content, folder)
     config = DataConfig.from_dict(content, file=options.data_json)
-    folder = Path(options.output or Path(options.data_json).parent)
     refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
     facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
@@ -97,6 +103,17 @@ def run(options: argparse.Namespace) -> int:
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
     ends = any(reason != "longer than the length limit" for reason in report["left_out"])
     return 1 if not lengths or (raises and ends) else 0
+
+
+@contextmanager
+def _telling_where(folder: Path) -> Iterator[None]:
+    """Say at the start where the command writes, and where it ends with an error, that it wrote no report."""
+    print(f"the report goes to {folder.resolve()}; nothing else is written, and no token cache is made", flush=True)
+    try:
+        yield
+    except BaseException:
+        print(f"no complete report was written to {folder.resolve()}", flush=True)
+        raise
 
 
 def _open_all(config: Any, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
@@ -322,7 +339,8 @@ def _tell(report: dict[str, Any], folder: Path) -> None:
             packs = f", {batches['samples_per_pack']:.1f} samples a row" if name == "packed" else ""
             print(f"{name}: {batches['steps_per_epoch']} steps an epoch, {batches['padding']:.1%} padding{packs}")
     is_drawn = report["samples"] and has_extra("plots")
-    print(f"written: {folder / 'report.json'}" + (f", {folder / 'lengths.png'}" if is_drawn else ""))
+    drawn = f", {folder.resolve() / 'lengths.png'}" if is_drawn else ""
+    print(f"written: {folder.resolve() / 'report.json'}{drawn}")
 
 
 def _of_which(report: dict[str, Any]) -> str:

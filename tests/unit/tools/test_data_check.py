@@ -98,3 +98,21 @@ def test_bad_input_is_said(data_json: Path, capsys: pytest.CaptureFixture[str]) 
     data_json.write_text(json.dumps(config), encoding="utf-8")
     assert main(["data", "check", str(data_json)]) == 1
     assert "datset" in capsys.readouterr().err
+
+
+def test_says_where_it_writes_at_the_start_and_the_end(data_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = data_json.parent
+    before = {path.name for path in folder.iterdir()}
+    lines = check(data_json, capsys, "--rows", "2")[2].splitlines()
+    assert lines[0].startswith(f"the report goes to {folder};")
+    assert lines[-1] == f"written: {folder}/report.json, {folder}/lengths.png"
+    assert {path.name for path in folder.iterdir()} - before == {"report.json", "lengths.png"}
+
+
+def test_says_where_it_would_write_if_it_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.json").write_text("{}", encoding="utf-8")
+    assert main(["data", "check", str(tmp_path / "data.json")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"the report goes to {tmp_path};")
+    assert lines[-1] == f"no complete report was written to {tmp_path}"
+    assert [path.name for path in tmp_path.iterdir()] == ["data.json"]
