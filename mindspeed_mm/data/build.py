@@ -15,6 +15,7 @@ from mindspeed_mm.data.files import DataEntry, RowSource
 from mindspeed_mm.data.mixing import Mixture, repeated
 from mindspeed_mm.data.named_templates import named_template
 from mindspeed_mm.data.registry import find_data_sets
+from mindspeed_mm.data.row_forms import recognise
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import notice
 
@@ -87,7 +88,7 @@ def _with_cache(dataset: RecordDataset) -> RecordDataset:
 def open_rows_of(
     param: DatasetParam, entries: Sequence[DataEntry], mixture: Mixture | None = None, lazy: bool = False
 ) -> RowSource:
-    """Open the rows of data sets as `dataset_param` says.
+    """Open the rows of data sets as `dataset_param` says; where it names no columns, these are recognised.
 
     Args:
         param: Typed `dataset_param`.
@@ -97,6 +98,8 @@ def open_rows_of(
     """
     basic = param.basic_parameters
     is_text = basic.stage in ("pt", "pretrain")
+    if not is_text:
+        entries = [recognise(entry) for entry in entries]
     return RowSource(entries, default_system=basic.default_system, is_text=is_text, lazy=lazy, mixture=mixture)
 
 

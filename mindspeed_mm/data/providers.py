@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.data.adapter import DataAdapter
@@ -110,7 +111,7 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
     """
     from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 
-    data = args.mm.data
+    data = DataConfig.from_dict(args.mm.data)
     batching = _batching(args)
     limits = [length for length in (args.seq_length, batching.dynamic_length) if length is not None]
     max_length = min(limits, default=None)

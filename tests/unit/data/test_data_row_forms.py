@@ -1,0 +1,145 @@
+"""Rows in common forms need no `attr`: they become the samples that they are with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.configs.data_config import DatasetAttr
+from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.files import DataEntry
+from mindspeed_mm.data.providers import data_json_provider
+from mindspeed_mm.data.row_forms import recognise
+from mindspeed_mm.utils.errors import DataError
+
+ROLES = {"messages": "messages", "role_tag": "role", "content_tag": "content", "user_tag": "user"}
+ROLES |= {"assistant_tag": "assistant"}
+SHAREGPT = {"messages": "conversations", "role_tag": "from", "content_tag": "value"}
+SHAREGPT |= {"user_tag": "human", "assistant_tag": "gpt"}
+
+
+def _turns(n: int, role: str, content: str, user: str, assistant: str, ask: Any = None) -> list[dict[str, Any]]:
+    ask = ask or f"<image>which digit {n}"
+    return [{role: user, content: ask}, {role: assistant, content: "seven " * (n + 1)}]
+
+
+def _calls(n: int) -> list[dict[str, Any]]:
+    call = json.dumps({"name": "look", "arguments": {"x": n}})
+    talk = [("system", "brief"), ("human", f"look {n}"), ("function_call", call), ("observation", "8"), ("gpt", "ok")]
+    return [{"from": role, "value": text} for role, text in talk]
+
+
+def _parts(n: int) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": f"which digit {n}"}]
+
+
+FORMS: dict[str, tuple[Any, dict[str, str]]] = {
+    "messages": (lambda n: {"messages": _turns(n, "role", "content", "user", "assistant"), "images": ["a.png"]},
+                 {**ROLES, "images": "images"}),
+    "openai_parts": (lambda n: {"messages": _turns(n, "role", "content", "user", "assistant", _parts(n))}, ROLES),
+    "llava": (lambda n: {"conversations": _turns(n, "from", "value", "human", "gpt"), "image": "a.png"},
+              {**SHAREGPT, "images": "image"}),
+    "sharegpt_with_calls": (lambda n: {"conversations": _calls(n)}, SHAREGPT),
+    "sharegpt_system_column": (
+        lambda n: {"conversations": _turns(n, "from", "value", "user", "assistant", "digit"), "system": f"brief {n}"},
+        {**SHAREGPT, "user_tag": "user", "assistant_tag": "assistant", "system": "system"}),
+    "query_response": (
+        lambda n: {"query": f"<image>which {n}", "response": "seven", "history": [["a", "b"]] * (n % 2),
+                   "system": "brief", "images": ["a.png"]},
+        {"formatting": "alpaca", "prompt": "query", "response": "response", "history": "history", "system": "system",
+         "images": "images"}),
+    "alpaca": (
+        lambda n: {"instruction": f"which {n}", "input": "digit" * (n % 2), "output": "seven", "history": [["a", "b"]],
+                   "system": "brief"},
+        {"formatting": "alpaca", "prompt": "instruction", "query": "input", "response": "output",
+         "history": "history", "system": "system"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recognised_rows_are_the_samples_of_an_explicit_attr(form: str, param: Any, images: list[str]) -> None:
+    make, attr = FORMS[form]
+    explicit = param([make(n) for n in range(10)])
+    explicit["attr"] = attr
+    plain = copy.deepcopy(explicit)
+    del plain["attr"]
+    one, two = build_mm_dataset(plain), build_mm_dataset(explicit)
+    assert len(one) == len(two) == 10
+    for index in range(10):
+        mine, theirs = one[index], two[index]
+        assert mine.keys() == theirs.keys() and (mine["labels"] != -100).any()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine if isinstance(mine[key], torch.Tensor))
+
+
+def _entry(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl", **attr: Any) -> DataEntry:
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return DataEntry("rows", (str(path),), DatasetAttr(**attr))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_names_are_those_of_an_explicit_attr(form: str, suffix: str, tmp_path: Path) -> None:
+    make, attr = FORMS[form]
+    rows = [make(n) for n in range(10)]
+    if suffix == ".parquet" and form == "openai_parts":
+        pytest.skip("a column of a table holds texts or lists, not both")
+    assert recognise(_entry(tmp_path, rows, suffix)).attr == DatasetAttr(**attr)
+
+
+def test_what_attr_says_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"messages": _turns(0, "role", "content", "user", "assistant"), "images": ["a"], "pics": ["b"]}]
+    named = _entry(tmp_path, rows, images="pics", videos=None)
+    with caplog.at_level(logging.INFO):
+        found = recognise(named).attr
+    assert (found.images, found.messages) == ("pics", "messages")
+    untouched = _entry(tmp_path, rows, role_tag="role")
+    assert recognise(untouched) is untouched
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"query": "a", "response": "b"}, {"instruction": "a", "output": "b"}],
+         ["rows of two forms", "(row 1) has 'query'", "(row 2) has 'instruction'"]),
+        ([{"messages": _turns(0, "role", "content", "user", "assistant")},
+          {"messages": _turns(0, "role", "content", "human", "gpt")}], ["(row 1)", "(row 2)", "human, gpt"]),
+        ([{"q": "a", "a": "b"}], ["columns found: a, q", "known forms: 'messages'", "dataset_param.attr"]),
+        ([{"query": "a", "response": "b", "instruction": "c", "output": "d"}],
+         ["(row 1)", "say in dataset_param.attr"]),
+        ([{"query": "a", "response": "b", "image": "c", "images": ["d"]}], ["'images'", "'image'", "attr.images"]),
+    ],
+    ids=["two_forms", "two_sets_of_roles", "unknown", "both_in_a_row", "two_media_columns"],
+)  # fmt: skip
+def test_what_is_not_clear_is_refused(rows: list[dict[str, Any]], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        recognise(_entry(tmp_path, rows))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_data_json_without_dataloader_param_takes_its_defaults(param: Any, images: list[str], vl_dir: Path) -> None:
+    from mindspeed_mm.configs.config import ConfigReader
+
+    described = param([FORMS["messages"][0](n) for n in range(4)])
+    del described["attr"]
+    args = SimpleNamespace(
+        mm=SimpleNamespace(data=ConfigReader({"dataset_param": described}), model=None),
+        use_torch_fsdp2=True, seq_length=None, seed=1, use_txt_dynamic_batching=False, use_data_balance=False,
+        encoder_dp_balance=False, use_image_mbs_data_balance=False, consumed_train_samples=0, micro_batch_size=1,
+        global_batch_size=1, num_workers=0, data_parallel_rank=0, data_parallel_size=1,
+    )  # fmt: skip
+    loader, valid, _ = data_json_provider(args)
+    assert len(loader.dataset) == 4 and valid is None
