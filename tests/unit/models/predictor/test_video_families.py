@@ -10,7 +10,6 @@ import torch
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 from mindspeed_mm.models.ae.autoencoder import Autoencoder, _strides
 from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.predictor.family import families, todays_path
 from mindspeed_mm.models.sora_model import resolve_predictor
 from mindspeed_mm.models.sora_parts import ImageEncoder
 from mindspeed_mm.utils.errors import ConfigError
@@ -308,16 +307,3 @@ def test_mean_flows_of_a_diffusers_configuration_are_refused():
     predictor = {"model_id": "hunyuanvideo15", "config": {"use_meanflow": True}}
     with pytest.raises(ConfigError, match="training of mean flows is not there"):
         resolve_predictor(SoRAModelConfig.from_dict({"predictor": predictor}))
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "today"),
-    [
-        ("hunyuanvideo15dit", "double_blocks.{*}", "transformer_blocks.{*}"),
-        ("hunyuanvideo15dit", "final_layer", "proj_out"),
-        ("hunyuanvideo", "single_blocks.{0-3}", "single_transformer_blocks.{0-3}"),
-        ("cogvideox", "transformer_blocks.{*}", "transformer_blocks.{*}"),
-    ],
-)
-def test_published_paths(name, path, today):
-    assert todays_path(families()[name], path) == today
