@@ -67,7 +67,7 @@ def test_a_version_that_does_not_fit_is_a_sentence(install: Install, package: tu
     with pytest.raises(ConfigError, match=sentence) as raised:
         initialize.describe_run([])
     assert "\n" not in str(raised.value)
-    assert cli._problems("cpu")[0] == str(raised.value)
+    assert cli._problems("cpu")[0] in str(raised.value)
 
 
 @pytest.mark.parametrize(
