@@ -73,7 +73,11 @@ def config_of(path: str) -> dict[str, Any]:
                 config["text_config"].pop("layer_types", None)  # one for each layer; made anew
                 rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
                 config["text_config"]["rope_parameters"] = rope
-                config["vision_config"] |= {"intermediate_size": vision, "out_hidden_size": text[0]}
+                config["vision_config"] |= {
+                    "intermediate_size": vision,
+                    "out_hidden_size": text[0],
+                    "tokens_per_second": 2,
+                }
             return {**config, "architectures": [architecture]}
     return {}
 
