@@ -69,6 +69,7 @@ def config_of(path: str) -> dict[str, Any]:
             config = families()[family].published[size or "7B"][0]().to_dict()
             if size is None:
                 *text, vision = _QWEN2_5_VL[match[1]]
+                config["tie_word_embeddings"] = match[1] == "3B"
                 config["text_config"] |= {**dict(zip(_NAMES, text, strict=True)), "rms_norm_eps": 1e-6}
                 config["text_config"].pop("layer_types", None)  # one for each layer; made anew
                 rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}

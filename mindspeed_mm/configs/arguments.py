@@ -23,6 +23,7 @@ from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
 from mindspeed_mm.configs.hf_directory import describe_missing_model
+from mindspeed_mm.configs.implied_backend import imply_fsdp2
 from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
 from mindspeed_mm.configs.older import drop_older_flags
 from mindspeed_mm.configs.scalars import read_int
@@ -96,6 +97,8 @@ def parse_args(
         places[name] = described.places[name]
     given = described.values | given
     vars(args).update(described.values | vars(parsed))
+    if not own_model:
+        imply_fsdp2(args)
     _read_environment(args, given)
     args.params_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode

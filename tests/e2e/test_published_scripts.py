@@ -20,7 +20,6 @@ import pytest
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.initialize import describe_run
 from mindspeed_mm.monitor.metrics import read_metrics
-from mindspeed_mm.utils.errors import ConfigError
 from tests.support import published_launches
 from tests.support.families import families
 from tests.support.launch import ROOT, run_entry
@@ -29,19 +28,19 @@ from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
 ROADS = {"pretrain_vlm.py": ("ptd", "fsdp2"), "pretrain_transformers.py": ("fsdp2",)}
-#: launches that are refused for what isn't there yet: sound on the Megatron backend, a directory by --load only
-NOT_YET = ("qwen2.5omni 7B", "qwen2.5vl 72B FSDP2")
-LAUNCHES = [
-    pytest.param(name, marks=pytest.mark.xfail(raises=ConfigError, strict=False)) if name in NOT_YET else name
-    for name in published_launches.names()
-]
+LAUNCHES = published_launches.names()
+#: launches whose model.json names no directory: config.json of what --load names
+BY_LOAD = {
+    "qwen2.5omni 7B": {"model_type": "qwen2_5_omni_thinker"},
+    "qwen2.5vl 72B FSDP2": {"model_type": "qwen2_5_vl"},
+}
 
 
-def prepared(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prepared(name: str, launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a launch's files, with directories that hold nothing but a config.json; returns its words."""
-    for name in ("hf", "rows"):
-        (folder / name).mkdir()
-    (folder / "hf" / "config.json").write_text("{}")
+    for place in ("hf", "rows"):
+        (folder / place).mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(BY_LOAD.get(name, {})))
     variables = launch.environment | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(launch.processes)}
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
@@ -54,7 +53,7 @@ def prepared(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> l
 def test_it_is_described(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but paths is exchanged."""
     launch = published_launches.launch(name)
-    words = prepared(launch, tmp_path, monkeypatch)
+    words = prepared(name, launch, tmp_path, monkeypatch)
     args = describe_run(words, roads=ROADS[launch.entry])
     arguments = launch.arguments()
     assert args.global_batch_size == int(arguments[launch.key("global_batch_size")])

@@ -144,7 +144,7 @@ def test_verify_says_that_a_bin_file_can_not_be_looked_into(tmp_path: Path, caps
 @pytest.mark.parametrize("command", ["verify", "info"])
 def test_nothing_to_look_at_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     status, printed = inspected(capsys, command, tmp_path / "nowhere")
-    assert status == 1 and f"'{tmp_path / 'nowhere'}'" in printed
+    assert status == 1 and f"{tmp_path / 'nowhere'} does not exist" in printed
     (tmp_path / "notes.txt").touch()
     status, printed = inspected(capsys, command, tmp_path)
     assert status == 1 and "notes.txt" in printed
