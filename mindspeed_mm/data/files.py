@@ -32,6 +32,7 @@ class DataEntry:
         times: how often its rows are used; a share below 1 takes that share of them, spread evenly.
         optional: keys of `attr` whose columns rows may lack.
         leads: a single medium without a tag stands before the first turn of the user.
+        unread: columns that hold media elsewhere, and that a row must not fill, as `attr` was read off other rows.
     """
 
     name: str
@@ -42,6 +43,7 @@ class DataEntry:
     times: float = 1.0
     optional: tuple[str, ...] = ()
     leads: bool = False
+    unread: frozenset[str] = frozenset()
 
 
 class Rows(Protocol):
@@ -94,7 +96,8 @@ class RowSource:
         self.entries = list(entries)
         self.lazy = lazy
         self.readers = [
-            RecordReader(entry.attr, default_system, is_text, entry.optional, entry.leads) for entry in entries
+            RecordReader(entry.attr, default_system, is_text, entry.optional, entry.leads, entry.unread)
+            for entry in entries
         ]
         self.files: list[RowFile] = [open_rows(path) for entry in entries for path in entry.paths]
         self._owner = [number for number, entry in enumerate(entries) for _ in entry.paths]

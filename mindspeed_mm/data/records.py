@@ -10,7 +10,7 @@ from mindspeed_mm.data.contents import read_media
 from mindspeed_mm.data.media import Kind, MediaRef
 from mindspeed_mm.data.messages import Conversation, Message, RowFault
 from mindspeed_mm.data.placeholders import media_tags, place_media
-from mindspeed_mm.data.turns import MISSING_COLUMN, TurnReader, as_text, missing_column, read_tools
+from mindspeed_mm.data.turns import MISSING_COLUMN, UNREAD_COLUMN, TurnReader, as_text, missing_column, read_tools
 from mindspeed_mm.utils.errors import BadSample, DataError, nearest_names
 from mindspeed_mm.utils.text import map_texts, whole_characters
 
@@ -33,6 +33,7 @@ class RecordReader:
         is_text: Rows are plain text for pretraining, in the prompt column ("text" where none is named).
         optional: Keys of `attr` whose columns rows may lack.
         leads: A single medium without a tag stands before the first turn of the user.
+        unread: Columns that a row must not fill: media that nobody would read.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class RecordReader:
         is_text: bool = False,
         optional: Collection[str] = (),
         leads: bool = False,
+        unread: Collection[str] = (),
     ) -> None:
         self.attr = attr.for_text() if is_text or attr.pretrain else attr.resolved()
         self.is_text = is_text or attr.pretrain
         self._default_system = default_system
         self._optional = frozenset(optional)
         self._leads = leads
+        self._unread = frozenset(unread)
         self._tags = media_tags()
         self._turns = TurnReader(self.attr)
         self._columns = [(kind, getattr(self.attr, key)) for kind, key in _MEDIA_COLUMNS if getattr(self.attr, key)]
@@ -136,6 +139,13 @@ class RecordReader:
         )
 
     def _media(self, row: Mapping[str, Any]) -> dict[Kind, list[MediaRef]]:
+        if lost := sorted(column for column in self._unread & row.keys() if row[column]):
+            raise RowFault(
+                f"column '{lost[0]}' holds media, and none of the first rows of the file, which the names of its "
+                "columns were read off, has it filled; name the column in dataset_param.attr (images, videos or "
+                "audios), or set that to null to leave it out",
+                UNREAD_COLUMN,
+            )
         media: dict[Kind, list[MediaRef]] = {}
         for kind, column in self._columns:
             if value := row.get(column):

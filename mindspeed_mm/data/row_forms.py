@@ -90,7 +90,9 @@ def recognise(entry: DataEntry) -> DataEntry:
         + ", ".join(f"{key}: {name}" for key, name in names.items())
     )
     merged = DatasetAttr(**{key: getattr(attr, key) for key in attr.model_fields_set} | names)
-    return replace(entry, attr=merged)
+    spoken = {name for key, names in _MEDIA_COLUMNS.items() if key in attr.model_fields_set for name in names}
+    read = {getattr(merged, key) for key in _MEDIA_COLUMNS}
+    return replace(entry, attr=merged, unread=_ALL_MEDIA_COLUMNS - spoken - read)
 
 
 def _first_rows(entry: DataEntry) -> Iterator[tuple[dict[str, Any], Place]]:

@@ -17,7 +17,7 @@ from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.files import DataEntry
 from mindspeed_mm.data.providers import data_json_provider
 from mindspeed_mm.data.row_forms import recognise
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import BadSample, DataError
 
 ROLES = {"messages": "messages", "role_tag": "role", "content_tag": "content", "user_tag": "user"}
 ROLES |= {"assistant_tag": "assistant"}
@@ -128,6 +128,21 @@ def test_what_is_not_clear_is_refused(rows: list[dict[str, Any]], words: list[st
     with pytest.raises(DataError) as error:
         recognise(_entry(tmp_path, rows))
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("attr", [{}, {"images": None}, {"images": "image"}], ids=["silent", "null", "named"])
+def test_a_medium_that_no_first_row_has_is_not_lost(param: Any, images: list[str], attr: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "<image>which"}, {"role": "assistant", "content": "seven"}]
+    rows: list[dict[str, Any]] = [{"messages": [{**turns[0], "content": "which"}, turns[1]]}] * 1001
+    rows.append({"messages": turns, "image": images[0]})
+    described = param(rows)
+    described["attr"] = attr
+    if attr == {}:
+        with pytest.raises(BadSample, match=r"row 1002: column 'image' holds media.*dataset_param.attr"):
+            build_mm_dataset(described)[1001]
+        return
+    dataset = build_mm_dataset(described)
+    assert dataset[0] and ("pixel_values" in dataset[1001]) == (attr["images"] == "image")
 
 
 def test_data_json_without_dataloader_param_takes_its_defaults(param: Any, images: list[str], vl_dir: Path) -> None:
