@@ -37,6 +37,7 @@ def losses_and_gradients(name: str, config: Path | None, dtype: str = "fp32") ->
     rows, weights = [0, 1, 2], [1.0, 1.0, 1.0]
     if config is not None:
         part = block_paths(model.predictor)[0].removesuffix(".{*}")
+        config = config.with_stem(f"{config.stem}-{dist.get_rank()}")  # none is read that another rank is just writing
         assert config.write_text(YAML.replace("{part}", part).replace("{dtype}", dtype))
         model.fully_shard(fsdp2_config_path=str(config))
         rows, weights = ([0, 1], [1.0, 1.0]) if dist.get_rank() == 0 else ([2, 2], [1.0, 0.0])

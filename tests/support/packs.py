@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.launch import ROOT
+from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.training import pretrain
 
 Sample = dict[str, torch.Tensor]
 # what a sample holds beside text: "image" or "video" with (time, height, width) in patches
@@ -105,15 +106,15 @@ def packed_batches(samples: list[Sample]) -> list[dict[str, Any]]:
 
 def run_on_batches(words: list[str], script: str, batches: list[dict[str, Any]]) -> None:
     """Train with an entry script's own callbacks, over and over on `batches`, dealt out to the data-parallel ranks."""
-    entry = runpy.run_path(str(ROOT / script), run_name="entry")
+    entry = importlib.import_module(f"mindspeed_mm.entry.{Path(script).stem}")
 
     def provider() -> Any:
-        args = entry["get_args"]()
+        args = get_args()
         return batches[args.data_parallel_rank :: args.data_parallel_size], None, None
 
     before = sys.argv
     sys.argv = [script, *words]
     try:
-        entry["pretrain"](provider, entry["model_provider"], forward_step_func=entry["forward_step"])
+        pretrain(provider, entry.model_provider, forward_step_func=entry.forward_step)
     finally:
         sys.argv = before

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.tiny_diffusers import build_diffusers, diffusers_class, diffusers_config, wan_inputs
@@ -75,7 +76,8 @@ class TrainedWan:
 
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
-        file = self.root / f"fsdp2-{sharding_size}.yaml"
+        # A file of this rank's own: one that another rank is just writing would be read empty, as all defaults.
+        file = self.root / f"fsdp2-{sharding_size}-rank{dist.get_rank()}.yaml"
         file.write_text(f"sharding_size: {sharding_size}\nsub_modules_to_wrap: {WAN_BLOCKS}\n")
         resumes = flags.pop("resumes", False)
         self.backend = FSDP2Backend()

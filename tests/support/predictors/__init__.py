@@ -41,7 +41,7 @@ class Case:
             "task": self.task,
             "load_video_features": True,
             "load_text_features": True,
-            "predictor": {"model_id": name, "config": dict(self.config)},
+            "predictor": {"model_id": name, "config": dict(self.config), "train_from_scratch": True},
             "diffusion": dict(self.diffusion),
         }
 
