@@ -124,6 +124,9 @@ def _autoencoder(config: SoRAModelConfig) -> list[str]:
         if ae.from_pretrained is None:
             return []
         of = "a diffusers autoencoder (the folder vae of a pipeline)"
+        path = Path(ae.from_pretrained)
+        if path.suffix == ".safetensors" and path.is_file():
+            return []  # its class and its tensors are checked where it is read
         return _directory_problem(config.file, "ae.from_pretrained", ae.from_pretrained, "config.json", of)
     if config.init_from_diffusers is not None:
         return []

@@ -29,7 +29,7 @@ from mindspeed_mm.configs.sections import (
     unknown_key_problems,
     validate_section,
 )
-from mindspeed_mm.configs.sora_rules import NO_EFFECT, REFUSED, STRUCTURE
+from mindspeed_mm.configs.sora_rules import AE_STRUCTURE, NO_EFFECT, REFUSED, STRUCTURE
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -80,7 +80,9 @@ class AeConfig(Section):
     model_id: str | None = Field(
         None, description="pixel (no autoencoder), a published name, or a diffusers class; absent = what the files say"
     )
-    from_pretrained: str | None = Field(None, description="diffusers directory of the autoencoder")
+    from_pretrained: str | None = Field(
+        None, description="diffusers directory of the autoencoder, or a .safetensors file of its class's tensors"
+    )
     config: Structure = Field(None, description='pixel\'s own configuration, e.g. {"channels": 1}')
     dtype: DtypeName = Field("fp32", description="dtype that it computes in")
     enable_tiling: Bool = Field(False, description="encode tile by tile, to save memory")
@@ -95,6 +97,13 @@ class AeConfig(Section):
     scaling_factor: Float | None = Field(None, description="takes the place of its config's")
     shift_factor: Float | None = Field(None, description="takes the place of its config's")
     i2v_processor: I2vProcessor = Field(I2vProcessor(), description="encoder of the first frame")
+
+    _structure: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """Published keys of the structure (block_out_channels …), for weights without a config.json."""
+        return self._structure
 
 
 class TextEncoderConfig(Section):
@@ -296,6 +305,7 @@ class SoRAModelConfig(Section):
         no_effect = {**keys.published, **inner}
         structure = {p.removeprefix("predictor."): v for p, v in no_effect.items() if STRUCTURE.fullmatch(p)}
         no_effect = {p: v for p, v in no_effect.items() if not STRUCTURE.fullmatch(p)}
+        of_ae = {p.removeprefix("ae."): v for p, v in no_effect.items() if AE_STRUCTURE.fullmatch(p)}
         fields = [*key_paths(cls), *(f"text_encoder.{name}" for name in TextEncoderConfig.model_fields)]
         problems = unknown_key_problems("model", file, {**keys.unknown, **unknown}, fields, published)
         problems += refusals({**data, **keys.published}, REFUSED, file)  # data: "dpo" is an object
@@ -311,6 +321,11 @@ class SoRAModelConfig(Section):
                 problems.append(f"{file}: {said}; write fp32 as 'ae.dtype', or false")
         raise_all(problems)
         assert config is not None
+        if config.ae is not None:
+            config.ae._structure.update(of_ae)
+            place = Path(config.ae.from_pretrained or "")
+            if place.suffix == ".safetensors" and not (place.parent / "config.json").is_file():
+                no_effect = {p: v for p, v in no_effect.items() if p.removeprefix("ae.") not in of_ae}
         say_no_effect(no_effect, NO_EFFECT, file)
         if config.enable_encoder_dp:
             notice(

@@ -16,6 +16,12 @@ STRUCTURE = re.compile(
     r"|seperated_timestep|is_reshape_temporal_channels|mlp_act_type|pipeline_num_layers|attn_mode|attn_param(\..*)?)"
 )
 
+#: published keys that describe the autoencoder's structure
+AE_STRUCTURE = re.compile(
+    r"ae\.(in_channels|out_channels|latent_channels|block_out_channels|layers_per_block|ffactor_spatial|ffactor_temporal"
+    r"|downsample_match_channel|upsample_match_channel)"
+)
+
 REFUSED = (
     Refused(
         "predictor.model_type",

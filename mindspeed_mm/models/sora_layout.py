@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
+from mindspeed_mm.models.ae.autoencoder import open_file
+from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
 from mindspeed_mm.models.common.pipeline_layout import INDEX, PipelineLayout
 from mindspeed_mm.models.diffusion.objective import Objective
 from mindspeed_mm.models.predictor.family import PredictorFamily
@@ -90,7 +92,13 @@ def _part(
             with torch.device("cpu"):
                 PixelAutoencoder(**(config.ae.config or {})).save_pretrained(made / name)
             return made / name
-        return Path(config.ae.from_pretrained) if config.ae.from_pretrained else beside
+        if config.ae.from_pretrained is None:
+            return beside
+        place = directory_of(Path(config.ae.from_pretrained))
+        if is_lone_file(place):
+            open_file(place, config.ae, config.file, default_class=family.defaults.ae).save_pretrained(made / name)
+            return made / name
+        return place
     for number, encoder in enumerate(config.text_encoder):
         directory = encoder.from_pretrained or (str(whole / component_name("text_encoder", number)) if whole else None)
         if directory is None:

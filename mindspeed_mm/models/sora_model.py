@@ -366,7 +366,7 @@ def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:
     """
     family, _, _ = resolve_predictor(config)
     whole = Path(config.init_from_diffusers) / "vae" if config.init_from_diffusers else None
-    temporal, spatial = autoencoder_strides(config.ae, whole, family.defaults.strides)
+    temporal, spatial = autoencoder_strides(config.ae, whole, family.defaults.strides, family.defaults.ae)
     rates = [encoder.ucg_rate for encoder in config.text_encoder if encoder.ucg_rate is not None]
     return GenerationRule(
         temporal_stride=temporal,

@@ -11,6 +11,7 @@ import torch
 from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.models.ae.tiling import enable_tiling
+from mindspeed_mm.models.ae.weights_file import class_and_structure, directory_of, is_lone_file, load_file
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
@@ -160,15 +161,43 @@ def open_autoencoder(
             f"{file}: 'ae.model_id' is '{config.model_id}'; expected one of {', '.join(known)}"
             f"{did_you_mean(name, known)}"
         )
-    path = Path(config.from_pretrained) if config.from_pretrained else directory
+    path = directory_of(Path(config.from_pretrained)) if config.from_pretrained else directory
     if path is None:
         raise ConfigError(f"{file}: 'ae.from_pretrained' is missing: the diffusers directory of the autoencoder")
+    if is_lone_file(path):
+        model = open_file(path, config, file, default_class=default_class).to(dtype)
+        return Autoencoder(model.requires_grad_(False).eval(), config)
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{file}: 'ae.from_pretrained' '{path}' has no config.json; expected a diffusers directory (the folder vae "
             f"of a pipeline){hub_advice(path)}"
         )
     said = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
+    _check_class(said, config, path, file)
+    try:
+        model = _model_class(said).from_pretrained(str(path), dtype=dtype)
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {said}: {error}") from error
+    model.requires_grad_(False)
+    return Autoencoder(model.eval(), config)
+
+
+def open_file(path: Path, config: AeConfig, file: str, *, default_class: str = "") -> Any:
+    """Load the diffusers model of an autoencoder from a lone file of weights, in the file's dtype.
+
+    Args, Raises: as `open_autoencoder`'s.
+    """
+    named = PUBLISHED.get(config.model_id or "", config.model_id)
+    said, structure = class_and_structure(path, config, named, default_class, file)
+    _check_class(said, config, path, file)
+    try:
+        return load_file(path, _model_class(said), structure, file)
+    except (TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{file}: what 'ae' says of its structure makes no {said}: {error}") from error
+
+
+def _check_class(said: str, config: AeConfig, path: Path, file: str) -> None:
+    name = PUBLISHED.get(config.model_id or "", config.model_id)
     if name is not None and said != name:
         raise ConfigError(
             f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, "
@@ -176,12 +205,6 @@ def open_autoencoder(
         )
     if said not in (*CLASSES, "PixelAutoencoder"):
         raise ConfigError(f"{file}: '{path}' holds a {said}; expected one of {', '.join(CLASSES)}")
-    try:
-        model = _model_class(said).from_pretrained(str(path), dtype=dtype)
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {said}: {error}") from error
-    model.requires_grad_(False)
-    return Autoencoder(model.eval(), config)
 
 
 def _model_class(name: str) -> Any:
@@ -207,19 +230,27 @@ def _pixel(keys: dict[str, Any], file: str) -> Any:
         raise ConfigError(f"{file}: 'ae.config': {error}") from error
 
 
-def autoencoder_strides(config: AeConfig | None, directory: Path | None, fallback: tuple[int, int]) -> tuple[int, int]:
+def autoencoder_strides(
+    config: AeConfig | None, directory: Path | None, fallback: tuple[int, int], default_class: str = ""
+) -> tuple[int, int]:
     """Frames and pixels that a latent stands for, from the autoencoder's config.json alone.
 
     Args:
         config: model.json's `ae`.
         directory: of a pipeline's autoencoder, where `ae` names none.
         fallback: where neither names a directory that is there.
+        default_class: as `open_autoencoder`'s.
     """
     import diffusers
 
     if config is not None and config.model_id == "pixel":
         return 1, 1
-    path = Path(config.from_pretrained) if config is not None and config.from_pretrained else directory
+    path = directory_of(Path(config.from_pretrained)) if config is not None and config.from_pretrained else directory
+    if path is not None and config is not None and is_lone_file(path):
+        named = PUBLISHED.get(config.model_id or "", config.model_id)
+        name, structure = class_and_structure(path, config, named, default_class, "model.json")
+        with torch.device("meta"):
+            return _strides(_model_class(name)(**structure))
     if path is None or not (path / "config.json").is_file():
         return fallback
     said = diffusers.AutoModel.load_config(str(path))

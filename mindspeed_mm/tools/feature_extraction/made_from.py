@@ -91,9 +91,11 @@ def _first(said: str | None, whole: str | None, name: str) -> str | None:
 
 
 def _files(directory: str | None) -> str | None:
-    """A digest of a directory's config.json, and the names and sizes of its files."""
-    if directory is None or not Path(directory).is_dir():
+    """A digest of a directory's config.json, and the names and sizes of its files; of a file, its name and size."""
+    if directory is None or not Path(directory).exists():
         return None
+    if Path(directory).is_file():
+        return hashlib.sha256(f"{Path(directory).name}\0{Path(directory).stat().st_size}".encode()).hexdigest()[:16]
     digest = hashlib.sha256()
     for file in sorted(Path(directory).iterdir()):
         if file.suffix in _WEIGHTS and file.is_file():

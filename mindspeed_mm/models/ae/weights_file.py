@@ -1,0 +1,101 @@
+"""An autoencoder whose weights are named as one file, as published model.json files do it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+
+#: what the authors' configuration calls a parameter of the diffusers class
+_PUBLISHED = {"ffactor_spatial": "spatial_compression_ratio", "ffactor_temporal": "temporal_compression_ratio"}
+_USUAL = "diffusion_pytorch_model.safetensors"
+
+
+def is_lone_file(path: Path) -> bool:
+    """Whether a file of weights has to be read by itself: diffusers reads the other ones with their directory."""
+    return path.is_file() and not (path.name == _USUAL and (path.parent / "config.json").is_file())
+
+
+def directory_of(path: Path) -> Path:
+    """The directory of a file that diffusers reads with it; other paths as they are."""
+    return path.parent if path.is_file() and not is_lone_file(path) else path
+
+
+def class_and_structure(
+    path: Path, config: AeConfig, named: str | None, default_class: str, file: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the diffusers class of a lone file and the arguments of its constructor.
+
+    A config.json beside the file says both; else model.json says them, in diffusers' words or its authors', and what
+    it leaves out is as the class has it by itself.
+
+    Args:
+        named: the class that `ae.model_id` stands for.
+        default_class: that of the predictor's family.
+
+    Raises:
+        ConfigError: nothing says which class it is.
+    """
+    import diffusers
+
+    beside = path.parent / "config.json"
+    if beside.is_file():
+        said = json.loads(beside.read_text(encoding="utf-8"))
+        if "_class_name" in said:
+            return str(said["_class_name"]), {k: v for k, v in said.items() if not k.startswith("_")}
+    name = named or default_class
+    if not name:
+        raise ConfigError(
+            f"{file}: 'ae.from_pretrained' '{path}' is a file without a diffusers config.json beside it; name its "
+            "class as 'ae.model_id', or the diffusers directory of the autoencoder as 'ae.from_pretrained'"
+        )
+    known = inspect.signature(getattr(diffusers, name).__init__).parameters
+    words = {_PUBLISHED.get(key, key): value for key, value in config.structure.items()}
+    return name, {key: value for key, value in words.items() if key in known and value is not None}
+
+
+def load_file(path: Path, model_class: Any, structure: Mapping[str, Any], file: str) -> Any:
+    """Build a diffusers model and fill it from a file, in the file's dtype.
+
+    Raises:
+        CheckpointError: the file is damaged, or its tensors are not those of the class.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with torch.device("meta"):
+        model = model_class(**structure)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    try:
+        with safe_open(str(path), framework="pt") as opened:
+            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            problem = _difference(expected, found)
+            if problem:
+                raise CheckpointError(
+                    f"{file}: 'ae.from_pretrained' '{path}' doesn't fit {model_class.__name__}: {problem}; a file in "
+                    "the layout of the model's authors is not read: name the folder vae of the model's diffusers "
+                    "repository"
+                )
+            tensors = {name: opened.get_tensor(name) for name in expected}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: 'ae.from_pretrained' '{path}' can't be read: {error}") from error
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return model
+
+
+def _difference(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str | None:
+    missing, left_over = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or left_over:
+        parts = [f"{len(names)} tensors are {what} (such as {names[0]})" for names, what in
+                 ((missing, "missing"), (left_over, "left over")) if names]  # fmt: skip
+        return ", ".join(parts)
+    for name, shape in expected.items():
+        if found[name] != shape:
+            return f"{name} has the shape {list(found[name])}, and {list(shape)} in the class"
+    return None
