@@ -6,7 +6,7 @@ Snippets of JSON and YAML must load through the schemas, Python must compile and
 commands must be of programs and files that there are, with flags that the program knows. Links and paths of the
 repository that the text names must lead somewhere, and so must the flags that it names. A Chinese page has the
 sections, the snippets and the tables of the English one. Fences without a language show what is printed and are
-not read. scripts/run_docs.py runs what a tiny model can be trained and converted by.
+not read. scripts/run_docs.py runs them.
 """
 
 from __future__ import annotations

@@ -1,130 +1,103 @@
-"""Run what the documents tell to write and to run, as far as a tiny model on one CPU can.
+"""Run what the documents tell to write and to run, each at its smallest, on one CPU.
 
-    python scripts/run_docs.py
+    python scripts/run_docs.py                  # all parts, two at a time: two minutes or so on two cores
+    python scripts/run_docs.py generation       # one of them: see PARTS
 
-The README's own-model section is followed in an empty folder, in English and in Chinese: its files are written as they
-stand, its row of data and its command are used with the substitutions of `SMALLEST`, and its class is defined. Then the
-commands of docs/checkpoints.md that need a run folder are given the one that came out. What the documents show beyond
-that is read by scripts/check_docs.py: it starts long trainings or needs published weights.
+Snippets are taken from the pages, with the substitutions that scripts/docs_runs/ states: fewer processes, samples and
+steps, and tiny directories where published weights are named. README.md's own-model section is followed in Chinese too;
+of what else README.zh.md and docs/migrating.zh.md show, each command or line must be one of the English page's. A
+command or text that is neither run nor listed in `NOT_RUN` with a reason is a fault; so is an entry of that table that
+no page shows.
 """
 
 from __future__ import annotations
 
-import io
-import json
+import multiprocessing
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.check_docs import Snippet, snippets  # noqa: E402
+from scripts.check_docs import documents, snippets  # noqa: E402
+from scripts.docs_runs.common import VARIABLES, DocumentError, Done, items, key  # noqa: E402
 
-HF = "ckpt/Qwen2.5-VL-7B-Instruct"
-#: what the documents say → what is run in its place: fewer processes, samples and steps, and the CPU's collectives
-SMALLEST = {
-    "--nproc_per_node 8": "--standalone --nproc_per_node 1",
-    "pretrain_transformers.py": str(ROOT / "pretrain_transformers.py"),
-    "--global-batch-size 64": "--global-batch-size 1",
-    "--train-iters 1000": "--train-iters 2",
-    "--distributed-backend nccl": "--distributed-backend gloo --num-workers 0",
-    "torchrun": f"{shlex.quote(sys.executable)} -m torch.distributed.run",
+#: part → the function that runs it; those that take longest begin first
+PARTS = {
+    "quick_starts": "examples.quick_starts",
+    "own_model": "own_model.run",
+    "adding_a_model": "examples.adding_a_model",
+    "generation": "generation.run",
 }
-#: words of docs/checkpoints.md's commands → what stands for them
-PLACES = {"RUN": "runs/mine", "DIR": "runs/mine", "HF": HF, "OUT": "out"}
-#: commands that need something that this run has not made: averaged weights, published options of another layout
-LEFT_OUT = ("--averaged", "Qwen2_5_VLConverter")
+#: how an item of a page begins that is not run here → why
+NOT_RUN = {
+    ("README.md", "bash scripts/test.sh"): "the first thing that .ci/run runs",
+    ("README.md", 'pip install -e ".[all]" -c constraints.txt'): "scripts/test.sh installs so, with more extras",
+    ("docs/architecture.md", "doors "): "a drawing of the package, of which nothing is run",
+}
 
 
-def section(page: Path, language: str) -> list[Snippet]:
-    """The snippets of a page in one language."""
-    return [snippet for snippet in snippets(page) if snippet.language == language]
-
-
-def write_model() -> None:
-    """A tiny model where the README names a published one, and the picture that its row names."""
-    from PIL import Image
-
-    from mindspeed_mm.tools import tiny_models
-
-    tokenizer = tiny_models.build_byte_bpe_tokenizer(["What is this? A cat."] * 9, 320, Path(HF))
-    tiny_models.build_qwen2_5_vl_processor(tokenizer, HF)
-    tiny_models.save_model_dir(tiny_models.qwen2_5_vl_config(tokenizer), tokenizer, HF, 0)
-    Path("data/images").mkdir(parents=True)
-    Image.new("RGB", (56, 56), (200, 120, 40)).save("data/images/0001.png")
-
-
-def follow(page: Path) -> None:
-    """Write the files of the section in this folder, train as it says, and define its class."""
-    written = {}
-    for snippet in section(page, "json"):
-        content = json.loads(snippet.text)
-        name = "data.json" if "dataset_param" in content else "row" if "messages" in content else "model.json"
-        written[name] = snippet.text
-    (fsdp2,) = section(page, "yaml")
-    Path("data/train.json").write_text(json.dumps([json.loads(written.pop("row"))]), encoding="utf-8")
-    for name, text in {**written, "fsdp2.yaml": fsdp2.text, "tools.json": "{}"}.items():
-        Path(name).write_text(text, encoding="utf-8")
-    (command,) = (snippet.text for snippet in section(page, "bash") if "model.json" in snippet.text)
-    for said, instead in SMALLEST.items():
-        if said not in command:
-            sys.exit(f"{page.name}: the command has no '{said}' any more: change SMALLEST in scripts/run_docs.py")
-        command = command.replace(said, instead)
-    output = run(["bash", "-c", command], page)
-    for sign in ("done: 2 iterations", "iteration        1/       2"):
-        if sign not in output:
-            sys.exit(f"{page.name}: the run has not said '{sign}':\n{output}")
-    for snippet in section(page, "python"):
-        exec(compile(snippet.text, snippet.place, "exec"), {"__name__": snippet.place})
-    print(f"{page.name}: its own model trains")
-
-
-def run(words: list[str], page: Path) -> str:
-    """Run a command here; it ends this program if it fails. Returns what was said."""
-    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MM_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{page.name}: {words[-1]}\n{done.stdout}\nended with status {done.returncode}")
-    return done.stdout
-
-
-def convert(page: Path) -> None:
-    """Run the commands of `mm-convert` that fit the run folder."""
-    from mindspeed_mm.tools.convert import main
-
-    for snippet in section(page, "bash"):
-        for line in snippet.text.splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] != ["mm-convert"] or any(word in LEFT_OUT for word in words):
-                continue
-            shutil.rmtree("out", ignore_errors=True)
-            words = [PLACES.get(word, word) for word in words]
-            with redirect_stdout(io.StringIO()):
-                status = main(words[1:])
-            if status:
-                sys.exit(f"{page.name}: '{' '.join(words)}' has failed")
-    print(f"{page.name}: its commands convert")
-
-
-def main() -> None:
-    """Follow both README files, then convert."""
+def run_part(name: str) -> tuple[Done, float]:
+    """Run a part in a folder of its own; returns what it has run, and the seconds that it took."""
+    started = time.perf_counter()
+    module, _, function = PARTS[name].partition(".")
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         os.chdir(folder)
-        write_model()
-        for page in (ROOT / "README.zh.md", ROOT / "README.md"):
-            shutil.rmtree("runs", ignore_errors=True)
-            follow(page)
-        convert(ROOT / "docs" / "checkpoints.md")
-        os.chdir(ROOT)
+        try:
+            done = getattr(import_module(f"scripts.docs_runs.{module}"), function)()
+        finally:
+            os.chdir(ROOT)
+    return done, time.perf_counter() - started
+
+
+def left(done: Done) -> list[str]:
+    """What the pages show and nobody has run, and entries of `NOT_RUN` that no page shows."""
+    problems, used = [], set()
+    for page in documents():
+        for snippet in snippets(page):
+            found = [key(page, item) for item in items(snippet)]
+            if not snippet.language:  # one entry stands for a whole drawing
+                found = found if any(item in done for item in found) else found[:1]
+            for name, item in found:
+                entry = next((e for e in NOT_RUN if e[0] == name and item.startswith(e[1])), None)
+                used.add(entry)
+                if entry is None and (name, item) not in done:
+                    problems.append(f"{snippet.place}: nobody runs this, and NOT_RUN does not say why: {item}")
+    problems += [f"NOT_RUN: {page} shows no '{item}'" for page, item in NOT_RUN.keys() - used]
+    return problems
+
+
+def main() -> int:
+    """Run all parts, or those named on the command line; returns the exit status."""
+    os.environ.update(VARIABLES)
+    unknown = sorted(set(sys.argv[1:]) - set(PARTS))
+    if unknown:
+        print(f"no part is called {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+        return 2
+    done: Done = set()
+    problems = []
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        running = {pool.submit(run_part, name): name for name in sys.argv[1:] or PARTS}
+        for future in as_completed(running):
+            try:
+                ran, seconds = future.result()
+            except DocumentError as error:
+                problems.append(str(error))
+            except Exception as error:  # of whatever kind: a page can't be followed
+                problems.append(f"{running[future]}: {type(error).__name__}: {error}")
+            else:
+                done |= ran
+                print(f"{running[future]}: {len(ran)} commands and texts run in {seconds:.0f} s", flush=True)
+    if not problems and len(running) == len(PARTS):
+        problems = left(done)
+    print("\n".join(problems) or "what the documents show runs")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
