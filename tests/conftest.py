@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,12 @@ import pytest
 
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
 from tests.support.workers import RankPool, forget_globals
+
+# Started by nohup, or by a shell in the background, these are ignored, and a run leaves what is ignored alone.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # outside of the main thread
+            signal.signal(_number, _usual)
 
 
 @pytest.fixture(scope="session")
