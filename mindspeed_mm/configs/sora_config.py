@@ -7,6 +7,7 @@ published ones, which the part's family translates.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -324,7 +325,7 @@ class SoRAModelConfig(Section):
         if config.ae is not None:
             config.ae._structure.update(of_ae)
             place = Path(config.ae.from_pretrained or "")
-            if place.suffix == ".safetensors" and not (place.parent / "config.json").is_file():
+            if place.suffix == ".safetensors" and not config_beside(place):
                 no_effect = {p: v for p, v in no_effect.items() if p.removeprefix("ae.") not in of_ae}
         say_no_effect(no_effect, NO_EFFECT, file)
         if config.enable_encoder_dp:
@@ -334,6 +335,15 @@ class SoRAModelConfig(Section):
         config._file = file
         config.predictor._structure.update(structure)
         return config
+
+
+def config_beside(weights: Path) -> dict[str, Any]:
+    """The diffusers config.json beside a file of weights; {} where there is none that names a class."""
+    try:
+        said = json.loads((weights.parent / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) and "_class_name" in said else {}
 
 
 def _encoders(value: Any, published: frozenset[str]) -> tuple[list[Any] | None, dict[str, Any], dict[str, Any]]:

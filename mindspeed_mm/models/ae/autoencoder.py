@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,13 +188,28 @@ def open_file(path: Path, config: AeConfig, file: str, *, default_class: str = "
 
     Args, Raises: as `open_autoencoder`'s.
     """
+    return _of_file(load_file, path, config, file, default_class)
+
+
+def _of_file(
+    make: Callable[[Path, Any, Mapping[str, Any], str], Any], path: Path, config: AeConfig, file: str, default: str
+) -> Any:
+    """What `make` makes of a lone file, its diffusers class and the arguments of that."""
     named = PUBLISHED.get(config.model_id or "", config.model_id)
-    said, structure = class_and_structure(path, config, named, default_class, file)
+    if named is not None and named not in CLASSES:
+        _check_class(named, config, path, file)
+    said, structure = class_and_structure(path, config, named, default, file)
     _check_class(said, config, path, file)
     try:
-        return load_file(path, _model_class(said), structure, file)
+        return make(path, _model_class(said), structure, file)
     except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{file}: what 'ae' says of its structure makes no {said}: {error}") from error
+
+
+def _on_meta(path: Path, model_class: Any, structure: Mapping[str, Any], file: str) -> Any:
+    del path, file
+    with torch.device("meta"):
+        return model_class(**structure)
 
 
 def _check_class(said: str, config: AeConfig, path: Path, file: str) -> None:
@@ -247,10 +263,7 @@ def autoencoder_strides(
         return 1, 1
     path = directory_of(Path(config.from_pretrained)) if config is not None and config.from_pretrained else directory
     if path is not None and config is not None and is_lone_file(path):
-        named = PUBLISHED.get(config.model_id or "", config.model_id)
-        name, structure = class_and_structure(path, config, named, default_class, "model.json")
-        with torch.device("meta"):
-            return _strides(_model_class(name)(**structure))
+        return _strides(_of_file(_on_meta, path, config, "model.json", default_class))
     if path is None or not (path / "config.json").is_file():
         return fallback
     said = diffusers.AutoModel.load_config(str(path))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.configs.sora_config import AeConfig, config_beside
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 #: what the authors' configuration calls a parameter of the diffusers class
@@ -20,7 +19,7 @@ _USUAL = "diffusion_pytorch_model.safetensors"
 
 def is_lone_file(path: Path) -> bool:
     """Whether a file of weights has to be read by itself: diffusers reads the other ones with their directory."""
-    return path.is_file() and not (path.name == _USUAL and (path.parent / "config.json").is_file())
+    return path.is_file() and not (path.name == _USUAL and config_beside(path))
 
 
 def directory_of(path: Path) -> Path:
@@ -41,15 +40,12 @@ def class_and_structure(
         default_class: that of the predictor's family.
 
     Raises:
-        ConfigError: nothing says which class it is.
+        ConfigError: nothing says which class it is, or the class has no such argument.
     """
     import diffusers
 
-    beside = path.parent / "config.json"
-    if beside.is_file():
-        said = json.loads(beside.read_text(encoding="utf-8"))
-        if "_class_name" in said:
-            return str(said["_class_name"]), {k: v for k, v in said.items() if not k.startswith("_")}
+    if said := config_beside(path):
+        return str(said["_class_name"]), {k: v for k, v in said.items() if not k.startswith("_")}
     name = named or default_class
     if not name:
         raise ConfigError(
@@ -57,8 +53,14 @@ def class_and_structure(
             "class as 'ae.model_id', or the diffusers directory of the autoencoder as 'ae.from_pretrained'"
         )
     known = inspect.signature(getattr(diffusers, name).__init__).parameters
-    words = {_PUBLISHED.get(key, key): value for key, value in config.structure.items()}
-    return name, {key: value for key, value in words.items() if key in known and value is not None}
+    given = {key: value for key, value in config.structure.items() if value is not None}
+    if unknown := [key for key in given if _PUBLISHED.get(key, key) not in known]:
+        keys = ", ".join(f"'ae.{key}'" for key in unknown)
+        raise ConfigError(
+            f"{file}: {keys}: {name} has no such argument; remove what belongs to "
+            "another class, or name the diffusers directory of the autoencoder as 'ae.from_pretrained'"
+        )
+    return name, {_PUBLISHED.get(key, key): value for key, value in given.items()}
 
 
 def load_file(path: Path, model_class: Any, structure: Mapping[str, Any], file: str) -> Any:
@@ -85,6 +87,7 @@ def load_file(path: Path, model_class: Any, structure: Mapping[str, Any], file: 
             tensors = {name: opened.get_tensor(name) for name in expected}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: 'ae.from_pretrained' '{path}' can't be read: {error}") from error
+    model = model_class(**structure)  # anew: what it computes by itself has no values on meta
     model.load_state_dict(tensors, strict=True, assign=True)
     return model
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
-from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
+from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig, TextEncoderConfig
+from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
 from mindspeed_mm.models.predictor.family import PredictorFamily
 
 #: preprocess_parameters that are of use when features are read, or change nothing
@@ -40,6 +41,7 @@ def made_from(
         "ae": {
             **(model.ae.model_dump(exclude={"from_pretrained"}) if model.ae is not None else {}),
             "files": _files(_first(model.ae.from_pretrained if model.ae else None, whole, "vae")),
+            **_structure(model.ae),
         },
         "image_encoder": image and {"dtype": image.dtype, "files": _files(image.from_pretrained)},
         "dtype": options.dtype,
@@ -57,6 +59,13 @@ def made_from(
             for n in range(len(model.text_encoder) or _MOST_ENCODERS)
         }
     return _flat(described)
+
+
+def _structure(ae: AeConfig | None) -> dict[str, Any]:
+    """What model.json says of the structure of an autoencoder whose weights are a file by themselves."""
+    if ae is None or ae.from_pretrained is None or not is_lone_file(Path(ae.from_pretrained)):
+        return {}
+    return {"structure": ae.structure or None}
 
 
 def _flat(described: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -94,6 +103,7 @@ def _files(directory: str | None) -> str | None:
     """A digest of a directory's config.json, and the names and sizes of its files; of a file, its name and size."""
     if directory is None or not Path(directory).exists():
         return None
+    directory = str(directory_of(Path(directory)))
     if Path(directory).is_file():
         return hashlib.sha256(f"{Path(directory).name}\0{Path(directory).stat().st_size}".encode()).hexdigest()[:16]
     digest = hashlib.sha256()

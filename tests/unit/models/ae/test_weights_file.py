@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 from mindspeed_mm.models.ae.autoencoder import autoencoder_strides, open_autoencoder, open_file
+from mindspeed_mm.tools.feature_extraction.made_from import _files, _structure
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 #: as published, but for the sizes
@@ -91,7 +92,8 @@ def test_it_is_exported_with_its_configuration(lone: Path, tmp_path: Path) -> No
     ("keys", "kind", "message"),
     [
         ({"model_id": None}, ConfigError, "file without a diffusers config.json beside it; name its class"),
-        ({"model_id": "wan_video_vae"}, CheckpointError, r"doesn't fit AutoencoderKLWan: \d+ tensors are missing"),
+        ({"model_id": "wan_video_vae"}, ConfigError, "'ae.latent_channels', .*AutoencoderKLWan has no such argument"),
+        ({"model_id": "nothing"}, ConfigError, "holds a nothing|model_id' is 'nothing'"),
         ({"latent_channels": 8}, CheckpointError, r"has the shape \[.*\], and \[.*\] in the class; .*authors"),
         ({"block_out_channels": [8, 8]}, (CheckpointError, ConfigError), "AutoencoderKLHunyuanVideo15"),
     ],
@@ -99,6 +101,24 @@ def test_it_is_exported_with_its_configuration(lone: Path, tmp_path: Path) -> No
 def test_a_file_that_does_not_fit(lone: Path, keys: dict[str, Any], kind: Any, message: str) -> None:
     with pytest.raises(kind, match=message):
         open_autoencoder(described(lone, **keys), "m.json")
+
+
+def test_another_class_s_tensors(lone: Path) -> None:
+    keys = dict.fromkeys(STRUCTURE) | {"model_id": "wan_video_vae"}
+    with pytest.raises(CheckpointError, match=r"doesn't fit AutoencoderKLWan: \d+ tensors are missing"):
+        open_autoencoder(described(lone, **keys), "m.json")
+
+
+def test_a_config_json_of_the_authors_says_nothing(lone: Path, said: list[str]) -> None:
+    (lone.parent / "config.json").write_text(json.dumps({"latent_channels": 5}))
+    assert open_autoencoder(described(lone), "m.json").channels == 4
+    assert not any("ae.latent_channels" in line for line in said)
+
+
+def test_features_know_the_structure_and_the_directory_of_a_file(vae: Path, lone: Path) -> None:
+    one, other = (_structure(described(lone, ffactor_temporal=n)) for n in (4, 8))
+    assert one != other and _structure(described(vae)) == {} == _structure(None)
+    assert _files(str(vae)) == _files(str(vae / "diffusion_pytorch_model.safetensors")) != _files(str(lone))
 
 
 def test_a_layout_of_the_authors(lone: Path) -> None:
