@@ -140,7 +140,7 @@ def load(contender: str, path: str) -> Any:
     with torch.device("meta"):
         model = TransformersModel({"init_from_hf_path": path})
     model.weights_come_later = True
-    model.fsdp2_overrides = {"sub_modules_to_wrap": ["model.layers.{*}"], "sharding_size": "auto"}
+    model.model.fsdp2_overrides = {"sub_modules_to_wrap": ["model.layers.{*}"], "sharding_size": "auto"}
     model.fully_shard()
     load_weights(model.model, open_weights(path))
     return model.model

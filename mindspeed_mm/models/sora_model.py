@@ -205,7 +205,7 @@ class SoRAModel(MultiModalModule):
         if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
             notice("fsdp2.yaml: 'cast_forward_inputs' has no effect here: inputs are made in param_dtype or stay exact")
         # they are what diffusers' pipelines give to a transformer of that dtype: casts would round timesteps and angles
-        self.predictor.fsdp2_overrides = {**paths, "cast_forward_inputs": False}
+        self.predictor.fsdp2_overrides = {**self.predictor.fsdp2_overrides, **paths, "cast_forward_inputs": False}
         self._computes_in = to_torch_dtype(config.param_dtype) or torch.float32
         return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 

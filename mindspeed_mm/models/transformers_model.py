@@ -177,7 +177,10 @@ class TransformersModel(MultiModalModule):
                 "(mindspeed_mm.models.transformers.base_model)"
             )
         self.model.weights_come_later = self.weights_come_later
-        self.model.fsdp2_overrides = self._recompute_overrides(fsdp2_config(fsdp2_config_path))
+        self.model.fsdp2_overrides = {
+            **self.model.fsdp2_overrides,
+            **self._recompute_overrides(fsdp2_config(fsdp2_config_path)),
+        }
         done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
         if self.traits.language_model is not None and dist.get_world_size(process_group) > 1:
             self._idle_towers.install(self.model.get_submodule(self.traits.language_model))

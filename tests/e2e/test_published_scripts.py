@@ -95,12 +95,41 @@ def directory_of(family: str) -> Path:
     """A tiny directory of the family; layers and heads enough for two stages or two tensor-parallel ranks."""
     path = workspace() / family
     path.mkdir()
-    return tiny_qwen2_5_vl_dir(path, deep=True) if family == "qwen2_5_vl" else families()[family].make(path)
+    if family == "qwen2_5_vl":
+        return tiny_qwen2_5_vl_dir(path, deep=True)
+    made = families()[family].make(path)
+    if family == "internvl_moe":  # normalised as the published directory says it, and the launch too
+        file = made / "processor_config.json"
+        content = json.loads(file.read_text())
+        for part in ("image_processor", "video_processor"):
+            content[part] |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        file.write_text(json.dumps(content))
+    return made
 
 
 @functools.cache
 def rows() -> Path:
     return write_mixed_dataset(workspace() / "data", rows=8, seed=1)
+
+
+def rows_of(launch: Launch) -> Path:
+    """The rows in the form that the launch's data.json names."""
+    if launch.data.get("dataset_param.dataset_type") != "multimodal":
+        return rows()
+    roles = {"user": "human", "assistant": "gpt", "system": "system"}
+    file = rows().with_name("internvl.json")
+    file.write_text(
+        json.dumps(
+            [
+                {
+                    "conversations": [{"from": roles[t["role"]], "value": t["content"]} for t in row["messages"]],
+                    "image": row["images"],
+                }
+                for row in json.loads(rows().read_text())
+            ]
+        )
+    )
+    return file
 
 
 def shrink(launch: Launch, name: str, hf_dir: Path) -> None:
@@ -177,7 +206,7 @@ def start(words: list[str], entry: str, variables: Mapping[str, str]) -> None:
 def test_it_trains(name: str, ranks2: RankPool, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     launch, hf_dir = published_launches.launch(name), directory_of((TINY | FULL)[name])
     shrink(launch, name, hf_dir)
-    paths = {"hf": hf_dir, "rows": rows(), "folder": rows().parent, "cache": workspace() / "cache"}
+    paths = {"hf": hf_dir, "rows": rows_of(launch), "folder": rows().parent, "cache": workspace() / "cache"}
     words = launch.write(tmp_path / "run", **paths, save=tmp_path / "save")
     pool = ranks2 if launch.fsdp2 is not None else megatron_pools[2]
     pool.run(start, words, launch.entry, launch.environment, timeout=170)
