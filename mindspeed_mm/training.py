@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -96,7 +95,7 @@ def pretrain(
             data_kind=data_kind or "language",
             roads=getattr(model_provider, "backends", ("fsdp2", "ptd")),
         )
-        if args.save and os.environ.get("LOCAL_RANK", "0") == "0":
+        if args.save and args.local_rank == 0:
             refuse_unwritable(args.save, "--save")
         prepare_process(args)
         backend = create_backend(args)
