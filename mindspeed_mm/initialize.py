@@ -25,11 +25,11 @@ from mindspeed_mm.configs.flags.spec import road_of
 from mindspeed_mm.configs.global_args import set_args
 from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.configs.tools_config import ToolsConfig
-from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.extras import missing_library_as_sentence, require_extra
 from mindspeed_mm.utils.first_failure import claim, tell, tell_after, tell_torchrun
 from mindspeed_mm.utils.interrupted import SENTENCE
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions
 
@@ -75,7 +75,7 @@ def describe_run(
         notice("--use-torch-fsdp2 is implied: this script trains with FSDP2 only")
     merge_mm_args(args, own_model=own_model, own_data=own_data, model_kind=model_kind, data_kind=data_kind)
     args.tools = ToolsConfig.from_dict(getattr(args.mm, "tool", None) or {})
-    validate_args(args, world_size_from_env())
+    validate_args(args, this_launch().world_size)
     _require_extras(args, model_kind)
     set_args(args)
     return args

@@ -32,7 +32,8 @@ from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable
-from mindspeed_mm.utils.log import info_rank0, is_first_rank, logger
+from mindspeed_mm.utils.launch import is_first_rank
+from mindspeed_mm.utils.log import info_rank0, logger
 
 
 @dataclass

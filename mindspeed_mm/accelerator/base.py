@@ -160,8 +160,3 @@ class Accelerator(ABC):
         if host or needs_cpu_tensors:
             return f"{self.name}:{backend},cpu:{host or 'gloo'}"
         return backend
-
-
-def local_rank() -> int:
-    """LOCAL_RANK of this process (0 without a launcher)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import torch
 
-from mindspeed_mm.accelerator.base import Accelerator, local_rank
+from mindspeed_mm.accelerator.base import Accelerator
+from mindspeed_mm.utils.launch import this_launch
 
 
 class CUDAAccelerator(Accelerator):
@@ -35,7 +36,7 @@ class CUDAAccelerator(Accelerator):
     )
 
     def device(self) -> torch.device:
-        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+        return torch.device("cuda", this_launch().local_rank % torch.cuda.device_count())
 
     def set_device(self) -> None:
         torch.cuda.set_device(self.device())

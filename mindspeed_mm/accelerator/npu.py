@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.accelerator.base import Accelerator, local_rank
+from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
 
@@ -34,7 +35,7 @@ class NPUAccelerator(Accelerator):
             notice("mindspeed is not installed: its fused NPU operators are not used (see pyproject.toml, extra npu)")
 
     def device(self) -> torch.device:
-        return torch.device("npu", local_rank() % self._npu.device_count())
+        return torch.device("npu", this_launch().local_rank % self._npu.device_count())
 
     def set_device(self) -> None:
         self._npu.set_device(self.device())

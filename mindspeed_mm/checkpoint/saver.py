@@ -23,7 +23,8 @@ from mindspeed_mm.checkpoint.manifest import sum_files, write_manifest
 from mindspeed_mm.checkpoint.run_folder import RunFolder, find_checkpoint, iteration_directory, working_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.log import info_rank0, is_first_rank, logger, notice
+from mindspeed_mm.utils.launch import is_first_rank
+from mindspeed_mm.utils.log import info_rank0, logger, notice
 
 TakeSnapshot = Callable[[bool], Snapshot]
 

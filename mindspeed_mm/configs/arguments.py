@@ -31,6 +31,7 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.files import is_same_path
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.text import shorten
 
@@ -214,11 +215,10 @@ def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argpar
 
 
 def _read_environment(args: Namespace, given: Mapping[str, Any]) -> None:
-    args.rank = int(os.environ.get("RANK", "0"))
-    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    args.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    launch = this_launch()
+    args.rank, args.world_size, args.restarts = launch.rank, launch.world_size, launch.restarts
     if args.local_rank is None:
-        args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        args.local_rank = launch.local_rank
     if road_of(args) == "ptd" and os.environ.get("VP_SIZE"):
         args.virtual_pipeline_model_parallel_size = _virtual_size(given, os.environ["VP_SIZE"])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from mindspeed_mm.utils.log import is_first_rank, logger
+from mindspeed_mm.utils.launch import is_first_rank
+from mindspeed_mm.utils.log import logger
 
 
 class Note(NamedTuple):

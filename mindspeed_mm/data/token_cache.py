@@ -21,6 +21,7 @@ from mindspeed_mm.data.encode import PlannedMedium, Prepared
 from mindspeed_mm.data.workers import forked
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from mindspeed_mm.utils.extras import require_extra
+from mindspeed_mm.utils.launch import is_first_local_rank, rank_word, this_launch
 from mindspeed_mm.utils.log import logger
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def open_cache(dataset: RecordDataset) -> TokenCache:
     folder = Path(basic.cache_dir).absolute()
     path = folder / f"tokens-{_key(dataset)}.arrow"
     lock = path.with_suffix(".lock")
-    if int(os.environ.get("LOCAL_RANK", "0")):
+    if not is_first_local_rank():
         _await(path, lock, since=_launch_time() if basic.overwrite_cache else 0.0)
         return TokenCache(str(path))
     try:
@@ -292,7 +293,7 @@ def _await(path: Path, lock: Path, since: float) -> None:
     while not (path.is_file() and path.stat().st_mtime >= since):
         if not lock.exists() and time.monotonic() - started > PATIENCE:
             raise DataError(
-                f"rank {os.environ.get('RANK', '?')} (local rank {os.environ['LOCAL_RANK']}) sees no token cache "
+                f"rank {rank_word()} (local rank {this_launch().local_rank}) sees no token cache "
                 f"{path} and nobody making it; every process of a node must see the same basic_parameters.cache_dir "
                 f"(working folder here: {os.getcwd()})"
             )

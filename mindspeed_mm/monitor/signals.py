@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from mindspeed_mm.utils.first_failure import claim, said
+from mindspeed_mm.utils.launch import is_first_local_rank
 
 #: the process that started this one, as of the first import
 _PARENT = os.getppid()
@@ -160,7 +161,7 @@ class StopSignal:
             os._exit(128 + number)
         if self._saves and not self._is_told:
             self._is_told = True
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if is_first_local_rank():
                 _say(
                     f"{name}: a checkpoint is saved after the running step, then the run ends; another SIGINT or "
                     f"SIGTERM (after {self._same:g} s) ends it at once"

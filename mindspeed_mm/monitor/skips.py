@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from mindspeed_mm.data.providers import RunData
 from mindspeed_mm.utils.errors import TrainingError
-from mindspeed_mm.utils.log import is_first_rank, logger
+from mindspeed_mm.utils.launch import is_first_rank
+from mindspeed_mm.utils.log import logger
 
 _NAMED = 8  # rows with their file
 _LISTED = 256  # rows by number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.parallel.dims import Dims
+from mindspeed_mm.utils.launch import be_the_only_process, is_launched
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,6 @@ class World:
         return self.tensor_rank == 0
 
 
-def world_size_from_env() -> int:
-    """WORLD_SIZE as the launcher set it, 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def start_world(
     backend: str | None,
     dims: Dims | None = None,
@@ -123,12 +118,12 @@ def limit_waiting(timeout_minutes: float) -> None:
 
 def _default_rendezvous() -> None:
     """Let a plain `python pretrain_….py` run as the only rank."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_launched():
         return
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(s.getsockname()[1])
+        port = s.getsockname()[1]
+    be_the_only_process(port)
 
 
 def parameter_mesh(dims: Dims, group: dist.ProcessGroup | None = None) -> DeviceMesh:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from mindspeed_mm.utils.launch import rank_word
 from mindspeed_mm.utils.text import printable
 
 _LONGEST = 300
@@ -30,7 +31,7 @@ def claim(text: str) -> str | None:
         return None
     mine = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(first.name)
     try:
-        mine.write_text(f"rank {os.environ.get('RANK', '?')}: {printable(text)}", encoding="utf-8")
+        mine.write_text(f"rank {rank_word()}: {printable(text)}", encoding="utf-8")
         os.link(mine, first)
     except OSError:  # there is one; or no such folder any more, a full disk: rather told twice than not at all
         return said()
@@ -76,7 +77,7 @@ def tell_after(first: str, text: str) -> None:
     if its_text != printable(text):
         line = printable(" ".join(text.split()))
         line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
-        print(f"rank {os.environ.get('RANK', '?')} ended after {before} had: {line}", file=sys.stderr, flush=True)
+        print(f"rank {rank_word()} ended after {before} had: {line}", file=sys.stderr, flush=True)
 
 
 def tell_torchrun(message: str) -> None:

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+from mindspeed_mm.utils.launch import is_first_rank
+
 _said: set[str] = set()
 
 
@@ -21,11 +23,6 @@ def _build_logger() -> logging.Logger:
 
 
 logger = _build_logger()
-
-
-def is_first_rank() -> bool:
-    """Whether this process is rank 0 of the launch (or the only one)."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def info_rank0(message: str) -> None:

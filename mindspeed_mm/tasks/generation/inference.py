@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys, SoRAInferenceConfig
-from mindspeed_mm.parallel.world import world_size_from_env
 from mindspeed_mm.tasks.generation.contact_sheet import write_contact_sheet
 from mindspeed_mm.tasks.generation.options import needed, parse_flags, read_images, read_prompts, sampling_options
 from mindspeed_mm.tasks.generation.outputs import SAMPLES, SampleFolder, file_name
@@ -32,6 +30,7 @@ from mindspeed_mm.tasks.generation.sampling import (
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import info_rank0
 
 _FPS = 16
@@ -155,7 +154,8 @@ def _make(
     fps: int,
 ) -> None:
     """Make what isn't there yet, each process its share; rank 0 writes the index and the sheet when all are done."""
-    rank, size = int(os.environ.get("RANK", "0")), world_size_from_env()
+    launch = this_launch()
+    rank, size = launch.rank, launch.world_size
     folder.root.mkdir(parents=True, exist_ok=True)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_WAIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.utils.errors import ConfigError, MMError, kind_of
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
 _MEGABYTE = 1 << 20
@@ -125,13 +125,14 @@ def run(options: argparse.Namespace, family: str | None = None) -> int:
     dataset = open_clips(data, generation_rule(model, options.seed), options.validation)
     tokenizers = data.dataset_param.tokenizer_dirs
     accelerator.current().set_device()
+    launch = this_launch()
     extraction = Extraction(
         dataset,
         SampleEncoder(model, predictor, tokenizers, needs_text=needs_text),
         output,
         made_from(model, data, predictor, tokenizers, dataset, options, needs_text),
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=launch.rank,
+        world_size=launch.world_size,
         needs_text=needs_text,
         dtype=options.dtype,
         batch_size=options.micro_batch_size,
