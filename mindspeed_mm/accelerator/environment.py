@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mindspeed_mm.utils.launch import this_launch
+
 _EVERY_DEVICE = ("cpu", "cuda", "npu")
 _YES = ("1", "true", "yes", "on")
 
@@ -71,6 +73,7 @@ def harmful_settings(
     tensor_parallel_size: int = 1,
     environment: Mapping[str, str] | None = None,
     cores: int | None = None,
+    processes: int | None = None,
 ) -> list[str]:
     """Return a sentence for each variable whose value hurts here.
 
@@ -80,6 +83,7 @@ def harmful_settings(
         tensor_parallel_size: ranks that share a layer.
         environment: None: this process's.
         cores: of this machine; None: those that this process may use.
+        processes: of the launch on this machine; None: as many as the launcher says.
     """
     found = os.environ if environment is None else environment
     said = [_connections(found.get("CUDA_DEVICE_MAX_CONNECTIONS"), device, road, tensor_parallel_size)]
@@ -88,7 +92,8 @@ def harmful_settings(
         if device in setting.devices and value.strip().lower() in setting.values:
             said.append(f"{setting.name}={value} {setting.why}")
     if device == "cpu":
-        said.append(_threads(found, cores or _usable_cores()))
+        processes = processes or this_launch().local_world_size
+        said.append(_threads(found.get("OMP_NUM_THREADS"), processes, cores or _usable_cores()))
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -107,18 +112,14 @@ def _connections(value: str | None, device: str, road: str | None, tensor_parall
     return None
 
 
-def _threads(environment: Mapping[str, str], cores: int) -> str | None:
-    threads, processes = (_number(environment.get(n)) for n in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"))
+def _threads(word: str | None, processes: int, cores: int) -> str | None:
+    threads = int(word) if word and word.strip().isdecimal() else 1
     if threads <= 1 or threads * processes <= cores:
         return None
     return (
         f"OMP_NUM_THREADS={threads} in {processes} process(es) makes more threads than the {cores} cores of this "
         f"machine; export OMP_NUM_THREADS={max(1, cores // processes)}"
     )
-
-
-def _number(word: str | None) -> int:
-    return int(word) if word and word.strip().isdecimal() else 1
 
 
 def _usable_cores() -> int:

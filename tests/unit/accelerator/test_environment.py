@@ -62,15 +62,17 @@ def test_each_setting_hurts_on_its_devices_only(setting: environment._Setting) -
         assert harmful_settings(device, environment={setting.name: "harmless"}) == []
 
 
-def test_more_threads_than_cores() -> None:
-    threads = {"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert harmful_settings("cpu", environment=threads, cores=8) == []
-    assert harmful_settings("cuda", environment=threads, cores=4) == []
-    (said,) = harmful_settings("cpu", environment=threads, cores=6)
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = {"OMP_NUM_THREADS": "4"}
+    assert harmful_settings("cpu", environment=threads, cores=8, processes=2) == []
+    assert harmful_settings("cuda", environment=threads, cores=4, processes=2) == []
+    (said,) = harmful_settings("cpu", environment=threads, cores=6, processes=2)
     assert said.endswith("export OMP_NUM_THREADS=3")
     # one thread each can't be fewer, and a word that is no number is OpenMP's own affair
-    assert harmful_settings("cpu", environment={"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, cores=2) == []
-    assert harmful_settings("cpu", environment={"OMP_NUM_THREADS": "4,2", "LOCAL_WORLD_SIZE": "4"}, cores=2) == []
+    assert harmful_settings("cpu", environment={"OMP_NUM_THREADS": "1"}, cores=2, processes=4) == []
+    assert harmful_settings("cpu", environment={"OMP_NUM_THREADS": "4,2"}, cores=2, processes=4) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert "in 3 process(es)" in harmful_settings("cpu", environment=threads, cores=6)[0]
 
 
 def test_a_run_says_it_once_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
