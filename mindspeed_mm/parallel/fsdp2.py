@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.parallel.units import group_into_units, refuse_calls_inside
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -124,32 +124,6 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
     return params
 
 
-def whole_units(root: nn.Module, ignored: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules to wrap so that `ignored` ones compute in the dtype of the others, by path.
-
-    A list of modules has no forward: its elements are taken. A module elsewhere that holds a parameter of an ignored
-    one (a tied embedding) is one too. A module with parameters of several dtypes, a quantised one for example, is left
-    as it is: it knows what it computes in.
-    """
-    units: dict[str, nn.Module] = {}
-
-    def add(path: str, module: nn.Module) -> None:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            for name, child in module.named_children():
-                add(f"{path}.{name}", child)
-        elif len({p.dtype for p in module.parameters()}) == 1:
-            units[path] = module
-
-    for path, module in ignored.items():
-        add(path, module)
-    params = {id(p) for module in units.values() for p in module.parameters()}
-    inside = {id(m) for module in units.values() for m in module.modules()}
-    for path, module in root.named_modules():
-        if id(module) not in inside and any(id(p) in params for p in module._parameters.values()):
-            units[path] = module
-    return units
-
-
 def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan) -> None:
     """Call fully_shard on each of `modules`, children before parents, then on `root`; not at all if in vain.
 
@@ -162,108 +136,16 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
     modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
-    for unit in _units(root, modules):
+    for unit in group_into_units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, **(plan.kwargs_of_whole_units() if id(unit[0]) in inside else plan.kwargs()))
-    _refuse_calls_inside(root, modules, plan.whole_units)
+    refuse_calls_inside(root, modules, plan.whole_units)
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs_of_whole_units() if id(root) in inside else plan.kwargs()
         if kwargs["reshard_after_forward"] is True:
             # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
             kwargs["reshard_after_forward"] = None
         fully_shard(root, **kwargs)
-
-
-def _refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole: Mapping[str, nn.Module]) -> None:
-    """During the first forward of `root`, refuse a call of a unit's child from outside.
-
-    The unit's parameters are not gathered then, and torch's own error names no module.
-    """
-    handles: list[Any] = []
-
-    def watch(unit: str, path: str, child: nn.Module) -> None:
-        def check(module: nn.Module, args: Any) -> None:
-            if any(isinstance(p, DTensor) for p in module._parameters.values()):
-                raise ConfigError(
-                    f"fsdp2.yaml: '{path}' is called by the model while '{unit}', the unit that holds its parameters, "
-                    f"is not running; add '{path}' to {'ignored_modules' if unit in whole else 'sub_modules_to_wrap'}"
-                )
-
-        handles.append(child.register_forward_pre_hook(check))
-
-    nearest = _nearest_listed(root, {id(m): path for path, m in modules.items()})
-    names = {id(m): path for path, m in modules.items()}
-    for path, child in root.named_modules():
-        unit = nearest[id(child)]
-        if unit is not None and unit is not child and child._parameters:
-            watch(names[id(unit)], path, child)
-    if handles:
-        handles.append(root.register_forward_hook(lambda *_: _remove(handles)))
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _units(root: nn.Module, modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, ...]]:
-    """Group `modules` into units, tied ones together, ordered so that children come before parents."""
-    paths = {id(m): path for path, m in modules.items() if m is not root}
-    unit_of = _nearest_listed(root, paths)
-    groups: dict[int, list[nn.Module]] = {id(m): [m] for m in modules.values() if id(m) in paths}
-    for owners in _shared_parameter_owners(root):
-        # an owner below no listed module would fall to the root, away from the others: it joins them
-        tied = {id(unit_of[id(o)] or o): unit_of[id(o)] or o for o in owners}
-        if len(tied) == 1 or all(unit_of[id(o)] is None for o in owners):
-            continue
-        merged: list[nn.Module] = []
-        for key, module in tied.items():
-            merged.extend(m for m in groups.get(key, [module]) if m not in merged)
-        for module in merged:
-            groups[id(module)] = merged
-        names = [n for n, m in root.named_modules() if m in merged]
-        notice(f"{' and '.join(repr(n) for n in names)} share a tied weight: they are sharded together as one unit")
-    units: list[tuple[nn.Module, ...]] = []
-    done: set[int] = set()
-    for module in reversed([m for m in _post_order(root) if id(m) in groups]):
-        # placed where its last member stands, so that whatever is nested in any member has been wrapped before
-        if id(module) not in done:
-            units.append(tuple(groups[id(module)]))
-            done.update(id(m) for m in groups[id(module)])
-    return units[::-1]
-
-
-def _shared_parameter_owners(root: nn.Module) -> list[list[nn.Module]]:
-    owners: dict[int, list[nn.Module]] = {}
-    for module in root.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(id(param), []).append(module)
-    return [modules for modules in owners.values() if len(modules) > 1]
-
-
-def _nearest_listed(root: nn.Module, listed: Mapping[int, str]) -> dict[int, nn.Module | None]:
-    """For every module, the innermost listed module that holds it (itself included), None for the root's own."""
-    nearest: dict[int, nn.Module | None] = {}
-
-    def visit(module: nn.Module, current: nn.Module | None) -> None:
-        current = module if id(module) in listed else current
-        nearest.setdefault(id(module), current)
-        for child in module.children():
-            visit(child, current)
-
-    visit(root, None)
-    return nearest
-
-
-def _post_order(module: nn.Module, seen: set[int] | None = None) -> Iterable[nn.Module]:
-    seen = set() if seen is None else seen
-    for child in module.children():
-        if id(child) not in seen:
-            yield from _post_order(child, seen)
-    if id(module) not in seen:
-        seen.add(id(module))
-        yield module
 
 
 def use_summed_gradients(root: nn.Module, mesh_size: int) -> None:

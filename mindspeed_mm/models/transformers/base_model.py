@@ -24,6 +24,7 @@ from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import apply_recompute
+from mindspeed_mm.parallel.units import whole_units
 from mindspeed_mm.parallel.world import own_mesh, parameter_mesh
 from mindspeed_mm.utils.log import notice
 
@@ -82,7 +83,7 @@ class FSDP2Mixin:
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
         if ignored and plan.casts:
-            plan.whole_units, plan.own_mesh = fsdp2.whole_units(self._module(), ignored), own_mesh(plan.mesh)
+            plan.whole_units, plan.own_mesh = whole_units(self._module(), ignored), own_mesh(plan.mesh)
         return plan.kwargs(), config
 
     def _keys_with_paths(self) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from mindspeed_mm.parallel.fsdp2 import _units
 from mindspeed_mm.parallel.patterns import expand_patterns
+from mindspeed_mm.parallel.units import group_into_units
 
 
 class Tied(nn.Module):
@@ -20,7 +20,7 @@ class Tied(nn.Module):
 def units(model: nn.Module, *patterns: str) -> list[list[str]]:
     names = {id(m): n for n, m in model.named_modules()}
     found = expand_patterns(model, patterns, where="test")
-    return [[names[id(m)] for m in unit] for unit in _units(model, found)]
+    return [[names[id(m)] for m in unit] for unit in group_into_units(model, found)]
 
 
 def test_children_come_before_parents() -> None:

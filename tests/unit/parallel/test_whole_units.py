@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mindspeed_mm.parallel.fsdp2 import whole_units
+from mindspeed_mm.parallel.units import whole_units
 
 
 def model() -> nn.Module:
