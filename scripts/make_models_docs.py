@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
 from mindspeed_mm.models.predictor.family import PredictorFamily  # noqa: E402
 from mindspeed_mm.models.predictor.family import families as predictors  # noqa: E402
-from mindspeed_mm.models.transformers.family import FamilyTraits, traits_of  # noqa: E402
+from mindspeed_mm.models.transformers.family import FamilyTraits  # noqa: E402
+from mindspeed_mm.models.transformers.inferred import traits_of  # noqa: E402
 from mindspeed_mm.models.transformers.paths import OLDER_PATHS  # noqa: E402
 from tests.support.families import families  # noqa: E402
 

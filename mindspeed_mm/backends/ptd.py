@@ -28,7 +28,7 @@ from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.module import unwrap_model
-from mindspeed_mm.models.transformers.family import traits_of
+from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients

@@ -79,7 +79,7 @@ def _with_cache(dataset: RecordDataset) -> RecordDataset:
             "basic_parameters: streaming is true and preprocess_on_fly false; a stream is prepared on the fly, keep one"
         )
     else:
-        from mindspeed_mm.data.token_cache import open_cache
+        from mindspeed_mm.data.token_cache_maker import open_cache
 
         dataset.cache = open_cache(dataset)
     return dataset

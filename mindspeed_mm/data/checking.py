@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.data.files import Place, RowSource
+from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.media_files import find_media
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.records import RecordReader
-from mindspeed_mm.data.row_files import RowFile
+from mindspeed_mm.data.text_rows import RowFile
 from mindspeed_mm.utils.errors import BadSample, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 

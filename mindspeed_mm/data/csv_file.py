@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.data.json_rows import RowBounds
-from mindspeed_mm.data.row_files import BAD_ROW, TextFile
+from mindspeed_mm.data.text_rows import BAD_ROW, TextFile
 from mindspeed_mm.utils.errors import BadSample, DataError
 
 _DELIMITERS = (",", ";", "\t")

@@ -14,13 +14,14 @@ from torch.utils.data import Dataset
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.encode import TOO_LONG, Encoder, Prepared, Sample
-from mindspeed_mm.data.files import Place, RowSource
+from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
+from mindspeed_mm.data.places import Place
+from mindspeed_mm.data.token_cache import TokenCache
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.media_reader import MediaReader
-    from mindspeed_mm.data.token_cache import TokenCache
 
 
 class LazyEncoder:

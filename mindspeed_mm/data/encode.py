@@ -18,8 +18,8 @@ import torch
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.answer_ends import say_how_answers_end
-from mindspeed_mm.data.files import Place
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.records import Conversation, Message
 from mindspeed_mm.data.targets import find_turns
 from mindspeed_mm.data.templates import ChatTemplate, Turn, chat_template_of

@@ -7,15 +7,17 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.messages import Conversation
 from mindspeed_mm.data.mixing import Mixture
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.records import RecordReader
-from mindspeed_mm.data.row_files import RowFile, open_rows
+from mindspeed_mm.data.row_files import open_rows
+from mindspeed_mm.data.text_rows import RowFile
 from mindspeed_mm.utils.errors import DataError
 
 
@@ -44,29 +46,6 @@ class DataEntry:
     optional: tuple[str, ...] = ()
     leads: bool = False
     unread: frozenset[str] = frozenset()
-
-
-class Rows(Protocol):
-    """Anything with numbered rows that have names: a file, or all of them."""
-
-    def where(self, index: int) -> str:
-        """Name a row for a person."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The name of a row for messages; worked out only when a message needs it.
-
-    Attributes:
-        source: its file, or all files.
-        index: its number there.
-    """
-
-    source: Rows
-    index: int
-
-    def __str__(self) -> str:
-        return self.source.where(self.index)
 
 
 class RowSource:

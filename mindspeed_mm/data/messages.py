@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_mm.data.media import MediaRef
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.utils.text import shorten
-
-if TYPE_CHECKING:
-    from mindspeed_mm.data.files import Place
 
 Part = str | MediaRef
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.contents import read_media
 from mindspeed_mm.data.media import Kind, MediaRef
 from mindspeed_mm.data.messages import Conversation, Message, RowFault
 from mindspeed_mm.data.placeholders import media_tags, place_media
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.turns import MISSING_COLUMN, UNREAD_COLUMN, TurnReader, as_text, missing_column, read_tools
 from mindspeed_mm.utils.errors import BadSample, DataError, nearest_names
 from mindspeed_mm.utils.text import map_texts, whole_characters
-
-if TYPE_CHECKING:
-    from mindspeed_mm.data.files import Place
 
 __all__ = ["Conversation", "Message", "RecordReader"]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.contents import list_of_text
-from mindspeed_mm.data.files import DataEntry, Place
+from mindspeed_mm.data.files import DataEntry
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.row_files import open_rows
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import info_rank0

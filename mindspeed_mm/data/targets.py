@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_mm.data.answer_ends import end_answers
-from mindspeed_mm.data.files import Place
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.templates import ChatTemplate, Messages, Turn
 from mindspeed_mm.utils.errors import BadSample
 

@@ -25,8 +25,9 @@ from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
-from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions, traits_of
+from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
+from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.twin import config_for
 from mindspeed_mm.models.transformers.tying import settle_tying
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError

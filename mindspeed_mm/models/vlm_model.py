@@ -25,7 +25,8 @@ from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_model, language_config
 from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
-from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions, traits_of
+from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
+from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.twin import meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes

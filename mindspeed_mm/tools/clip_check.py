@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.tools.data_check import CHUNK, look_at
+from mindspeed_mm.tools.row_workers import CHUNK, look_at
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable, write_json
 

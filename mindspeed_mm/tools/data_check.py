@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_mm.tools import clip_check
+from mindspeed_mm.tools.row_workers import CHUNK, look_at
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 from mindspeed_mm.utils.extras import has_extra
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from mindspeed_mm.data.dataset import RecordDataset
     from mindspeed_mm.data.media import SampleSize
 
-CHUNK = 16  # rows that a worker takes at once
 _SHOWN = 3
 
 
@@ -82,7 +83,6 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
     from mindspeed_mm.configs.data_config import DataConfig
     from mindspeed_mm.configs.files import read_json
     from mindspeed_mm.configs.generation_data import is_generation_data
-    from mindspeed_mm.tools import clip_check
 
     content = read_json(options.data_json)
     if is_generation_data(content):
@@ -174,26 +174,6 @@ class _Facts:
             if "fault" in sample:
                 facts = RowFacts(fault=sample["fault"], note=sample["note"])
         return facts
-
-
-def look_at(rows: Any, workers: int) -> Iterator[Any]:
-    """Yield the facts of rows, read by worker processes, beside a progress bar.
-
-    Args:
-        rows: their facts, a chunk at a time: has a length, and `rows[chunk]` is a list.
-        workers: processes; few rows are read in this one.
-    """
-    from rich.console import Console
-    from rich.progress import track
-    from torch.utils.data import DataLoader
-
-    from mindspeed_mm.data.workers import forked
-
-    workers = workers if len(rows) > 4 else 0
-    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
-    console = Console(stderr=True)
-    for chunk in track(chunks, "reading rows", len(rows), console=console, disable=not console.is_terminal):
-        yield from chunk
 
 
 def summarise(

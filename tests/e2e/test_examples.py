@@ -33,7 +33,7 @@ from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.family import traits_of
+from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.paths import find_modules
 from mindspeed_mm.models.transformers.twin import config_for, meta_model
 from mindspeed_mm.monitor.metrics import read_metrics

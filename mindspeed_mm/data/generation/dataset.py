@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.generation_data import GenerationDatasetParam
-from mindspeed_mm.data.files import Place, RowSource
+from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.generation.annotations import read_annotation
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.captions import choose, clean, is_left_out
@@ -22,6 +22,7 @@ from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.generation.transforms import check_values, covered, transformed
 from mindspeed_mm.data.media import SampleSize
 from mindspeed_mm.data.media_files import MediaFile, find_media
+from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.plan import FILLER
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
 from mindspeed_mm.utils.extras import require_extra

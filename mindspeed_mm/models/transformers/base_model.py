@@ -16,8 +16,8 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
-from mindspeed_mm.models.transformers.family import is_transformers_model, traits_of
-from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders
+from mindspeed_mm.models.transformers.family import is_transformers_model
+from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.dims import Dims

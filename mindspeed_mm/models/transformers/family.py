@@ -54,14 +54,6 @@ TEXT_TRAITS = FamilyTraits(
 )
 
 
-def traits_of(model: Any) -> FamilyTraits:
-    """The traits that the model's class states (attribute `traits`), or what can be told by looking at the model."""
-    from mindspeed_mm.models.transformers.inferred import infer_traits  # it needs FamilyTraits
-
-    traits = getattr(model, "traits", None)
-    return traits if isinstance(traits, FamilyTraits) else infer_traits(model)
-
-
 def is_transformers_model(module: Any) -> bool:
     """Whether a module can be asked for its parts as transformers' models can (which needn't be imported for that)."""
     return hasattr(module, "config") and hasattr(module, "get_decoder") and hasattr(module, "get_output_embeddings")

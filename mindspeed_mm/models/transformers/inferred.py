@@ -43,6 +43,12 @@ def default_wrap_list(model: nn.Module, traits: FamilyTraits) -> list[str]:
     return [f"{path}.{{*}}" for path in block_lists(model) if not path.startswith(idle)]
 
 
+def traits_of(model: Any) -> FamilyTraits:
+    """The traits that the model's class states (attribute `traits`), or what can be told by looking at the model."""
+    traits = getattr(model, "traits", None)
+    return traits if isinstance(traits, FamilyTraits) else infer_traits(model)
+
+
 def infer_traits(model: Any) -> FamilyTraits:
     """The parts of a model that no family describes. It can't take packed rows: nothing has proved that it does."""
     if not is_transformers_model(model):

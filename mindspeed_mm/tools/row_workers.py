@@ -1,0 +1,28 @@
+"""Worker processes that look at rows of a data set, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+CHUNK = 16  # rows that a worker takes at once
+
+
+def look_at(rows: Any, workers: int) -> Iterator[Any]:
+    """Yield the facts of rows, read by worker processes, beside a progress bar.
+
+    Args:
+        rows: their facts, a chunk at a time: has a length, and `rows[chunk]` is a list.
+        workers: processes; few rows are read in this one.
+    """
+    from rich.console import Console
+    from rich.progress import track
+    from torch.utils.data import DataLoader
+
+    from mindspeed_mm.data.workers import forked
+
+    workers = workers if len(rows) > 4 else 0
+    chunks = DataLoader(rows, batch_size=None, shuffle=False, num_workers=workers, **forked(workers))
+    console = Console(stderr=True)
+    for chunk in track(chunks, "reading rows", len(rows), console=console, disable=not console.is_terminal):
+        yield from chunk
