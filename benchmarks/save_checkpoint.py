@@ -73,7 +73,8 @@ def measure(folder: Path, layers: int, saves: int) -> None:
     from mindspeed_mm.checkpoint.saver import CheckpointSaver
     from mindspeed_mm.checkpoint.snapshot import Snapshots
     from mindspeed_mm.parallel.dims import Dims
-    from mindspeed_mm.parallel.world import parameter_mesh, start_world
+    from mindspeed_mm.parallel.meshes import parameter_mesh
+    from mindspeed_mm.parallel.world import start_world
 
     torch.set_num_threads(1)
     world = start_world("gloo")

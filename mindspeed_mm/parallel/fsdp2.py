@@ -1,14 +1,11 @@
-"""Apply torch's fully_shard to an unmodified model, as an fsdp2.yaml says.
-
-Called in one visible order by FSDP2Mixin: recompute, wrap (children first, root last), prefetch.
-"""
+"""Apply torch's fully_shard to an unmodified model, as an fsdp2.yaml says: children first, root last."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -17,30 +14,40 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.parallel.meshes import ParameterMeshes
+from mindspeed_mm.parallel.patterns import holding_path, join_paths
 from mindspeed_mm.parallel.units import group_into_units, refuse_calls_inside
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
-@dataclass
-class ShardPlan:
-    """What `fully_shard` is called with, the same for every unit.
-
-    Attributes:
-        mesh: 1-D (shard) or 2-D (replicate, shard).
-        ignored_params: parameters that stay whole on every rank.
-        whole_units: ignored modules that are cast as every other unit is: see `whole_units`.
-        own_mesh: of this rank alone, for them.
-    """
+class ShardArguments(TypedDict):
+    """Keyword arguments of `torch.distributed.fsdp.fully_shard`."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool | int | None
+    ignored_params: set[nn.Parameter] | None
+
+
+@dataclass
+class ShardPlan:
+    """What `fully_shard` is called with: policies that every unit has, and the mesh of each.
+
+    Attributes:
+        meshes: asked by the path of a unit.
+        ignored_params: parameters that stay whole on every rank.
+        whole_units: ignored modules that are cast as every other unit is: see `units.whole_units`.
+    """
+
+    meshes: ParameterMeshes
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    reshard_after_forward: bool | int | None
     ignored_params: set[nn.Parameter] = field(default_factory=set)
     whole_units: dict[str, nn.Module] = field(default_factory=dict)
-    own_mesh: DeviceMesh | None = None
 
     @property
     def casts(self) -> bool:
@@ -51,24 +58,53 @@ class ShardPlan:
     def has_an_effect(self) -> bool:
         """Whether fully_shard would do anything: one rank without casts and offload computes the same without it."""
         reduces = self.mp_policy.reduce_dtype not in (None, torch.float32)
-        return self.mesh.size() > 1 or self.casts or reduces or isinstance(self.offload_policy, CPUOffloadPolicy)
+        return self.meshes.span_ranks or self.casts or reduces or isinstance(self.offload_policy, CPUOffloadPolicy)
 
-    def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `torch.distributed.fsdp.fully_shard`."""
+    def keep_whole(self, units: dict[str, nn.Module], mesh: DeviceMesh) -> None:
+        """Shard `units`, of `units.whole_units`, over `mesh`, which has this rank alone: they are cast and whole."""
+        self.whole_units = units
+        self.meshes = self.meshes.with_special(units, mesh)
+
+    def override(self, arguments: Mapping[str, Any]) -> None:
+        """Let a caller's arguments of fully_shard take the place of those that fsdp2.yaml asks for.
+
+        Raises:
+            TypeError: fully_shard's arguments that differ from unit to unit, or names that it doesn't have.
+        """
+        for name, value in arguments.items():
+            if name == "mesh":
+                self.meshes = replace(self.meshes, common=value)
+            elif name == "ignored_params":
+                self.ignored_params = value or set()
+            elif name in ShardArguments.__annotations__:
+                setattr(self, name, value)
+            else:
+                raise TypeError(
+                    f"'{name}' is no argument that every unit of fully_shard has; these are "
+                    f"{', '.join(ShardArguments.__annotations__)}"
+                )
+
+    def kwargs(self) -> ShardArguments:
+        """Arguments of fully_shard for units on the common mesh."""
         return {
-            "mesh": self.mesh,
+            "mesh": self.meshes.common,
             "mp_policy": self.mp_policy,
             "offload_policy": self.offload_policy,
             "reshard_after_forward": self.reshard_after_forward,
             "ignored_params": self.ignored_params or None,
         }
 
-    def kwargs_of_whole_units(self) -> dict[str, Any]:
-        """The same for `whole_units`: sharded over one rank, they are whole and wait for no other rank."""
-        return {**self.kwargs(), "mesh": self.own_mesh, "reshard_after_forward": False, "ignored_params": None}
+    def kwargs_of(self, path: str) -> ShardArguments:
+        """Arguments of fully_shard for the unit at `path`."""
+        kwargs = self.kwargs()
+        kwargs["mesh"] = self.meshes.of(path)
+        if holding_path(path, self.whole_units) is not None:
+            # over this rank alone there is nothing to free, and nothing in the unit is ignored
+            kwargs["reshard_after_forward"], kwargs["ignored_params"] = False, None
+        return kwargs
 
 
-def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[nn.Parameter]) -> ShardPlan:
+def build_shard_plan(config: Fsdp2Config, meshes: ParameterMeshes, ignored_params: set[nn.Parameter]) -> ShardPlan:
     """Translate fsdp2.yaml into fully_shard's policies.
 
     Where the file names no reduce_dtype, gradients that are computed in 16 bits are summed in float32, over ranks and,
@@ -92,7 +128,8 @@ def build_shard_plan(config: Fsdp2Config, mesh: DeviceMesh, ignored_params: set[
         if config.pin_memory and not pin:
             notice("fsdp2.yaml: pin_memory has no effect here: there is no accelerator to copy to")
         offload = CPUOffloadPolicy(pin_memory=pin)
-    return ShardPlan(mesh, mp_policy, offload, _reshard(config.reshard_after_forward, mesh), ignored_params)
+    reshard = _reshard(config.reshard_after_forward, meshes.common)
+    return ShardPlan(meshes, mp_policy, offload, reshard, ignored_params)
 
 
 def _reshard(value: bool | int, mesh: DeviceMesh) -> bool | int:
@@ -124,11 +161,15 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
     return params
 
 
-def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan) -> None:
+def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan, at: str = "") -> None:
     """Call fully_shard on each of `modules`, children before parents, then on `root`; not at all if in vain.
 
     Modules that share a parameter (tied embeddings and head) become one unit: apart, the second one would be left
     without the tensor that the first one sharded.
+
+    Args:
+        modules: path in `root` → module.
+        at: path of `root` in the model that paths of `plan` are relative to.
     """
     if not plan.has_an_effect:
         return
@@ -136,29 +177,35 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
     modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
+    # a module that stands at several paths goes by the one that the plan has for it
+    paths = {id(m): join_paths(at, path) for path, m in root.named_modules()}
+    paths |= {id(m): path for path, m in plan.whole_units.items()}
     for unit in group_into_units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(target, **(plan.kwargs_of_whole_units() if id(unit[0]) in inside else plan.kwargs()))
+        fully_shard(target, **plan.kwargs_of(paths[id(unit[0])]))
     refuse_calls_inside(root, modules, plan.whole_units)
     if not isinstance(root, FSDPModule):
-        kwargs = plan.kwargs_of_whole_units() if id(root) in inside else plan.kwargs()
+        kwargs = plan.kwargs_of(at)
         if kwargs["reshard_after_forward"] is True:
             # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
             kwargs["reshard_after_forward"] = None
         fully_shard(root, **kwargs)
 
 
-def use_summed_gradients(root: nn.Module, mesh_size: int) -> None:
-    """Make every unit reduce gradients by plain sums, not means.
+def use_summed_gradients(root: nn.Module, meshes: ParameterMeshes, at: str = "") -> None:
+    """Make every unit that has several ranks reduce gradients by plain sums, not means.
 
     The loss of a step is a sum over target tokens divided once by their global number, so a mean over ranks would
-    have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum.
+    have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum. On one rank nothing is summed, and
+    a factor would cost a division.
+
+    Args:
+        at: path of `root` in the model that paths of `meshes` are relative to.
     """
-    if mesh_size == 1:
-        return  # one rank: nothing is summed, and a factor would cost a division
-    for unit in sharded_units(root):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    for path, unit in root.named_modules():
+        if isinstance(unit, FSDPModule) and meshes.of(join_paths(at, path)).size() > 1:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def sharded_units(root: nn.Module) -> list[FSDPModule]:

@@ -54,6 +54,17 @@ def expand_patterns(
     return found
 
 
+def join_paths(path: str, below: str) -> str:
+    """Return the path of what stands at `below` in the module at `path`; either may be empty, a module's own path."""
+    return f"{path}.{below}" if path and below else path or below
+
+
+def holding_path(path: str, paths: Iterable[str]) -> str | None:
+    """Return the innermost of `paths` whose module holds the one at `path`, itself included; None: none of them."""
+    held_by = [p for p in paths if not p or f"{path}.".startswith(f"{p}.")]
+    return max(held_by, key=len, default=None)
+
+
 def _find(root: nn.Module, pattern: str, where: str, older: Mapping[str, str], at: str) -> list[tuple[str, nn.Module]]:
     if not isinstance(pattern, str):
         raise ConfigError(f"entry {pattern!r} is a {type(pattern).__name__}; expected a module path")
@@ -119,9 +130,9 @@ def _step(match: tuple[str, nn.Module], segment: str, at: str) -> list[tuple[str
         child = module._modules.get(segment)
         if child is None:
             raise _NoMatch(f"{_level(path, at)} has no '{segment}'{_what_exists(module)}")
-        return [(_join(path, segment), child)]
+        return [(join_paths(path, segment), child)]
     indices = _indices(brace.group(1), path, module, at)
-    return [(_join(path, str(i)), module._modules[str(i)]) for i in indices]  # type: ignore[misc]
+    return [(join_paths(path, str(i)), module._modules[str(i)]) for i in indices]  # type: ignore[misc]
 
 
 def _indices(spec: str, path: str, module: nn.Module, at: str) -> Sequence[int]:
@@ -147,10 +158,6 @@ def _indices(spec: str, path: str, module: nn.Module, at: str) -> Sequence[int]:
             f"names index {missing[0]}, but {_level(path, at)} has {len(present)} elements ({present[0]}-{present[-1]})"
         )
     return list(dict.fromkeys(wanted))
-
-
-def _join(path: str, segment: str) -> str:
-    return f"{path}.{segment}" if path else segment
 
 
 def _level(path: str, at: str) -> str:

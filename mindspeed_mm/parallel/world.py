@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.parallel.dims import Dims
@@ -124,34 +123,3 @@ def _default_rendezvous() -> None:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     be_the_only_process(port)
-
-
-def parameter_mesh(dims: Dims, group: dist.ProcessGroup | None = None) -> DeviceMesh:
-    """Return the mesh that `fully_shard` shards parameters over.
-
-    Args:
-        dims: of the run.
-        group: the data-parallel ranks (None: the whole world).
-
-    Returns:
-        a 1-D mesh ("shard",) if one copy spans the group, else a 2-D mesh ("replicate", "shard") whose shard
-        groups are neighbouring ranks (HSDP).
-    """
-    device_type = accelerator.current().name
-    names = ("replicate", "shard")
-    if dims.dp_replicate == 1:
-        if group is None or group is dist.group.WORLD:
-            return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=names[1:])
-        return DeviceMesh.from_group(group, device_type, mesh_dim_names=names[1:])
-    if dims.dp == dist.get_world_size():
-        return init_device_mesh(device_type, (dims.dp_replicate, dims.dp_shard), mesh_dim_names=names)
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, dims.dp_shard)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-
-
-def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of this rank alone. Collective over all ranks, unless `mesh`, of `parameter_mesh`, has one."""
-    if mesh.size(mesh.ndim - 1) == 1:
-        return mesh if mesh.ndim == 1 else mesh["shard"]
-    every = init_device_mesh(mesh.device_type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))
-    return every["own"]

@@ -31,6 +31,7 @@ from mindspeed_mm.models.transformers import base_model
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.optimizer.clip import sum_plain_gradients
 from mindspeed_mm.parallel import fsdp2
+from mindspeed_mm.parallel.meshes import ParameterMeshes
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import logger
 from tests.support.tiny_steps import TinySteps
@@ -570,7 +571,7 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2.accelerator, "current", lambda: SimpleNamespace(is_host=False))
     for pin in (False, True):
         config = Fsdp2Config.from_dict({"offload_to_cpu": True, "pin_memory": pin})
-        policy = fsdp2.build_shard_plan(config, mesh, set()).offload_policy
+        policy = fsdp2.build_shard_plan(config, ParameterMeshes(mesh), set()).offload_policy
         assert isinstance(policy, CPUOffloadPolicy)
         assert policy.pin_memory is pin
 

@@ -286,7 +286,8 @@ class Sharded:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from mindspeed_mm.parallel.dims import Dims
-        from mindspeed_mm.parallel.world import parameter_mesh, start_world
+        from mindspeed_mm.parallel.meshes import parameter_mesh
+        from mindspeed_mm.parallel.world import start_world
 
         self.world = start_world("gloo")
         torch.manual_seed(dist.get_rank())

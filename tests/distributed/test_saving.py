@@ -66,7 +66,8 @@ class Trained:
         from mindspeed_mm.checkpoint.saver import CheckpointSaver
         from mindspeed_mm.checkpoint.snapshot import Snapshots
         from mindspeed_mm.parallel.dims import Dims
-        from mindspeed_mm.parallel.world import parameter_mesh, start_world
+        from mindspeed_mm.parallel.meshes import parameter_mesh
+        from mindspeed_mm.parallel.world import start_world
 
         self.world = start_world("gloo")
         torch.manual_seed(5)

@@ -22,10 +22,10 @@ from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
+from mindspeed_mm.parallel.meshes import ParameterMeshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import apply_recompute
 from mindspeed_mm.parallel.units import whole_units
-from mindspeed_mm.parallel.world import own_mesh, parameter_mesh
 from mindspeed_mm.utils.log import notice
 
 
@@ -81,10 +81,11 @@ class FSDP2Mixin:
         self.device_mesh = parameter_mesh(dims, process_group)
         ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
-        plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, self.device_mesh, ignored_params)
+        meshes = ParameterMeshes(self.device_mesh)
+        plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, meshes, ignored_params)
         if ignored and plan.casts:
-            plan.whole_units, plan.own_mesh = whole_units(self._module(), ignored), own_mesh(plan.mesh)
-        return plan.kwargs(), config
+            plan.keep_whole(whole_units(self._module(), ignored), own_mesh(meshes.common))
+        return {**plan.kwargs()}, config
 
     def _keys_with_paths(self) -> list[str]:
         """The lists of fsdp2.yaml that are relative to this object: a step that a class overrides reads its own."""
@@ -154,10 +155,7 @@ class FSDP2Mixin:
             self._pre_fully_shard(None, None)
         plan = self._fsdp2_plan
         assert plan is not None
-        for key, value in fsdp2_kwargs.items():
-            if key == "ignored_params":
-                value = value or set()
-            setattr(plan, key, value)
+        plan.override(fsdp2_kwargs)
         config = self.fsdp2_config or Fsdp2Config()
         root = module if module is not None else self._module()
         patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
@@ -168,8 +166,10 @@ class FSDP2Mixin:
                 f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "
                 "(to copy; [] leaves the model in one unit)"
             )
-        fsdp2.wrap_modules(root, find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap"), plan)
-        fsdp2.use_summed_gradients(root, plan.mesh.size())
+        units = find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap")
+        at = next((path for path, m in self._module().named_modules() if m is root), "")
+        fsdp2.wrap_modules(root, units, plan, at)
+        fsdp2.use_summed_gradients(root, plan.meshes, at)
         guard_idle_encoders(root, traits)
 
     def set_modules_to_prefetch(
