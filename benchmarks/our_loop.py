@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ class OurLoop:
     """A run that an entry script's callbacks and flags describe, ready to train.
 
     Attributes:
-        args: the run's Namespace.
+        run: its description.
         backend: with model and optimizer built.
     """
 
@@ -33,20 +32,22 @@ class OurLoop:
             rows: of each.
             adapter: knows the media in them.
         """
+        from mindspeed_mm.configs.describe import describe
+        from mindspeed_mm.configs.global_args import get_args
         from mindspeed_mm.data.counting import CountingIterator
         from mindspeed_mm.data.providers import RunData
-        from mindspeed_mm.initialize import create_backend, describe_run, prepare_process
+        from mindspeed_mm.initialize import create_backend, prepare_process
+        from mindspeed_mm.tasks.train.generation import SORA
+        from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 
-        entry = load_entry_script(script)
-        provider = entry.model_provider
-        kind = provider.reads_model_json
-        self.args = describe_run(words, model_kind=kind, data_kind=kind, roads=provider.backends)
-        prepare_process(self.args)
-        self.backend = create_backend(self.args)
-        self.backend.setup(self.args)
-        self.backend.build_model(provider, load_weights=True)
+        recipe = {"pretrain_sora.py": SORA, "pretrain_vlm.py": VLM, "pretrain_transformers.py": TRANSFORMERS}[script]
+        self.run = describe(words, recipe)
+        prepare_process(self.run)
+        self.backend = create_backend(self.run)
+        self.backend.setup(get_args())
+        self.backend.build_model(recipe.model_of(self.run), load_weights=True)
         self.backend.build_optimizer(self.backend.model)
-        self._forward_step = entry.forward_step
+        self._forward_step = recipe.forward_step
         self._data = RunData(CountingIterator(endless(batches), rows, adapter), None, None, None, lambda: None)
 
     def train(self, before_step: Callable[[int], bool]) -> None:
@@ -61,9 +62,9 @@ class OurLoop:
         gc.freeze()  # as `pretrain` does before the first step; for whoever else trains in this process, too
         gc.enable()
         backend = _Watched(self.backend, before_step)
-        memory = MemorySnapshots(self.args.tools.memory_profile, self.backend.world.batch.rank)
+        memory = MemorySnapshots(self.run.tools.memory_profile, self.backend.world.batch.rank)
         with suppress(_Over), redirect_stdout(io.StringIO()):
-            train(self._forward_step, self._data, backend, self.args, Progress(), memory)  # type: ignore[arg-type]
+            train(self._forward_step, self._data, backend, self.run, Progress(), memory)  # type: ignore[arg-type]
 
     def blocks(self, steps: int, between: Callable[[list[float]], bool]) -> None:
         """Train in blocks.
@@ -132,13 +133,3 @@ def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Cycle through `batches`."""
     while True:
         yield from batches
-
-
-def load_entry_script(name: str) -> Any:
-    """An entry script as a module."""
-    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -86,7 +86,7 @@ class BareLoop:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from our_loop import endless
 
-        args = ours.args
+        flags = ours.run.optimizer
         self.chunk = self._copy(ours.backend.chunks[0])
         self.config = self.chunk.config
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -94,11 +94,11 @@ class BareLoop:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=args.lr,
-                weight_decay=args.weight_decay,
-                adam_beta1=args.adam_beta1,
-                adam_beta2=args.adam_beta2,
-                clip_grad=args.clip_grad,
+                lr=flags.lr,
+                weight_decay=flags.weight_decay,
+                adam_beta1=flags.adam_beta1,
+                adam_beta2=flags.adam_beta2,
+                clip_grad=flags.clip_grad,
                 use_distributed_optimizer=True,
             ),
             [self.model],
@@ -106,7 +106,7 @@ class BareLoop:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.calculate_per_token_loss = True
-        self.batches, self.args, self.micro_batch = endless(batches), args, micro_batch
+        self.batches, self.sizes, self.micro_batch = endless(batches), ours.run.batch, micro_batch
 
     @staticmethod
     def _copy(source: Any) -> Any:
@@ -148,8 +148,8 @@ class BareLoop:
             forward_step_func=forward_step,
             data_iterator=self.batches,
             model=self.model,
-            num_microbatches=self.args.num_microbatches,
-            seq_length=self.args.seq_length,
+            num_microbatches=self.sizes.num_microbatches,
+            seq_length=self.sizes.seq_length,
             micro_batch_size=self.micro_batch,
             forward_only=False,
         )

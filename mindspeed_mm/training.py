@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.evaluation import without_fillers
-from mindspeed_mm.backends.protocol import Backend, ForwardStep, ModelProvider, PendingStep
+from mindspeed_mm.backends.protocol import Backend, PendingStep
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
 from mindspeed_mm.checkpoint.dcp import read_state
@@ -21,9 +21,15 @@ from mindspeed_mm.checkpoint.run_lock import RunLock, hold_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
+from mindspeed_mm.configs.flags.spec import ROADS
+from mindspeed_mm.configs.global_args import get_args, report_progress
+from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
-from mindspeed_mm.initialize import create_backend, describe_run, errors_as_sentences, prepare_process
+from mindspeed_mm.data.start import DataStart
+from mindspeed_mm.initialize import create_backend, prepare_process
+from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, why_stopped
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.row_log import RowLog
@@ -31,26 +37,27 @@ from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
-from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.launch import is_first_rank
 from mindspeed_mm.utils.log import info_rank0, logger
 
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """How far a run has come: all that changes while it trains.
 
     Attributes:
         iteration: optimizer steps done, skipped ones included.
         consumed_samples: optimizer steps done times --global-batch-size: the position in the data's global order.
         consumed_tokens: tokens of these rows.
         last_saved: iteration of the last checkpoint.
+        data_state: position of the data's loader in the checkpoint that the run goes on from; None: it starts anew.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     last_saved: int = -1
+    data_state: dict[str, Any] | None = None
 
 
 def pretrain(
@@ -62,7 +69,7 @@ def pretrain(
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
 ) -> None:
-    """Train a model, from the command line's flags to the last checkpoint.
+    """Train a user's own model, from the command line's flags to the last checkpoint.
 
     Args:
         train_valid_test_datasets_provider: () or (numbers of samples) → (train, valid, test), each a data set, a
@@ -74,68 +81,79 @@ def pretrain(
         extra_args_provider: adds a user's own flags to the parser.
         args_defaults: values that take the place of flags' defaults.
 
-    A provider of this project's own entry scripts says by an attribute (`reads_model_json`, `reads_data_json`) which
-    kind of published keys its file holds, "language" or "generation"; without it the file may hold keys of the script's
-    own. Which backends a model provider builds for it may say as `backends` ("ptd", "fsdp2"); without it, for either.
+    model.json and data.json may hold keys of the script's own. A configuration, data or checkpoint that can't be used
+    ends the process with a sentence and status 1. A signal that ends a run does so before the first step with one line
+    and status 128 + its number; later the first one saves a checkpoint and ends training (`StopSignal`).
 
-    A configuration, data or checkpoint that can't be used ends the process with a sentence and status 1. A signal
-    that ends a run does so before the first step with one line and status 128 + its number; later the first one saves a
-    checkpoint and ends training (`StopSignal`).
+    Raises:
+        TypeError: no forward_step function.
     """
-    if forward_step_func is None:
-        forward_step_func = model_type
-    model_kind = getattr(model_provider, "reads_model_json", None)
-    data_kind = getattr(train_valid_test_datasets_provider, "reads_data_json", None)
-    with errors_as_sentences(), StopSignal() as stop:
-        args = describe_run(
-            extra_args_provider=extra_args_provider,
-            args_defaults=args_defaults,
-            own_model=not model_kind,
-            own_data=not data_kind,
-            model_kind=model_kind or "language",
-            data_kind=data_kind or "language",
-            roads=getattr(model_provider, "backends", ("fsdp2", "ptd")),
+    forward_step = model_type if forward_step_func is None else forward_step_func
+    if not callable(forward_step):
+        raise TypeError(
+            "pretrain() was given no forward_step_func, a function (data_iterator, model) → (output, loss_func)"
         )
-        if args.save and args.local_rank == 0:
-            refuse_unwritable(args.save, "--save")
-        prepare_process(args)
-        backend = create_backend(args)
-        backend.setup(args)
-        batch = backend.world.batch
-        args.data_parallel_rank, args.data_parallel_size = batch.rank, batch.size
-        memory = MemorySnapshots(args.tools.memory_profile, batch.rank)
-        memory.step()
-        with hold_run_folder(args.save, args.rank, backend.gather_objects) as lock:
-            start, progress = _find_start(args, backend)
-            data = build_run_data(
-                train_valid_test_datasets_provider,
-                args,
-                batch.rank,
-                batch.size,
-                backend.gather_objects if args.world_size > 1 else None,
-            )
-            args.train_iters = resolve_train_iters(
-                args, data.train_rows, data.global_batches_per_epoch, data.why_no_length
-            )
-            if progress.iteration >= args.train_iters:
-                info_rank0(nothing_is_left(args, progress.iteration, data.global_batches_per_epoch))
-                if args.save_hf is None and data.valid is None:
-                    data.close()
-                    return
-            model = backend.build_model(model_provider, load_weights=start.directory is None)
-            backend.build_optimizer(model)
-            if start.directory is not None:
-                _load(start, progress, backend, args)
-            data.check_streams()
-            _collect_garbage(args)
-            train(forward_step_func, data, backend, args, progress, memory, lock, stop)
+    ours, our_data = recipe_of(model_provider), recipe_of(train_valid_test_datasets_provider)
+    recipe = Recipe(
+        model=model_provider,
+        data=train_valid_test_datasets_provider,
+        forward_step=forward_step,
+        model_schema=ours.model_schema if ours is not None else None,
+        data_schema=our_data.data_schema if our_data is not None else None,
+        backends=ours.backends if ours is not None else ROADS,
+        own_flags=extra_args_provider,
+        defaults=args_defaults or {},
+    )
+    with described(recipe) as (run, stop):
+        train_run(run, recipe, stop)
+
+
+def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
+    """Train a described run: prepare the process, open checkpoint and data, build model and optimizer, and step.
+
+    Args:
+        run: the description.
+        recipe: the callbacks.
+        stop: hears the signals of this process.
+    """
+    prepare_process(run)
+    backend = create_backend(run)
+    backend.setup(get_args())
+    batch = backend.world.batch
+    report_progress(data_parallel_rank=batch.rank, data_parallel_size=batch.size)
+    memory = MemorySnapshots(run.tools.memory_profile, batch.rank)
+    memory.step()
+    with hold_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
+        start, progress = _find_start(run, backend)
+        data = build_run_data(
+            recipe.data,
+            run,
+            DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state),
+            backend.gather_objects if run.launch.world_size > 1 else None,
+        )
+        run = run.with_train_iters(
+            resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
+        )
+        report_progress(train_iters=run.train_iters, lr_decay_iters=run.schedule.lr_decay_iters)
+        if progress.iteration >= run.train_iters:
+            info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
+            if run.checkpoint.save_hf is None and data.valid is None:
+                data.close()
+                return
+        model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
+        backend.build_optimizer(model)
+        if start.directory is not None:
+            _load(start, progress, backend, run)
+        data.check_streams()
+        _collect_garbage(run)
+        train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
 
 
 def train(
-    forward_step: ForwardStep | None,
+    forward_step: ForwardStep,
     data: RunData,
     backend: Backend,
-    args: Any,
+    run: Run,
     progress: Progress,
     memory: MemorySnapshots,
     lock: RunLock | None = None,
@@ -147,66 +165,65 @@ def train(
         lock: holds --save's folder, on rank 0.
         stop: hears the signals of this process; None: nobody does.
     """
-    assert forward_step is not None, "pretrain() was given no forward_step function"
-    epoch_samples = _epoch_samples(data, args)
-    saver = _open_saver(args, progress.last_saved, lock)
-    watch = _open_watch(backend, args, progress.iteration)
-    skips = _open_skip_watch(backend, data, args, progress.iteration, saver)
-    profiler = StepProfiler(args.tools.profile, backend.world.batch.rank)
+    epoch_samples = _epoch_samples(data, run)
+    saver = _open_saver(run, progress.last_saved, lock)
+    watch = _open_watch(backend, run, progress.iteration)
+    skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
+    profiler = StepProfiler(run.tools.profile, backend.world.batch.rank)
     started, stop, why = time.time(), stop or StopSignal(), None
-    stop.begin(args.save)
+    stop.begin(run.checkpoint.save)
 
     def wants_to_stop() -> bool:
         has_failed = (saver is not None and saver.asks_to_stop) or (lock is not None and lock.is_lost)
-        return stop.requested or _time_is_up(started, args) or has_failed
+        return stop.requested or _time_is_up(started, run) or has_failed
 
     profiler.start()
     with saver or nullcontext():
-        while progress.iteration < args.train_iters:
-            pending = train_step(forward_step, data.train, backend, args, wants_to_stop)
-            _account(pending, progress, watch, backend, args)
+        while progress.iteration < run.train_iters:
+            pending = train_step(forward_step, data.train, backend, run, wants_to_stop)
+            _account(pending, progress, watch, backend, run)
             skips.add(progress.iteration, pending.result, pending.counts.row_ids)
             profiler.step()
             memory.step()
-            if _is_due(progress.iteration, args.eval_interval) and data.valid is not None:
+            if _is_due(progress.iteration, run.logging.eval_interval) and data.valid is not None:
                 watch.pause_clock()
-                evaluate(forward_step, data.valid, backend, args, watch, progress.iteration)
+                evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
                 watch.restart_clock()
             if saver:
                 saver.poll()
-            if pending.stop or _is_due(progress.iteration, args.exit_interval):
-                why = why_stopped(stop, _time_is_up(started, args), args) if pending.stop else "--exit-interval"
+            if pending.stop or _is_due(progress.iteration, run.length.exit_interval):
+                why = why_stopped(stop, _time_is_up(started, run), run) if pending.stop else "--exit-interval"
                 break
-            if saver and progress.iteration < args.train_iters and _save_is_due(progress, epoch_samples, args):
+            if saver and progress.iteration < run.train_iters and _save_is_due(progress, epoch_samples, run):
                 watch.pause_clock()
                 skips.look()
                 if _has_something_new(saver, skips, progress):
-                    _save(saver, backend, progress, data, args)
+                    _save(saver, backend, progress, data, run)
                 watch.restart_clock()
-            if args.manual_gc and _is_due(progress.iteration, args.manual_gc_interval):
+            if run.process.manual_gc and _is_due(progress.iteration, run.process.manual_gc_interval):
                 gc.collect()
         profiler.stop()
-        if progress.iteration < args.train_iters:
+        if progress.iteration < run.train_iters:
             skips.look()
         else:
             skips.finish()
         if saver:
             saver.wait()
             if saver.last_saved != progress.iteration:
-                _save(saver, backend, progress, data, args, is_last=True)
-        if progress.iteration >= args.train_iters:
-            _finish(forward_step, data, backend, args, watch, progress)
+                _save(saver, backend, progress, data, run, is_last=True)
+        if progress.iteration >= run.train_iters:
+            _finish(forward_step, data, backend, run, watch, progress)
     watch.close()
     data.close()
     if why is not None:
-        info_rank0(ended_early(why, progress.iteration, args))
+        info_rank0(ended_early(why, progress.iteration, run))
 
 
 def train_step(
     forward_step: ForwardStep,
     data_iterator: CountingIterator,
     backend: Backend,
-    args: Any,
+    run: Run,
     wants_to_stop: Callable[[], bool],
 ) -> PendingStep:
     """One optimizer step over one global batch.
@@ -215,32 +232,30 @@ def train_step(
         wants_to_stop: whether this rank was asked to stop, be it while the batch was computed; all ranks hear of it in
             the step's reduction, and this step is the last one.
     """
-    backend.forward_backward(forward_step, data_iterator, args.num_microbatches)
+    backend.forward_backward(forward_step, data_iterator, run.batch.num_microbatches)
     return backend.step(data_iterator.take(), wants_to_stop())
 
 
-def evaluate(
-    forward_step: ForwardStep, loader: Any, backend: Backend, args: Any, watch: Watch, iteration: int
-) -> float:
+def evaluate(forward_step: ForwardStep, loader: Any, backend: Backend, run: Run, watch: Watch, iteration: int) -> float:
     """Mean loss over --eval-iters global batches of the validation data, always the same ones; forward only."""
     iterator: Iterator[Any] = loader.fresh_iterator()
-    batches = loader.limit_batches(args.eval_iters)
+    batches = loader.limit_batches(run.logging.eval_iters)
     forward_step = without_fillers(forward_step, loader.is_filler)
-    loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * args.num_microbatches)
+    loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * run.batch.num_microbatches)
     loss = loss_sum / denominator if denominator else float("nan")
     watch.log_evaluation(iteration, batches, loss)
-    if args.manual_gc and args.manual_gc_eval:
+    if run.process.manual_gc and run.process.manual_gc_eval:
         gc.collect()
     return loss
 
 
-def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Backend, args: Any) -> None:
+def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Backend, run: Run) -> None:
     progress.iteration += 1
-    progress.consumed_samples += args.global_batch_size
+    progress.consumed_samples += run.batch.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
-    args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
+    report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     watch.add(progress.iteration, pending.counts, backend.flops(pending.counts), pending.result)
-    is_last = pending.stop or _is_due(progress.iteration, args.exit_interval)
+    is_last = pending.stop or _is_due(progress.iteration, run.length.exit_interval)
     if is_last or watch.wants_result(progress.iteration):
         result = pending.result()
         watch.log_step(
@@ -256,75 +271,76 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
 
 
 def _finish(
-    forward_step: ForwardStep, data: RunData, backend: Backend, args: Any, watch: Watch, progress: Progress
+    forward_step: ForwardStep, data: RunData, backend: Backend, run: Run, watch: Watch, progress: Progress
 ) -> None:
-    if data.valid is not None and not _is_due(progress.iteration, args.eval_interval):
-        evaluate(forward_step, data.valid, backend, args, watch, progress.iteration)
-    if args.save_hf is not None:
-        _export(backend, args, "hf", is_last=True, is_final=True)
+    if data.valid is not None and not _is_due(progress.iteration, run.logging.eval_interval):
+        evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
+    if run.checkpoint.save_hf is not None:
+        _export(backend, run, "hf", is_last=True, is_final=True)
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
 def _save(
-    saver: CheckpointSaver, backend: Backend, progress: Progress, data: RunData, args: Any, *, is_last: bool = False
+    saver: CheckpointSaver, backend: Backend, progress: Progress, data: RunData, run: Run, *, is_last: bool = False
 ) -> None:
     extra = {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "consumed_tokens": progress.consumed_tokens,
-        "settings": run_settings(args),
+        "settings": run_settings(run),
         "data": data.state_dict() if data.state_dict is not None else None,
     }
     outcome = saver.save(
         progress.iteration, lambda detached: backend.snapshot(extra, detached=detached), is_last=is_last
     )
     failed = outcome is not None and outcome.failure is not None
-    if args.save_hf and progress.iteration % args.save_hf == 0 and not failed:
-        _export(backend, args, f"hf_iter_{progress.iteration:07d}", is_last=is_last)
+    if run.checkpoint.save_hf and progress.iteration % run.checkpoint.save_hf == 0 and not failed:
+        _export(backend, run, f"hf_iter_{progress.iteration:07d}", is_last=is_last)
 
 
-def _export(backend: Backend, args: Any, name: str, *, is_last: bool, is_final: bool = False) -> None:
+def _export(backend: Backend, run: Run, name: str, *, is_last: bool, is_final: bool = False) -> None:
     """Export beside the checkpoints; a failure counts as a checkpoint's does."""
+    assert run.checkpoint.save is not None, "--save-hf needs --save"
     try:
-        backend.export_hf(Path(args.save) / name, is_final=is_final)
+        backend.export_hf(Path(run.checkpoint.save) / name, is_final=is_final)
     except CheckpointError as error:  # the same on all ranks
-        if is_last or args.on_save_failure == "exit":
+        if is_last or run.checkpoint.on_save_failure == "exit":
             raise
         if is_first_rank():
             logger.error(f"{error}; training goes on")
 
 
-def _open_saver(args: Any, last_saved: int, lock: RunLock | None) -> CheckpointSaver | None:
-    if not args.save:
+def _open_saver(run: Run, last_saved: int, lock: RunLock | None) -> CheckpointSaver | None:
+    if not run.checkpoint.save:
         return None
     return CheckpointSaver(
-        args.save,
-        in_background=args.async_save,
-        keep=args.save_total_limit,
-        exit_on_failure=args.on_save_failure == "exit",
-        timeout_minutes=args.distributed_timeout_minutes,
+        run.checkpoint.save,
+        in_background=run.checkpoint.async_save,
+        keep=run.checkpoint.save_total_limit,
+        exit_on_failure=run.checkpoint.on_save_failure == "exit",
+        timeout_minutes=run.parallel.distributed_timeout_minutes,
         last_saved=last_saved,
         **({"check_folder": lock.check} if lock is not None else {}),
     )
 
 
-def _epoch_samples(data: RunData, args: Any) -> float | None:
+def _epoch_samples(data: RunData, run: Run) -> float | None:
     """Rows between two checkpoints of --save-epochs."""
-    if args.save_epochs is None or not args.save:
+    if run.checkpoint.save_epochs is None or not run.checkpoint.save:
         return None
     if not data.global_batches_per_epoch:
         raise ConfigError(
-            f"--save-epochs {args.save_epochs} needs a data set with a length, and {data.why_no_length}; "
+            f"--save-epochs {run.checkpoint.save_epochs} needs a data set with a length, and {data.why_no_length}; "
             "give --save-interval (optimizer steps) instead"
         )
-    return args.save_epochs * data.global_batches_per_epoch * args.global_batch_size
+    return run.checkpoint.save_epochs * data.global_batches_per_epoch * run.batch.global_batch_size
 
 
-def _save_is_due(progress: Progress, epoch_samples: float | None, args: Any) -> bool:
-    if _is_due(progress.iteration, args.save_interval):
+def _save_is_due(progress: Progress, epoch_samples: float | None, run: Run) -> bool:
+    if _is_due(progress.iteration, run.checkpoint.save_interval):
         return True
     now = progress.consumed_samples
-    return epoch_samples is not None and now // epoch_samples > (now - args.global_batch_size) // epoch_samples
+    return epoch_samples is not None and now // epoch_samples > (now - run.batch.global_batch_size) // epoch_samples
 
 
 def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progress) -> bool:
@@ -338,45 +354,52 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
     return False
 
 
-def _find_start(args: Any, backend: Backend) -> tuple[Start, Progress]:
+def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
     """Where to start from: a checkpoint or weights of --load, or the weights that model.json names.
 
     --save's folder holds nothing of another run then, unless this one goes on with it.
     """
-    start = find_start(args.load, args.save, args.ckpt_step, args.finetune)
-    if args.save:
-        files = {f"{n}.json": getattr(args.mm, n).to_dict() for n in ("model", "data") if hasattr(args.mm, n)}
-        how = {"finetune": args.finetune, "overwrite": args.overwrite, "restarts": args.restarts}
-        how["reads"] = paths_of(files) if args.overwrite else {}
-        settle = partial(settle_folder, args.save, args.load, start, **how)
-        on_first_rank(settle, args.rank, backend.gather_objects)
+    start = find_start(run.checkpoint.load, run.checkpoint.save, run.checkpoint.ckpt_step, run.checkpoint.finetune)
+    if run.checkpoint.save:
+        files = {f"{n}.json": getattr(run.files, n).to_dict() for n in ("model", "data") if hasattr(run.files, n)}
+        settle = partial(
+            settle_folder,
+            run.checkpoint.save,
+            run.checkpoint.load,
+            start,
+            finetune=run.checkpoint.finetune,
+            overwrite=run.checkpoint.overwrite,
+            restarts=run.launch.restarts,
+            reads=paths_of(files) if run.checkpoint.overwrite else {},
+        )
+        on_first_rank(settle, run.launch.rank, backend.gather_objects)
     if start.directory is not None:
         refuse_damaged(
             start.directory,
-            args.rank,
-            args.world_size,
+            run.launch.rank,
+            run.launch.world_size,
             backend.gather_objects,
-            checksums=not args.no_verify_checkpoint,
+            checksums=not run.checkpoint.no_verify_checkpoint,
         )
-    progress, args.data_state = Progress(), None
+    progress = Progress()
     if start.resumes and start.directory is not None:
         saved = read_state(start.directory)
         progress.iteration = int(saved["iteration"])
         progress.consumed_samples = int(saved["consumed_samples"])
         progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
         progress.last_saved = progress.iteration
-        args.data_state = saved.get("data")
-        tell_changes(saved.get("settings", {}), run_settings(args))
-    args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
+        progress.data_state = saved.get("data")
+        tell_changes(saved.get("settings", {}), run_settings(run))
+    report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     return start, progress
 
 
-def _load(start: Start, progress: Progress, backend: Backend, args: Any) -> None:
+def _load(start: Start, progress: Progress, backend: Backend, run: Run) -> None:
     if start.resumes:
         backend.load(
             start.directory,
-            optimizer=not args.no_load_optim,
-            rng=not args.no_load_rng,
+            optimizer=not run.checkpoint.no_load_optim,
+            rng=not run.checkpoint.no_load_rng,
             schedule=True,  # the iteration goes on, and with it the learning rate
         )
         info_rank0(f"loaded {start.directory}; continuing after iteration {progress.iteration}")
@@ -384,36 +407,36 @@ def _load(start: Start, progress: Progress, backend: Backend, args: Any) -> None
         backend.load_weights(start.directory)
 
 
-def _open_watch(backend: Backend, args: Any, iteration: int) -> Watch:
+def _open_watch(backend: Backend, run: Run, iteration: int) -> Watch:
     rows = None
-    if args.log_row_ids and args.save and backend.world.counts_rows:
-        rows = RowLog(args.save, backend.world.batch.rank, backend.world.batch.size, iteration)
+    if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
+        rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
     return Watch(
         is_writer=backend.world.is_logging_rank,
-        save=args.save,
+        save=run.checkpoint.save,
         resumed=iteration > 0,
         row_log=rows,
-        log_interval=args.log_interval,
-        train_iters=args.train_iters,
-        global_batch_size=args.global_batch_size,
-        tensorboard_dir=args.tensorboard_dir,
-        world_size=args.world_size,
+        log_interval=run.logging.log_interval,
+        train_iters=run.train_iters,
+        global_batch_size=run.batch.global_batch_size,
+        tensorboard_dir=run.logging.tensorboard_dir,
+        world_size=run.launch.world_size,
         compute_dtype=backend.compute_dtype,
     )
 
 
 def _open_skip_watch(
-    backend: Backend, data: RunData, args: Any, iteration: int, saver: CheckpointSaver | None
+    backend: Backend, data: RunData, run: Run, iteration: int, saver: CheckpointSaver | None
 ) -> SkipWatch:
-    is_dynamic = backend.compute_dtype == "fp16" and args.loss_scale is None
+    is_dynamic = backend.compute_dtype == "fp16" and run.precision.loss_scale is None
     return SkipWatch(
         iteration,
-        limit=args.max_skipped_steps,
+        limit=run.length.max_skipped_steps,
         gather=backend.gather_objects,
         data=data,
         last_good=saver.last_good if saver is not None else lambda: "there is none, as there is no --save",
         row_rank=backend.world.counts_rows,
-        smallest_scale=args.min_loss_scale if is_dynamic else None,
+        smallest_scale=run.precision.min_loss_scale if is_dynamic else None,
     )
 
 
@@ -421,14 +444,15 @@ def _is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and iteration % interval == 0
 
 
-def _time_is_up(started: float, args: Any) -> bool:
+def _time_is_up(started: float, run: Run) -> bool:
     """Whether --exit-duration-in-mins is over by this rank's clock; a stop request, as clocks differ."""
-    return bool(args.exit_duration_in_mins) and (time.time() - started) / 60 > args.exit_duration_in_mins
+    minutes = run.length.exit_duration_in_mins
+    return minutes is not None and (time.time() - started) / 60 > minutes
 
 
-def _collect_garbage(args: Any) -> None:
+def _collect_garbage(run: Run) -> None:
     """From here on collect what steps leave behind, on time or (--manual-gc) by hand; what start-up made stays."""
-    if args.manual_gc:
+    if run.process.manual_gc:
         gc.disable()
         gc.collect()
     else:

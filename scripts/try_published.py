@@ -150,18 +150,18 @@ def world_size(words: Sequence[str]) -> int:
 
 def describe(entry: str, words: list[str]) -> None:
     """Read a launch as its entry script does, up to what needs devices and weights."""
+    from mindspeed_mm.configs.describe import describe as described
     from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
-    from mindspeed_mm.initialize import describe_run
+    from mindspeed_mm.tasks.train.generation import SORA
+    from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 
     if entry == "inference_sora.py":
         return _inference(words)
     if entry.startswith("mindspeed_mm/tools/feature_extraction/"):
         return _features(words, Path(entry).name)
-    kind: Any = "generation" if entry == "pretrain_sora.py" else "language"
-    roads = {"pretrain_vlm.py": ("ptd", "fsdp2"), "pretrain_sora.py": ("fsdp2",)}.get(entry, ("fsdp2",))
-    args = describe_run(words, model_kind=kind, data_kind=kind, roads=roads)
-    if args.use_torch_fsdp2:
-        load_fsdp2_config(args.fsdp2_config_path)
+    run = described(words, {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA}.get(entry, TRANSFORMERS))
+    if run.uses_fsdp2:
+        load_fsdp2_config(run.parallel.fsdp2_config_path)
 
 
 def _inference(words: list[str]) -> None:

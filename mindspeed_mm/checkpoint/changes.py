@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.log import notice
 
 # flag → what a change of it means, where it is more than its name says
@@ -29,9 +30,20 @@ _RECORDED = {
 }
 
 
-def run_settings(args: Any) -> dict[str, Any]:
+def run_settings(run: Run) -> dict[str, Any]:
     """The settings of a run that a checkpoint remembers, by flag."""
-    return {name: getattr(args, name, None) for name in _RECORDED}
+    sections = (
+        run.launch,
+        run.process,
+        run.batch,
+        run.length,
+        run.optimizer,
+        run.schedule,
+        run.checkpoint,
+        run.logging,
+    )
+    found = {name: value for section in sections for name, value in vars(section).items()}
+    return {name: found[name] for name in _RECORDED}
 
 
 def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import NamedTuple
 
 from mindspeed_mm.configs.layout_rules import check_layout, say_layout_notices
+from mindspeed_mm.configs.run_sections import ScheduleConfig
 from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
 
@@ -142,32 +143,36 @@ class ScheduleLengths(NamedTuple):
     wsd_decay: float
 
 
-def schedule_lengths(args: Namespace) -> ScheduleLengths:
+def schedule_lengths(schedule: ScheduleConfig, train_samples: int | None, global_batch_size: int) -> ScheduleLengths:
     """Return the lengths of decay, warmup and final decay, whether they were given in steps, rows or as a fraction.
 
     Source: Megatron's `get_optimizer_param_scheduler`: a fraction is one of the decay's length, not rounded.
+
+    Args:
+        schedule: with the decay's length settled.
+        train_samples: length of the run in rows, where it is given so; the schedule's lengths are then in rows too.
+        global_batch_size: rows of a step.
     """
-    if args.train_samples is not None:
-        decay = args.lr_decay_samples / args.global_batch_size
-        warmup = args.lr_warmup_samples / args.global_batch_size
-        wsd_decay = (args.lr_wsd_decay_samples or 0) / args.global_batch_size
+    if train_samples is not None:
+        decay = (schedule.lr_decay_samples or 0) / global_batch_size
+        warmup = schedule.lr_warmup_samples / global_batch_size
+        wsd_decay = (schedule.lr_wsd_decay_samples or 0) / global_batch_size
     else:
-        decay, warmup = float(args.lr_decay_iters), float(args.lr_warmup_iters)
-        wsd_decay = float(args.lr_wsd_decay_iters or 0)
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
+        decay, warmup = float(schedule.lr_decay_iters or 0), float(schedule.lr_warmup_iters)
+        wsd_decay = float(schedule.lr_wsd_decay_iters or 0)
+    if schedule.lr_warmup_fraction is not None:
+        warmup = schedule.lr_warmup_fraction * decay
     return ScheduleLengths(decay, warmup, wsd_decay)
 
 
-def check_schedule(args: Namespace) -> list[str]:
+def check_schedule(lengths: ScheduleLengths, lr_decay_style: str) -> list[str]:
     """Return what doesn't fit in the schedule's lengths, once the length of the run is known."""
-    lengths = schedule_lengths(args)
     if lengths.warmup >= lengths.decay:
         return [
             f"warmup takes {lengths.warmup:g} steps and the decay ends after {lengths.decay:g}; warmup must be "
             "shorter: lower --lr-warmup-iters, or raise --lr-decay-iters or --train-iters"
         ]
-    if args.lr_decay_style == "WSD" and lengths.warmup + lengths.wsd_decay > lengths.decay:
+    if lr_decay_style == "WSD" and lengths.warmup + lengths.wsd_decay > lengths.decay:
         return [
             f"WSD: warmup {lengths.warmup:g} + final decay {lengths.wsd_decay:g} steps are more than the schedule's "
             f"{lengths.decay:g}; lower --lr-wsd-decay-iters or --lr-warmup-iters"

@@ -1,7 +1,7 @@
 """From the words of a launch command to the flat Namespace that the rest of the package reads.
 
 `parse_args` types the flags and tells what has no effect; `validate_args` checks how they fit together, once the number
-of processes is known; `resolve_train_iters` adds the length of the run, once the data set is known.
+of processes is known; `resolve_train_iters` gives the length of the run, once the data set is known.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule
+from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule, schedule_lengths
 from mindspeed_mm.configs.environment import say_environment
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
-from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, flags_of, road_of
+from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, road_of
+from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.implied_backend import imply_fsdp2
 from mindspeed_mm.configs.layout_rules import data_parallel_size, settle_layout
 from mindspeed_mm.configs.older import drop_older_flags
+from mindspeed_mm.configs.run_sections import ScheduleConfig, pick
 from mindspeed_mm.configs.scalars import read_int
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.yaml_run import YamlRun, split_yaml
@@ -36,7 +38,6 @@ from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.text import shorten
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-GroupT = TypeVar("GroupT", bound=object)
 
 #: flags without which a run of our own entry scripts can't start
 REQUIRED = ("mm_model", "mm_data", "micro_batch_size", "lr")
@@ -145,15 +146,15 @@ def validate_args(args: Namespace, world_size: int) -> None:
 
 
 def resolve_train_iters(
-    args: Namespace,
+    length: TrainingArguments,
     rows: int | None,
     global_batches_per_epoch: float | None,
     why_no_length: str = "this one is streamed",
 ) -> int:
-    """Return the number of optimizer steps in all, and set `args.train_iters` and `args.lr_decay_iters`.
+    """Return the number of optimizer steps in all.
 
     Args:
-        args: validated arguments.
+        length: of the run, as the flags give it.
         rows: rows in the training data; None for data without a length (streaming).
         global_batches_per_epoch: global batches in one pass over them; None where that isn't known.
         why_no_length: a clause that says why not.
@@ -165,24 +166,18 @@ def resolve_train_iters(
     Raises:
         ConfigError: `--train-epochs` with data that have no length or no rows.
     """
-    if args.train_iters is None:
-        if rows is None or global_batches_per_epoch is None:
-            raise ConfigError(
-                f"--train-epochs {args.train_epochs:g} needs a data set with a length, and {why_no_length}; "
-                "give --train-iters (optimizer steps) or --train-samples (rows) instead"
-            )
-        if rows < 1:
-            raise ConfigError(f"--train-epochs {args.train_epochs:g}: the training data hold no rows")
-        # 0.07 × 100 is a little more than 7 in floating point: not an eighth step.
-        steps = math.ceil(args.train_epochs * global_batches_per_epoch - 1e-9)
-        args.train_iters = max(1, steps)
-        _settle_schedule(args)
-    return args.train_iters
-
-
-def typed_group(args: Namespace, group: type[GroupT]) -> GroupT:
-    """Return one group of the flags as its dataclass, e.g. `typed_group(args, OptimizerArguments)`."""
-    return group(**{item.name: getattr(args, item.name) for item in flags_of(group)})
+    if length.train_iters is not None:
+        return length.train_iters
+    assert length.train_epochs is not None, "the length of a run is given in steps, rows or epochs"
+    if rows is None or global_batches_per_epoch is None:
+        raise ConfigError(
+            f"--train-epochs {length.train_epochs:g} needs a data set with a length, and {why_no_length}; "
+            "give --train-iters (optimizer steps) or --train-samples (rows) instead"
+        )
+    if rows < 1:
+        raise ConfigError(f"--train-epochs {length.train_epochs:g}: the training data hold no rows")
+    # 0.07 × 100 is a little more than 7 in floating point: not an eighth step.
+    return max(1, math.ceil(length.train_epochs * global_batches_per_epoch - 1e-9))
 
 
 def _settle_schedule(args: Namespace) -> None:
@@ -190,7 +185,8 @@ def _settle_schedule(args: Namespace) -> None:
         args.lr_decay_iters = args.train_iters
     if args.lr_decay_samples is None and args.train_samples is not None:
         args.lr_decay_samples = args.train_samples
-    raise_all(check_schedule(args))
+    lengths = schedule_lengths(pick(ScheduleConfig, args), args.train_samples, args.global_batch_size)
+    raise_all(check_schedule(lengths, args.lr_decay_style))
 
 
 def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
@@ -20,6 +21,10 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig, check_pipeline_layers
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.configs.sora_config import SoRAModelConfig
 
 
 class ConfigReader:
@@ -169,9 +174,16 @@ class MMConfig:
     Args:
         files: name → path, e.g. `{"model": "model.json", "data": "data.json", "tool": "tools.json"}`.
 
+    Attributes:
+        model, data, tool: the files of these names, where they were given.
+
     Raises:
         ConfigError: the faults of all files together.
     """
+
+    model: ConfigReader
+    data: ConfigReader
+    tool: ConfigReader
 
     def __init__(self, files: Mapping[str, str | Path | None]) -> None:
         problems = []
@@ -218,35 +230,49 @@ def mm_extra_args_provider(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def merge_mm_args(
-    args: argparse.Namespace,
-    own_model: bool = False,
-    own_data: bool = False,
-    model_kind: FileKind = "language",
-    data_kind: FileKind = "language",
-) -> None:
-    """Read the files of `--mm-model`, `--mm-data` and `--mm-tool` into `args.mm`, and check them.
+def merge_mm_args(args: argparse.Namespace) -> None:
+    """Read the files of `--mm-model`, `--mm-data` and `--mm-tool` of a language model's run into `args.mm`.
 
     A second call changes nothing.
-
-    Args:
-        args: gets `mm`, an MMConfig with `model`, `data` and `tool` (those that were given).
-        own_model: the model comes from the user's own script: its model.json may hold keys of its own, and only one
-            that is close to a known key is warned of.
-        own_data: the data set comes from the user's own script: the same for its data.json.
-        model_kind, data_kind: which schema the files of this project's own script follow.
 
     Raises:
         ConfigError: everything that is wrong in the files, together.
     """
-    if hasattr(args, "mm"):
-        return
-    checks = {
-        "model": warn_of_near_model_keys if own_model else functools.partial(_MODEL_CHECKS[model_kind], args),
-        "data": warn_of_near_data_keys if own_data else _DATA_CHECKS[data_kind],
+    if not hasattr(args, "mm"):
+        args.mm = read_files(args, "language", "language").files
+
+
+@dataclass(frozen=True)
+class TypedFiles:
+    """model.json, data.json and tools.json of a run, checked.
+
+    Attributes:
+        files: as they are written.
+        model, data: typed; None: keys of the script's own, or no file.
+    """
+
+    files: MMConfig
+    model: Any
+    data: Any
+
+
+def read_files(args: argparse.Namespace, model_schema: FileKind | None, data_schema: FileKind | None) -> TypedFiles:
+    """Read and check the files that the flags name.
+
+    Args:
+        args: the flags; `trust_remote_code` is set where a file asks for it.
+        model_schema, data_schema: which schema the files of this project's own script follow; None: they belong to a
+            user's own script and may hold keys of its own, of which only those close to a known one are warned of.
+
+    Raises:
+        ConfigError: everything that is wrong in the files, together.
+    """
+    checks: dict[str, Callable[..., Any]] = {
+        "model": functools.partial(_MODEL_CHECKS[model_schema], args) if model_schema else warn_of_near_model_keys,
+        "data": _DATA_CHECKS[data_schema] if data_schema else warn_of_near_data_keys,
         "tool": ToolsConfig.from_dict,
     }
-    mm, problems = MMConfig({}), []
+    mm, problems, typed = MMConfig({}), [], {}
     for name in checks:
         path = getattr(args, f"mm_{name}", None)
         try:
@@ -258,20 +284,23 @@ def merge_mm_args(
         settle_remote_code(args, mm)  # before the checks, some of which read a model's directory
     except ConfigError as error:
         problems.append(str(error))
-    if not own_model:
-        (settle_language_source if model_kind == "language" else settle_generation_source)(args, mm)
-    for name, content in vars(mm).items():
+    if model_schema is not None:
+        (settle_language_source if model_schema == "language" else settle_generation_source)(args, mm)
+    if model_schema == data_schema == "generation" and hasattr(mm, "model") and hasattr(mm, "data"):
         try:
-            checks[name](content, file=str(content.config_file))
+            settle_caption_length(mm.model, mm.data)
         except ConfigError as error:
             problems.append(str(error))
-    if not problems and model_kind == data_kind == "generation" and not (own_model or own_data):
-        model, data = getattr(mm, "model", None), getattr(mm, "data", None)
-        if model is not None and data is not None:
-            problems += _generation_problems(model, data)
+    for name, content in vars(mm).items():
+        try:
+            typed[name] = checks[name](content, file=str(content.config_file))
+        except ConfigError as error:
+            problems.append(str(error))
+    if not problems and model_schema == data_schema == "generation" and {"model", "data"} <= typed.keys():
+        problems += _generation_problems(typed["model"], typed["data"])
     if problems:
         raise ConfigError("\n".join(problems))
-    args.mm = mm
+    return TypedFiles(mm, typed.get("model"), typed.get("data"))
 
 
 def settle_remote_code(args: argparse.Namespace, mm: MMConfig) -> None:
@@ -353,14 +382,18 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, (Mapping, ConfigReader))
 
 
-def _check_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+def _check_model(
+    args: argparse.Namespace, content: ConfigReader, file: str
+) -> TransformersModelConfig | VLMModelConfig:
     elsewhere = owner_problem(content.to_dict(), file)
     raise_all([elsewhere] if elsewhere else [])
     if road_of(args) == "ptd":
-        _check_megatron_model(args, VLMModelConfig.from_dict(content, file=file))
-        return
+        of_megatron = VLMModelConfig.from_dict(content, file=file)
+        _check_megatron_model(args, of_megatron)
+        return of_megatron
     config = TransformersModelConfig.from_dict(content, file=file)
     raise_all(check_local_path(file, "init_from_hf_path", config.init_from_hf_path))
+    return config
 
 
 def _check_megatron_model(args: argparse.Namespace, config: VLMModelConfig) -> None:
@@ -387,29 +420,24 @@ def _is_there(path: str | None) -> bool:
     return bool(path) and Path(str(path)).is_dir()
 
 
-def _check_data(content: ConfigReader, file: str) -> None:
+def _check_data(content: ConfigReader, file: str) -> DataConfig:
     config = DataConfig.from_dict(content, file=file)
     key = "dataset_param.preprocess_parameters.model_name_or_path"
     raise_all(check_local_path(file, key, config.dataset_param.preprocess_parameters.model_name_or_path))
+    return config
 
 
 # The schemas of generation are imported where they are used: runs of language models start without them.
 
 
-def _generation_problems(model: ConfigReader, data: ConfigReader) -> list[str]:
+def _generation_problems(model: SoRAModelConfig, data: GenerationDataConfig) -> list[str]:
     """What in two files that are each right doesn't fit together."""
-    from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_checks import check_generation_files
-    from mindspeed_mm.configs.sora_config import SoRAModelConfig
 
-    try:
-        settle_caption_length(model, data)
-    except ConfigError as error:
-        return [str(error)]
-    return check_generation_files(SoRAModelConfig.from_dict(model), GenerationDataConfig.from_dict(data))
+    return check_generation_files(model, data)
 
 
-def _check_generation_model(args: argparse.Namespace, content: ConfigReader, file: str) -> None:
+def _check_generation_model(args: argparse.Namespace, content: ConfigReader, file: str) -> SoRAModelConfig:
     from mindspeed_mm.configs.sora_checks import check_generation_model
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
 
@@ -417,13 +445,14 @@ def _check_generation_model(args: argparse.Namespace, content: ConfigReader, fil
     raise_all([elsewhere] if elsewhere else [])
     config = SoRAModelConfig.from_dict(content, file=file)
     raise_all(check_generation_model(config, has_checkpoint=_is_there(args.load)))
+    return config
 
 
-def _check_generation_data(content: ConfigReader, file: str) -> None:
+def _check_generation_data(content: ConfigReader, file: str) -> GenerationDataConfig:
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
 
-    GenerationDataConfig.from_dict(content, file=file)
+    return GenerationDataConfig.from_dict(content, file=file)
 
 
-_MODEL_CHECKS = {"language": _check_model, "generation": _check_generation_model}
-_DATA_CHECKS = {"language": _check_data, "generation": _check_generation_data}
+_MODEL_CHECKS: dict[FileKind, Callable[..., Any]] = {"language": _check_model, "generation": _check_generation_model}
+_DATA_CHECKS: dict[FileKind, Callable[..., Any]] = {"language": _check_data, "generation": _check_generation_data}

@@ -226,8 +226,9 @@ class GenerationDatasetParam(Section):
         GenerationPreprocessParameters(), description="frames, sizes and captions"
     )
     tokenizer_config: Annotated[list[dict[str, Any]] | None, BeforeValidator(_read_tokenizers)] = Field(
-        None, description="from_pretrained: directory of the tokenizer, where model.json names none; model_max_length: "
-        "text_encoder.max_length, where model.json names none; one or a list"
+        None,
+        description="from_pretrained: directory of the tokenizer, where model.json names none; model_max_length: "
+        "text_encoder.max_length, where model.json names none; one or a list",
     )
     enable_text_preprocessing: Bool = Field(False, description="clean captions by text_preprocess_methods")
     text_preprocess_methods: Annotated[list[str], BeforeValidator(_read_methods)] = Field(

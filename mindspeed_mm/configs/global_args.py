@@ -1,15 +1,69 @@
-"""The run's arguments, reachable from entry scripts and providers by `get_args()`.
+"""The run's arguments as users' scripts know them: flat, under Megatron's attribute names, reachable by `get_args()`.
 
-Only entry scripts, `training.py` and providers read them; everything else is given what it needs.
+They are made from the description of the run (`configs.run.Run`), which the package itself reads; a script reads them
+in its callbacks.
 """
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
+
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.text import shorten
 
 _args: Namespace | None = None
 _mirrors: list[ModuleType] = []
+
+
+class PublishedArguments(Namespace):
+    """Every flag, `mm` with the files, and how far the run is; what `get_args()` returns while a run trains.
+
+    What the launch has described can't be changed here, as parts of the run have been built from it already: a write
+    of another value is a ConfigError, one of the same value is taken. Attributes of a script's own may be written. A
+    copy (`copy.copy`, `copy.deepcopy`) is a plain Namespace of the script's own.
+    """
+
+    __slots__ = ("_described",)
+
+    _described: frozenset[str]
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_described", frozenset())
+        super().__init__(**values)
+        object.__setattr__(self, "_described", frozenset(values))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._described:
+            old = getattr(self, name)
+            if old is not value and old != value:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"get_args().{name} = {shorten(repr(value))}: the run has been described with "
+                    f"{shorten(repr(old))}, and parts of it are built; give {flag} in the launch, or "
+                    f"args_defaults={{'{name}': …}} to pretrain()"
+                )
+            return
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._described:
+            raise ConfigError(f"del get_args().{name}: it is part of the run's description")
+        super().__delattr__(name)
+
+    def __copy__(self) -> Namespace:
+        return Namespace(**vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Namespace:
+        return Namespace(**copy.deepcopy(vars(self), memo))
+
+    def follow(self, **progress: Any) -> None:
+        """Take note of how far the run is: `iteration`, `consumed_train_samples`, `train_iters` and so on."""
+        vars(self).update(progress)
+        object.__setattr__(self, "_described", self._described | progress.keys())
 
 
 def set_args(args: Namespace | None) -> None:
@@ -32,6 +86,12 @@ def get_args() -> Namespace:
             "or call mindspeed_mm.configs.global_args.set_args(parse_args()) first"
         )
     return _args
+
+
+def report_progress(**progress: Any) -> None:
+    """Let `get_args()` show how far the run is; without a described run nothing happens."""
+    if isinstance(_args, PublishedArguments):
+        _args.follow(**progress)
 
 
 def destroy_args() -> None:

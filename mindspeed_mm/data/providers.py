@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mindspeed_mm.configs.config import ConfigReader
 from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.configs.recipe import DataProvider
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.batching import Batching, pack_capacity
@@ -29,10 +33,14 @@ from mindspeed_mm.data.rank_check import (
     settle_length,
     settle_parts,
 )
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.data.usable import refuse_unusable, require_media_packages
 from mindspeed_mm.data.user_order import DataSetOrder, LoaderOrder
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
+
+if TYPE_CHECKING:
+    from mindspeed_mm.configs.run import ModelConfig
 
 
 @dataclass
@@ -45,7 +53,7 @@ class ValidData:
     """
 
     loader: Any
-    global_batches: int | None
+    global_batches: float | None
 
     def __post_init__(self) -> None:
         self._empty: set[int] = set()
@@ -65,7 +73,7 @@ class ValidData:
 
     def limit_batches(self, wanted: int) -> int:
         """`wanted` global batches, at most one pass."""
-        return wanted if self.global_batches is None else max(1, min(wanted, self.global_batches))
+        return wanted if self.global_batches is None else max(1, min(wanted, int(self.global_batches)))
 
 
 @dataclass
@@ -96,11 +104,14 @@ class RunData:
     faults: Callable[[], Mapping[str, int]] = dict
 
 
-def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[Any, Any, None]:
-    """Build the training and validation loaders that data.json (`args.mm.data`) and the flags describe.
+def data_json_provider(
+    run: Run, start: DataStart, adapter: DataAdapter | None = None
+) -> tuple[MMDataLoader, MMDataLoader | None, None]:
+    """Build the training and validation loaders that data.json and the flags describe.
 
     Args:
-        args: the run's Namespace, with `data_parallel_rank` and `data_parallel_size`.
+        run: with `data` of language models.
+        start: this rank's part of the data, and where the training data begin.
         adapter: what is special about the model family; None suits Qwen-VL-like and text models.
 
     Returns:
@@ -109,30 +120,43 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
     Raises:
         ConfigError, DataError: what can't be used, and what to write instead.
     """
-    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+    from mindspeed_mm.data import build_mm_dataset
 
-    data = DataConfig.from_dict(args.mm.data)
-    batching = _batching(args)
-    limits = [length for length in (args.seq_length, batching.dynamic_length) if length is not None]
+    assert isinstance(run.data, DataConfig), "data.json of a language model is typed by its schema"
+    batching = _batching(run.batch)
+    limits = [length for length in (run.batch.seq_length, batching.dynamic_length) if length is not None]
     max_length = min(limits, default=None)
-    datasets = build_mm_dataset(data.dataset_param, max_length=max_length, adapter=adapter, seed=args.seed)
+    datasets = build_mm_dataset(run.data.dataset_param, max_length=max_length, adapter=adapter, seed=run.process.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
     require_media_packages(train.source)
-    train.check_model(*_model_config(args))
+    train.check_model(*_model_config(run.model or getattr(run.files, "model", None)))
     if batching.balance or pack_capacity(train, batching) is not None:
-        batching = replace(batching, costs=_costs(args))
+        batching = replace(batching, costs=_costs(run.model))
+    return loaders_of_run(run, start, run.data.dataloader_param, train, valid, batching=batching)
 
-    def loader(dataset: Any, *, training: bool) -> Any:
+
+def loaders_of_run(
+    run: Run, start: DataStart, param: Any, train: Any, valid: Any, *, batching: Batching | None = None
+) -> tuple[MMDataLoader, MMDataLoader | None, None]:
+    """Return the loaders of a run's training and validation data sets.
+
+    Args:
+        param: data.json's dataloader_param.
+        train, valid: data sets; `valid` may be None.
+    """
+    from mindspeed_mm.data import build_mm_dataloader
+
+    def loader(dataset: Any, *, training: bool) -> MMDataLoader:
         return build_mm_dataloader(
             dataset,
-            data.dataloader_param,
-            consumed_samples=args.consumed_train_samples if training else 0,
-            micro_batch_size=args.micro_batch_size,
-            global_batch_size=args.global_batch_size,
-            num_workers=args.num_workers,
-            seed=args.seed,
-            dp_rank=args.data_parallel_rank,
-            dp_size=args.data_parallel_size,
+            param,
+            consumed_samples=start.consumed_samples if training else 0,
+            micro_batch_size=run.batch.micro_batch_size,
+            global_batch_size=run.batch.global_batch_size,
+            num_workers=run.batch.num_workers,
+            seed=run.process.seed,
+            dp_rank=start.rank,
+            dp_size=start.size,
             train=training,
             batching=batching,
         )
@@ -140,66 +164,61 @@ def data_json_provider(args: Any, adapter: DataAdapter | None = None) -> tuple[A
     return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
 
 
-def _model_config(args: Any) -> tuple[Any, str]:
+def _model_config(model: ModelConfig | ConfigReader | None) -> tuple[Any, str]:
     """transformers' configuration of the model that is trained (None: it isn't known), and what it was read from."""
-    model = getattr(args.mm, "model", None)
     folder = getattr(model, "init_from_hf_path", None)
-    if model is not None and not args.use_torch_fsdp2 and not folder:
-        return VLMModelConfig.from_dict(model).hf_config(), "model.json"
+    if isinstance(model, VLMModelConfig) and not folder:
+        return model.hf_config(), "model.json"
     return read_model_config(folder), f"{folder}/config.json"
 
 
-def _batching(args: Any) -> Batching:
-    balance = Balance(args.use_data_balance or args.encoder_dp_balance, args.use_image_mbs_data_balance)
-    if not args.use_txt_dynamic_batching:
+def _batching(batch: Batch) -> Batching:
+    balance = Balance(batch.use_data_balance or batch.encoder_dp_balance, batch.use_image_mbs_data_balance)
+    if not batch.use_txt_dynamic_batching:
         return Batching(balance)
-    return Batching(balance, args.max_seq_len, args.dynamic_batch_buffer_size)
+    return Batching(balance, batch.max_seq_len, batch.dynamic_batch_buffer_size)
 
 
-def _costs(args: Any) -> CostModel:
+def _costs(model: ModelConfig | None) -> CostModel:
     """The cost model of the model that is trained; a frozen part costs less."""
-    model = getattr(args.mm, "model", None)
-    folder = getattr(model, "init_from_hf_path", None)
-    if not folder:
+    if not isinstance(model, (TransformersModelConfig, VLMModelConfig)) or not model.init_from_hf_path:
         return CostModel()
-    typed = TransformersModelConfig if args.use_torch_fsdp2 else VLMModelConfig
-    config = typed.from_dict(model)
     return CostModel.from_config(
-        folder, tower_trained=not config.freeze_vision_encoder, text_trained=not config.freeze_text_decoder
+        model.init_from_hf_path,
+        tower_trained=not model.freeze_vision_encoder,
+        text_trained=not model.freeze_text_decoder,
     )
 
 
 def build_run_data(
-    provider: Callable[..., Any],
-    args: Any,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    provider: DataProvider,
+    run: Run,
+    start: DataStart,
     gather: Gather | None = None,
 ) -> RunData:
     """Call the provider and bring its answer into form.
 
     Args:
-        provider: () or (numbers of samples) → (train, valid, test); each a data set, a DataLoader or None. A tuple of
+        provider: see `Recipe.data`; returns (train, valid, test), each a data set, a DataLoader or None. A tuple of
             fewer, or the training data alone, will do.
-        args: micro_batch_size, global_batch_size, num_microbatches, num_workers, seed, consumed_train_samples,
-            train_iters, eval_iters, eval_interval; data_state, if there is one: what `RunData.state_dict` returned in
-            the run that this one goes on from.
+        run: the description.
+        start: this rank's part of the data, and where the training data begin.
         gather: what every rank of the run gave, by rank; None: there is one.
 
     Raises:
         ConfigError: a loader of the user's own whose batches or ranks don't fit the run's.
         DataError: no training data, or too few rows.
     """
-    answer = provider(_wanted_samples(args)) if inspect.signature(provider).parameters else provider()
+    answer = _call_provider(provider, run, start)
     train, valid, *_ = (*answer, None, None) if isinstance(answer, (tuple, list)) else (answer, None, None)
     if train is None:
         raise DataError("train_valid_test_datasets_provider returned no training data (None)")
-    train_loader = _as_loader(train, args, data_parallel_rank, data_parallel_size, gather, training=True)
+    train_loader = _as_loader(train, run, start, gather, training=True)
     valid_data = None
-    if valid is not None and args.eval_iters and args.eval_interval:
-        loader = _as_loader(valid, args, data_parallel_rank, data_parallel_size, gather, training=False)
+    if valid is not None and run.logging.eval_iters and run.logging.eval_interval:
+        loader = _as_loader(valid, run, start, gather, training=False)
         valid_data = ValidData(loader, loader.global_batches_per_epoch)
-    _go_to_checkpoint(train_loader, args)
+    _go_to_checkpoint(train_loader, start)
     adapter = getattr(getattr(train_loader, "dataset", None), "adapter", None)
     rows = train_loader.num_rows
     info_rank0(f"training data: {rows if rows is not None else 'unknown number of'} rows")
@@ -218,7 +237,7 @@ def build_run_data(
                 check_stream(loader, what, gather)
 
     return RunData(
-        CountingIterator(_endless(train_loader), args.micro_batch_size, adapter),
+        CountingIterator(_endless(train_loader), run.batch.micro_batch_size, adapter),
         valid_data,
         rows,
         train_loader.global_batches_per_epoch,
@@ -231,18 +250,23 @@ def build_run_data(
     )
 
 
-def _go_to_checkpoint(loader: Any, args: Any) -> None:
+def _call_provider(provider: DataProvider, run: Run, start: DataStart) -> Any:
+    taken = inspect.signature(provider).parameters
+    offered = {name: value for name, value in (("run", run), ("start", start)) if name in taken}
+    return provider(**offered) if offered or not taken else provider(_wanted_samples(run))
+
+
+def _go_to_checkpoint(loader: Any, start: DataStart) -> None:
     """Take the position that a checkpoint holds; one from before positions were kept has consumed samples only.
 
     The state of a user's own loader is not asked for: that of a worker is no position.
     """
-    state = getattr(args, "data_state", None)
-    consumed = {"consumed_samples": args.consumed_train_samples}
+    state, consumed = start.state, {"consumed_samples": start.consumed_samples}
     if isinstance(loader, UserLoader):
         loader.go_to(consumed if state is None else state)
     elif state is not None:
         loader.load_state_dict(state)
-    elif args.consumed_train_samples and loader.capacity is not None:
+    elif start.consumed_samples and loader.capacity is not None:
         loader.load_state_dict(consumed)
 
 
@@ -255,32 +279,33 @@ def _why_no_length(loader: Any) -> str:
     return "this one is streamed"
 
 
-def _wanted_samples(args: Any) -> list[int]:
-    iters = args.train_iters or 0
-    evaluations = iters // args.eval_interval + 1 if args.eval_interval else 0
-    each = (args.eval_iters or 0) * args.global_batch_size
-    return [iters * args.global_batch_size, evaluations * each, each]
+def _wanted_samples(run: Run) -> list[int]:
+    """Numbers of training, validation and test samples, as Megatron's providers are given them."""
+    iters, rows = run.length.train_iters or 0, run.batch.global_batch_size
+    evaluations = iters // run.logging.eval_interval + 1 if run.logging.eval_interval else 0
+    each = run.logging.eval_iters * rows
+    return [iters * rows, evaluations * each, each]
 
 
 def _as_loader(
-    data: Any, args: Any, rank: int, size: int, gather: Gather | None, *, training: bool
+    data: Any, run: Run, start: DataStart, gather: Gather | None, *, training: bool
 ) -> MMDataLoader | UserLoader:
     if isinstance(data, MMDataLoader):
         return data
-    what, per_batch = "training" if training else "validation", args.micro_batch_size
-    common = (Layout(per_batch, args.global_batch_size, size), rank, args.seed, training)
-    whole_only = getattr(args, "pipeline_model_parallel_size", 1) > 1  # stages exchange tensors of one size
+    what, per_batch, seed = "training" if training else "validation", run.batch.micro_batch_size, run.process.seed
+    common = (Layout(per_batch, run.batch.global_batch_size, start.size), start.rank, seed, training)
+    whole_only = run.parallel.pipeline_model_parallel_size > 1  # stages exchange tensors of one size
     loader: UserLoader
     if isinstance(data, DataLoader):
         require_micro_batch_size(data, per_batch, what)
         if isinstance(data.dataset, IterableDataset) or type(data).__iter__ is not DataLoader.__iter__:
             loader = StreamLoader(data, *common)
         else:
-            loader = IndexedLoader(data, LoaderOrder(data, per_batch, args.seed, whole_only), *common)
+            loader = IndexedLoader(data, LoaderOrder(data, per_batch, seed, whole_only), *common)
             check_sampler(loader, what)
     elif isinstance(data, Dataset) and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
-        order = DataSetOrder(len(data), per_batch, training, args.seed, drop_last=training or whole_only)
-        own = DataLoader(data, batch_size=per_batch, num_workers=args.num_workers)
+        order = DataSetOrder(len(data), per_batch, training, seed, drop_last=training or whole_only)
+        own = DataLoader(data, batch_size=per_batch, num_workers=run.batch.num_workers)
         loader = IndexedLoader(own, order, *common)
     elif hasattr(data, "__iter__"):
         loader = StreamLoader(data, *common)
@@ -290,8 +315,10 @@ def _as_loader(
             "length, a DataLoader, another iterable of batches, or None"
         )
     if gather is not None:
-        settle = settle_parts if isinstance(loader, IndexedLoader) else settle_length
-        settle(loader, what, gather, training)  # type: ignore[operator]
+        if isinstance(loader, IndexedLoader):
+            settle_parts(loader, what, gather, training)
+        elif isinstance(loader, StreamLoader):
+            settle_length(loader, what, gather, training)
     loader.check_length()
     if whole_only and not training and loader.num_rows is not None and loader.num_rows % per_batch:
         notice(

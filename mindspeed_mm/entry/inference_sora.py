@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import mindspeed_mm.utils.startup  # noqa: F401  (before what takes long to import)
-from mindspeed_mm.initialize import errors_as_sentences
+from mindspeed_mm.launch import errors_as_sentences
 from mindspeed_mm.tasks.generation.inference import main as run
 
 

@@ -22,33 +22,38 @@ class EncodeAhead:
         prepare: makes a collated micro-batch ready for the model.
         encoder: what leaves the device in between.
         interval: micro-batches that are encoded at once; 1: each when it is needed, and the encoders stay.
+        num_microbatches: of an optimizer step, or of an evaluation's global batch.
     """
 
     def __init__(
-        self, prepare: Callable[[dict[str, Any]], dict[str, Any]], encoder: SampleEncoder, interval: int
+        self,
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        encoder: SampleEncoder,
+        interval: int,
+        num_microbatches: int,
     ) -> None:
         self._prepare, self._encoder, self._interval = prepare, encoder, interval
+        self._num_microbatches = num_microbatches
         self._source: Iterator[Any] | None = None
         self._ready: deque[dict[str, Any]] = deque()
         self._left = 0
 
-    def next_batch(self, source: Iterator[Any], micro_batches: int) -> dict[str, Any]:
+    def next_batch(self, source: Iterator[Any]) -> dict[str, Any]:
         """Return the next micro-batch of `source`.
 
         Args:
             source: collated micro-batches; another one than before (of an evaluation) begins with a step.
-            micro_batches: of an optimizer step, or of an evaluation's global batch.
         """
         if source is not self._source:
             self._source, self._left = source, 0
             self._ready.clear()
         if not self._ready:
-            self._left = self._left or micro_batches
+            self._left = self._left or self._num_microbatches
             self._fill(source, min(self._interval, self._left))
-            if self._interval > micro_batches:
+            if self._interval > self._num_microbatches:
                 notice(
                     f"model.json: 'encoder_offload_interval' is {self._interval}, and an optimizer step has "
-                    f"{micro_batches} micro-batch(es) of a rank: so many are encoded at once"
+                    f"{self._num_microbatches} micro-batch(es) of a rank: so many are encoded at once"
                 )
         self._left -= 1
         return self._ready.popleft()

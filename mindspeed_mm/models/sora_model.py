@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,12 @@ class SoRAModel(MultiModalModule):
 
     weights_come_later: bool = False
 
-    def __init__(self, config: Any, tokenizers: Sequence[str | None] = ()) -> None:
+    def __init__(self, config: Any, tokenizers: Sequence[str | None] = (), *, num_microbatches: int = 1) -> None:
         """
         Args:
             config: model.json's content.
             tokenizers: directories that data.json names, in the order of the text encoders.
+            num_microbatches: of a rank in an optimizer step; so many are encoded at once at most.
         """
         super().__init__(config)
         self.described = SoRAModelConfig.from_dict(config)
@@ -97,7 +98,7 @@ class SoRAModel(MultiModalModule):
             needs_text=not self.described.load_text_features,
             stays=interval == 1,
         )
-        self.ahead = EncodeAhead(self.prepare, self.encoder, interval)
+        self.ahead = EncodeAhead(self.prepare, self.encoder, interval, num_microbatches)
         self.objective = build_objective(self.described.diffusion, self.family.defaults, self.described.file)
         self.source_dtype = to_torch_dtype(self.described.predictor.dtype)
         self.ema_decay = 0.9999 if self.described.use_ema else None
@@ -116,6 +117,10 @@ class SoRAModel(MultiModalModule):
     def pending_weights(self) -> str | None:
         """The directory whose weights the predictor waits for; None: it draws random ones."""
         return self.source
+
+    def next_batch(self, source: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        """Return the next micro-batch of `source`, made ready by the frozen parts for `forward`."""
+        return self.ahead.next_batch(source)
 
     @torch.no_grad()
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.signals import StopSignal, name_of
 from mindspeed_mm.utils.files import is_same_path
 
 
-def nothing_is_left(args: Any, iteration: int, batches_per_epoch: float | None) -> str:
+def nothing_is_left(run: Run, iteration: int, batches_per_epoch: float | None) -> str:
     """Return the sentence about a checkpoint that has all the steps that were asked for.
 
     Args:
-        args: with `train_iters` resolved.
+        run: with its length in steps.
         iteration: of the checkpoint.
         batches_per_epoch: global batches in one pass over the data; None where that isn't known.
     """
-    if args.train_samples is not None:
-        found = f"--train-samples {args.train_samples} ({args.train_iters} iterations)"
-        wanted = f"--train-samples to {(iteration + 1) * args.global_batch_size} or more"
-    elif args.train_epochs is not None and batches_per_epoch:
-        found = f"--train-epochs {args.train_epochs:g} ({args.train_iters} iterations)"
+    length = run.length
+    if length.train_samples is not None:
+        found = f"--train-samples {length.train_samples} ({run.train_iters} iterations)"
+        wanted = f"--train-samples to {(iteration + 1) * run.batch.global_batch_size} or more"
+    elif length.train_epochs is not None and batches_per_epoch:
+        found = f"--train-epochs {length.train_epochs:g} ({run.train_iters} iterations)"
         wanted = f"--train-epochs above {iteration / batches_per_epoch:.4g}"
     else:
-        found, wanted = f"--train-iters {args.train_iters}", f"--train-iters above {iteration}"
+        found, wanted = f"--train-iters {run.train_iters}", f"--train-iters above {iteration}"
     return (
-        f"nothing is left to train: the checkpoint of --load '{args.load}' has done {iteration} iterations, and "
-        f"{found} counts them too; raise {wanted} to train on, or give --finetune and another --save to start again "
-        "with its weights"
+        f"nothing is left to train: the checkpoint of --load '{run.checkpoint.load}' has done {iteration} iterations, "
+        f"and {found} counts them too; raise {wanted} to train on, or give --finetune and another --save to start "
+        "again with its weights"
     )
 
 
-def why_stopped(stop: StopSignal, is_time_up: bool, args: Any) -> str:
+def why_stopped(stop: StopSignal, is_time_up: bool, run: Run) -> str:
     """Return what this rank knows of why the ranks agreed to end after a step."""
     if stop.received is not None:
         return name_of(stop.received)
     if is_time_up:
-        return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}"
+        return f"--exit-duration-in-mins {run.length.exit_duration_in_mins:g}"
     return "a rank was asked to stop, or could not write"
 
 
-def ended_early(why: str, iteration: int, args: Any) -> str:
+def ended_early(why: str, iteration: int, run: Run) -> str:
     """Return the last line of a run that ended before --train-iters; its checkpoint has been saved.
 
     Args:
         why: what ended it.
         iteration: the last one that was done.
     """
-    line = f"{why}: ended after iteration {iteration} of {args.train_iters}"
-    if not args.save:
+    save, load = run.checkpoint.save, run.checkpoint.load
+    line = f"{why}: ended after iteration {iteration} of {run.train_iters}"
+    if not save:
         return f"{line}; nothing was saved, as there is no --save"
-    how = "" if args.load and is_same_path(args.load, args.save) else f" with --load '{args.save}'"
-    return f"{line}; its checkpoint is in '{args.save}', and the same command{how} goes on from it"
+    how = "" if load and is_same_path(load, save) else f" with --load '{save}'"
+    return f"{line}; its checkpoint is in '{save}', and the same command{how} goes on from it"

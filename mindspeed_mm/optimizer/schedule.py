@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.configs.argument_rules import schedule_lengths
+from mindspeed_mm.configs.run_sections import ScheduleConfig, pick
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -131,7 +132,7 @@ class Schedule:
 
 def schedule_from_args(args: Any) -> ScheduleOptions:
     """Read the schedule's flags, once the length of the run is known."""
-    lengths = schedule_lengths(args)
+    lengths = schedule_lengths(pick(ScheduleConfig, args), args.train_samples, args.global_batch_size)
     if args.lr_decay_style == "WSD" and not 0 < lengths.wsd_decay <= lengths.decay:
         raise ConfigError(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters (or -samples): between 1 and the "

@@ -14,12 +14,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.batching import Batching
 from mindspeed_mm.data.fixed_plan import Balance
 from mindspeed_mm.data.providers import build_run_data
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.runs import run_of_args
 from tests.support.tiny import write_mixed_dataset
 from tests.support.workers import RankPool
 from tests.unit.data.data_rows import flat
@@ -254,19 +257,19 @@ def test_t06_a_sample_that_just_fits_a_pack() -> None:
     ]
 
 
-def arguments(*words: str) -> Any:
+def run_for(*words: str) -> Run:
     args = parse_args(["--lr", "1e-3", "--use-torch-fsdp2", "--micro-batch-size", "1", *words], required=("lr",))
     validate_args(args, 1)
-    return args
+    return run_of_args(args)
 
 
 def test_h02_epochs_of_packs_are_refused_with_the_reason() -> None:
     """H02: how many packs an epoch gives isn't known before its rows are read: --train-iters is asked for."""
-    args = arguments("--train-epochs", "2", "--global-batch-size", "2")
-    data = build_run_data(lambda: loader("packs", global_batch_size=2), args, 0, 1)
+    run = run_for("--train-epochs", "2", "--global-batch-size", "2")
+    data = build_run_data(lambda: loader("packs", global_batch_size=2), run, DataStart())
     assert data.train_rows == 16 and data.global_batches_per_epoch is None
     with pytest.raises(ConfigError, match=r"--train-epochs 2 needs .*samples are packed.*give --train-iters"):
-        resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
+        resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
 
 
 def test_h02_epochs_of_packs_with_a_token_cache(tmp_path: Path, qwen3_dir: Path) -> None:
@@ -288,26 +291,27 @@ def test_h02_epochs_of_packs_with_a_token_cache(tmp_path: Path, qwen3_dir: Path)
     tokens = sum(size.tokens for row in range(len(dataset)) for size in dataset.measure(row))
     made = build_mm_dataloader(dataset, None, micro_batch_size=1, global_batch_size=2)
     assert made.global_batches_per_epoch == tokens / 320
-    args = arguments("--train-epochs", "3", "--global-batch-size", "2")
-    assert resolve_train_iters(args, made.num_rows, made.global_batches_per_epoch) == -(-3 * tokens // 320)
+    run = run_for("--train-epochs", "3", "--global-batch-size", "2")
+    assert resolve_train_iters(run.length, made.num_rows, made.global_batches_per_epoch) == -(-3 * tokens // 320)
 
 
 def test_k05_a_run_hands_its_position_to_the_next() -> None:
     """K05: the data's state goes through the checkpoint; an old checkpoint has consumed samples only."""
-    args = arguments("--train-iters", "9", "--global-batch-size", "2")
-    unbroken = build_run_data(lambda: loader("packs", global_batch_size=2), args, 0, 1)
+    run = run_for("--train-iters", "9", "--global-batch-size", "2")
+    unbroken = build_run_data(lambda: loader("packs", global_batch_size=2), run, DataStart())
     whole = [batch["row_ids"].tolist() for batch in take(unbroken.train, 10)]
-    data = build_run_data(lambda: loader("packs", global_batch_size=2), args, 0, 1)
+    data = build_run_data(lambda: loader("packs", global_batch_size=2), run, DataStart())
     take(data.train, 4)
     assert data.state_dict is not None
-    args.data_state, args.consumed_train_samples = json.loads(json.dumps(data.state_dict())), 4
-    again = build_run_data(lambda: loader("packs", global_batch_size=2, consumed_samples=4), args, 0, 1)
-    assert again.state_dict is not None and again.state_dict() == args.data_state
+    state = json.loads(json.dumps(data.state_dict()))
+    start = DataStart(0, 1, 4, state)
+    again = build_run_data(lambda: loader("packs", global_batch_size=2, consumed_samples=4), run, start)
+    assert again.state_dict is not None and again.state_dict() == state
     assert [batch["row_ids"].tolist() for batch in take(again.train, 6)] == whole[4:]
-    args.data_state = None
-    old = build_run_data(lambda: loader("packs", global_batch_size=2), args, 0, 1)
+    old = build_run_data(lambda: loader("packs", global_batch_size=2), run, DataStart(0, 1, 4))
     assert old.state_dict is not None and old.state_dict()["packing"]["next"] == 4
-    rows_of_old = build_run_data(lambda: loader("rows", global_batch_size=2, consumed_samples=4), args, 0, 1)
+    start = DataStart(0, 1, 4)
+    rows_of_old = build_run_data(lambda: loader("rows", global_batch_size=2, consumed_samples=4), run, start)
     assert rows_of_old.state_dict is not None and rows_of_old.state_dict()["position"] == 4
 
 
@@ -322,9 +326,8 @@ class WithState(DataLoader):
 
 def test_k05_a_users_loader_with_a_state_is_resumed_by_skipping() -> None:
     """K05: its state would not survive another number of ranks or workers; consumed samples do."""
-    args = arguments("--train-iters", "9", "--global-batch-size", "2")
-    args.consumed_train_samples, args.data_state = 4, None
-    data = build_run_data(lambda: WithState(torch.arange(10), batch_size=1), args, 0, 1)  # type: ignore[arg-type]
+    run = run_for("--train-iters", "9", "--global-batch-size", "2")
+    data = build_run_data(lambda: WithState(torch.arange(10), batch_size=1), run, DataStart(0, 1, 4))  # type: ignore[arg-type]
     assert [int(batch) for batch in take(data.train, 4)] == [4, 5, 6, 7]
     assert data.state_dict is not None and data.state_dict() == {"consumed_samples": 8, "epoch": 0, "place": 8}
 

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader
 from mindspeed_mm.data.providers import RunData, build_run_data
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
 from tests.support.reference import rows_as_inputs, train_reference
+from tests.support.runs import run_of, run_of_args
 from tests.support.tiny import write_mixed_dataset
 from tests.support.workers import RankPool
 
@@ -99,17 +101,17 @@ class Stream(IterableDataset):
         return iter(torch.arange(10.0))
 
 
-def epochs(*words: str) -> Any:
+def epochs(*words: str) -> Run:
     args = parse_args(
         ["--train-epochs", "2", "--lr", "1e-3", "--lr-decay-style", "linear", "--use-torch-fsdp2", *words],
         required=("lr",),
     )
     validate_args(args, 1)
-    return args
+    return run_of_args(args)
 
 
-def run_data(data: Any, args: Any) -> RunData:
-    return build_run_data(lambda: data, args, 0, 1)
+def run_data(data: Any, run: Run) -> RunData:
+    return build_run_data(lambda: data, run, DataStart())
 
 
 @pytest.mark.parametrize(
@@ -121,29 +123,28 @@ def run_data(data: Any, args: Any) -> RunData:
 )
 def test_h02_a_users_own_data(form: str) -> None:
     """H02: a data set or a loader of the user's own: the same count."""
-    args = epochs("--micro-batch-size", "2", "--global-batch-size", "4")
+    run = epochs("--micro-batch-size", "2", "--global-batch-size", "4")
     rows = Rows(10)
-    data = run_data(rows if form == "data set" else DataLoader(rows, batch_size=2), args)
+    data = run_data(rows if form == "data set" else DataLoader(rows, batch_size=2), run)
     assert data.train_rows == 10
-    assert resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch) == 4
-    assert args.lr_decay_iters == 4
+    steps = resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch)
+    assert steps == 4 and run.with_train_iters(steps).schedule.lr_decay_iters == 4
 
 
 @pytest.mark.parametrize("form", ["loader", "iterable"])
 def test_h02_epochs_of_a_stream_are_refused(form: str) -> None:
     """H02: without a length the number of steps can't be known: refused, and the message says what to write."""
-    args = epochs("--micro-batch-size", "2", "--global-batch-size", "4")
-    data = run_data(DataLoader(Stream(), batch_size=2) if form == "loader" else iter(torch.arange(10.0)), args)
+    run = epochs("--micro-batch-size", "2", "--global-batch-size", "4")
+    data = run_data(DataLoader(Stream(), batch_size=2) if form == "loader" else iter(torch.arange(10.0)), run)
     with pytest.raises(ConfigError, match=r"--train-epochs 2 needs a data set with a length.*--train-iters"):
-        resolve_train_iters(args, data.train_rows, data.global_batches_per_epoch)
+        resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch)
 
 
 def test_h02_part_of_an_epoch() -> None:
     """H02: fractions count too, rounded up, and at least one step is made."""
     for part, steps in ((0.5, 2), (0.07, 1), (1.26, 6)):
-        args = epochs("--micro-batch-size", "1", "--global-batch-size", "2")
-        args.train_epochs = part
-        assert resolve_train_iters(args, 8, 4) == steps == max(1, math.ceil(4 * part))
+        run = epochs("--micro-batch-size", "1", "--global-batch-size", "2", "--train-epochs", str(part))
+        assert resolve_train_iters(run.length, 8, 4) == steps == max(1, math.ceil(4 * part))
 
 
 def test_h04_fewer_rows_than_a_step_are_refused() -> None:
@@ -171,16 +172,13 @@ def test_h04_the_rest_is_a_step_and_does_not_leak(alone: RankPool, qwen3_dir: Pa
 )
 def test_h04_a_users_own_data(form: str) -> None:
     """H04: the same kind with a data set or a loader of the user's own: too few rows are refused, and nothing leaks."""
-    args = SimpleNamespace(micro_batch_size=1, num_workers=0, seed=1, consumed_train_samples=0, train_iters=4)
-    args.eval_interval, args.eval_iters = None, 0
 
-    def micro_batches(rows: int, number: int) -> list[int]:
+    def micro_batches(rows: int, batch: int, number: int) -> list[int]:
         data = Rows(rows) if form == "data set" else DataLoader(Rows(rows), batch_size=1)
-        return [int(x) for x in itertools.islice(run_data(data, args).train, number)]
+        run = run_of(global_batch_size=batch, num_workers=0, seed=1, train_iters=4, eval_interval=None)
+        return [int(x) for x in itertools.islice(run_data(data, run).train, number)]
 
-    args.global_batch_size = args.num_microbatches = 4
     with pytest.raises(DataError, match=r"\b3\b.*\b4\b"):
-        micro_batches(3, 4)
-    args.global_batch_size = args.num_microbatches = 2
-    first, second = micro_batches(5, 8)[:4], micro_batches(5, 8)[4:]  # an epoch is two steps; one row is left over
+        micro_batches(3, 4, 4)
+    first, second = micro_batches(5, 2, 8)[:4], micro_batches(5, 2, 8)[4:]  # an epoch is two steps; a row is left over
     assert len(set(first)) == len(set(second)) == 4

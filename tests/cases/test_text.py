@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,20 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.configs.data_config import DataConfig
+from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.generation.annotations import read_annotation
 from mindspeed_mm.data.model_match import check_model_match
 from mindspeed_mm.data.providers import data_json_provider
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.models.transformers.gemma3.data import ADAPTER
 from mindspeed_mm.tools.cli import main
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.text import whole_characters
 from tests.support.families import glm4v, gpt_oss
+from tests.support.runs import run_of
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
 from tests.support.tiny_vision import byte_tokenizer
 from tests.unit.data.data_rows import talk, targets, turn
@@ -184,16 +187,10 @@ def test_plain_text_through_a_processor_is_the_same(config: Config, tmp_path: Pa
 
 def start(param: dict[str, Any], model: Path, fsdp2: bool) -> None:
     """Build the loaders as the entry scripts do, for a model.json that names a directory."""
-    args = SimpleNamespace(
-        mm=SimpleNamespace(
-            data=DataConfig.from_dict({"dataset_param": param}, file="data.json"),
-            model=SimpleNamespace(init_from_hf_path=str(model)),
-        ),
-        use_torch_fsdp2=fsdp2, seq_length=None, seed=1, use_txt_dynamic_batching=False, use_data_balance=False,
-        encoder_dp_balance=False, use_image_mbs_data_balance=False, consumed_train_samples=0, micro_batch_size=1,
-        global_batch_size=1, num_workers=0, data_parallel_rank=0, data_parallel_size=1,
-    )  # fmt: skip
-    data_json_provider(args)
+    data = DataConfig.from_dict({"dataset_param": param}, file="data.json")
+    typed = (TransformersModelConfig if fsdp2 else VLMModelConfig).from_dict({"init_from_hf_path": str(model)})
+    run = run_of(data=data, model=typed, use_torch_fsdp2=fsdp2, num_workers=0)
+    data_json_provider(run, DataStart())
 
 
 def edit_json(file: Path, **values: Any) -> None:

@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
-from mindspeed_mm.initialize import describe_run
 from mindspeed_mm.monitor.metrics import read_metrics
+from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 from tests.support import published_launches
 from tests.support.families import families
 from tests.support.launch import ROOT, run_entry
 from tests.support.published_launches import Launch
+from tests.support.runs import described_args
 from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
-ROADS = {"pretrain_vlm.py": ("ptd", "fsdp2"), "pretrain_transformers.py": ("fsdp2",)}
+RECIPES = {"pretrain_vlm.py": VLM, "pretrain_transformers.py": TRANSFORMERS}
 LAUNCHES = published_launches.names()
 #: launches whose model.json names no directory: config.json of what --load names
 BY_LOAD = {
@@ -54,7 +55,7 @@ def test_it_is_described(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Nothing but paths is exchanged."""
     launch = published_launches.launch(name)
     words = prepared(name, launch, tmp_path, monkeypatch)
-    args = describe_run(words, roads=ROADS[launch.entry])
+    args = described_args(words, RECIPES[launch.entry])
     arguments = launch.arguments()
     assert args.global_batch_size == int(arguments[launch.key("global_batch_size")])
     assert args.clip_grad == 0 and args.lr == 1e-5 and args.seed == 42

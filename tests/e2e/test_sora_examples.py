@@ -19,16 +19,17 @@ from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.sora_inference import SoRAInferenceConfig
-from mindspeed_mm.initialize import describe_run
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.predictor.family import families
 from mindspeed_mm.models.sora_model import SoRAModel, block_paths
 from mindspeed_mm.models.transformers.paths import find_modules
+from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.utils.files import write_json
 from mindspeed_mm.utils.log import forget_notices, logger
 from tests.e2e.test_examples import EXAMPLES, default_of, in_root, launched
 from tests.support.launch import ROOT
 from tests.support.predictors import cases
+from tests.support.runs import described_args
 
 COMMON = "source examples/sora_common.sh"
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*/*.sh") if COMMON in path.read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ def test_a_launch_is_taken_without_a_word(
     assert content["init_from_diffusers"] in beside
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = in_root(
-        functools.partial(describe_run, model_kind="generation", data_kind="generation", roads=("fsdp2",)), found.words
+        lambda words: described_args(words, SORA), found.words
     )
     assert (args.lr, args.data_parallel_size, args.save) == (3e-5, 2, str(tmp_path / "run"))
     described = SoRAModelConfig.from_dict(args.mm.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.runs import run_of
 from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
 
 SEED, ROWS, GLOBAL_BATCH = 42, 12, 4
@@ -42,29 +42,24 @@ def extract(folder: Path, model: dict[str, Any], data: dict[str, Any], *words: s
 
 def train(model: dict[str, Any], data: dict[str, Any], micro_batch_size: int = 2, steps: int = 3) -> list[float]:
     """Losses of the steps of one epoch, by the functions of pretrain_sora.py without its backend."""
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.data.generation.providers import generation_data_provider
+    from mindspeed_mm.data.start import DataStart
     from mindspeed_mm.models.sora_model import SoRAModel, generation_rule
 
-    args = argparse.Namespace(
-        mm=argparse.Namespace(data=data),
-        consumed_train_samples=0,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=GLOBAL_BATCH,
-        num_workers=0,
-        seed=SEED,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-    )
-    loader, _, _ = generation_data_provider(args, generation_rule(SoRAModelConfig.from_dict(model), SEED))
-    trained = SoRAModel(model)
+    flags = {"micro_batch_size": micro_batch_size, "global_batch_size": GLOBAL_BATCH, "num_workers": 0, "seed": SEED}
+    run = run_of(data=GenerationDataConfig.from_dict(data), use_torch_fsdp2=True, **flags)
+    rule = generation_rule(SoRAModelConfig.from_dict(model), SEED)
+    loader, _, _ = generation_data_provider(run, DataStart(), rule)
+    trained = SoRAModel(model, num_microbatches=run.batch.num_microbatches)
     optimizer = torch.optim.AdamW(trained.predictor.parameters(), lr=1e-2)
-    batches, micro_batches = iter(loader), GLOBAL_BATCH // micro_batch_size
+    batches = iter(loader)
     losses = []
     for _ in range(steps):
         loss = 0.0
-        for _ in range(micro_batches):
-            output = trained(**trained.ahead.next_batch(batches, micro_batches))
+        for _ in range(run.batch.num_microbatches):
+            output = trained(**trained.next_batch(batches))
             (output["loss"] / GLOBAL_BATCH).backward()
             loss += output["loss"].item() / GLOBAL_BATCH
         optimizer.step()

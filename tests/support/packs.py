@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 from mindspeed_mm.training import pretrain
 
 Sample = dict[str, torch.Tensor]
@@ -106,7 +106,7 @@ def packed_batches(samples: list[Sample]) -> list[dict[str, Any]]:
 
 def run_on_batches(words: list[str], script: str, batches: list[dict[str, Any]]) -> None:
     """Train with an entry script's own callbacks, over and over on `batches`, dealt out to the data-parallel ranks."""
-    entry = importlib.import_module(f"mindspeed_mm.entry.{Path(script).stem}")
+    recipe = VLM if Path(script).stem == "pretrain_vlm" else TRANSFORMERS
 
     def provider() -> Any:
         args = get_args()
@@ -115,6 +115,6 @@ def run_on_batches(words: list[str], script: str, batches: list[dict[str, Any]])
     before = sys.argv
     sys.argv = [script, *words]
     try:
-        pretrain(provider, entry.model_provider, forward_step_func=entry.forward_step)
+        pretrain(provider, recipe.model, forward_step_func=recipe.forward_step)
     finally:
         sys.argv = before

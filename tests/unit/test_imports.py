@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = (
     *("av", "diffusers", "jsonargparse", "matplotlib", "megatron.core", "pandas"),
-    *("pyarrow", "rich", "sklearn", "tensorboard"),
+    *("pyarrow", "rich", "sklearn", "tensorboard", "torch", "transformers"),
     *("mindspeed_mm.configs.generation_data", "mindspeed_mm.configs.sora_config", "mindspeed_mm.data.generation"),
 )
 CODE = """

@@ -9,21 +9,20 @@ import pytest
 
 from mindspeed_mm.training import Progress, _epoch_samples, _save_is_due
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.runs import run_of
 
 
 def saves(batches: int | None, steps: int, size: int = 4, start: int = 0, **flags: Any) -> list[int]:
     """Iterations after which a checkpoint is due."""
-    args = SimpleNamespace(
-        **{"save": "run", "save_interval": None, "save_epochs": None, **flags}, global_batch_size=size
-    )
+    run = run_of(**{"save": "run", **flags}, micro_batch_size=size)
     data = SimpleNamespace(global_batches_per_epoch=batches, why_no_length="this one is streamed")
-    epoch = _epoch_samples(data, args)  # type: ignore[arg-type]
+    epoch = _epoch_samples(data, run)  # type: ignore[arg-type]
     progress = Progress(0, start)
     due = []
     for _ in range(steps):
         progress.iteration += 1
         progress.consumed_samples += size
-        if _save_is_due(progress, epoch, args):
+        if _save_is_due(progress, epoch, run):
             due.append(progress.iteration)
     return due
 

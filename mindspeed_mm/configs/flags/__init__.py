@@ -16,7 +16,7 @@ from mindspeed_mm.configs.flags.megatron import (
     MegatronParallelArguments,
     MegatronStructureArguments,
 )
-from mindspeed_mm.configs.flags.model import LossArguments, ModelArguments, PrecisionArguments
+from mindspeed_mm.configs.flags.model import LossArguments, ModelArguments, PrecisionArguments, ProcessArguments
 from mindspeed_mm.configs.flags.not_yet import LoraArguments, PreferenceArguments, SearchArguments
 from mindspeed_mm.configs.flags.optimizer import OptimizerArguments, ScheduleArguments
 from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArguments
@@ -24,6 +24,7 @@ from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArgument
 #: the groups in the order of the documentation; the honoured ones first
 GROUPS: tuple[type, ...] = (
     ModelArguments,
+    ProcessArguments,
     DataArguments,
     BatchArguments,
     TrainingArguments,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointArguments:
     """Checkpoints."""
 

@@ -10,7 +10,7 @@ from mindspeed_mm.configs.flags.spec import flag, no_effect
 _ONE_LOGGER = no_effect("metrics.jsonl and tensorboard are the writers here")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataArguments:
     """Data."""
 
@@ -22,7 +22,7 @@ class DataArguments:
     num_workers: Annotated[int, flag("processes that prepare batches; 0 = in the training process", minimum=0)] = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoggingArguments:
     """Evaluation and logging."""
 

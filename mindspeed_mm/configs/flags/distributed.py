@@ -28,7 +28,7 @@ Backend = Literal[
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class DistributedArguments:
     """Processes and parallel sizes."""
 
@@ -44,7 +44,7 @@ class DistributedArguments:
     ] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronRoadArguments:
     """Megatron road (without use-torch-fsdp2, from pretrain_vlm.py)."""
 

@@ -70,7 +70,7 @@ def _of_own_models(what: str, instead: str) -> FlagDetails:
     return flag(what, not_of_ours=instead, harmless=(0.0,))
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronStructureArguments:
     """Model structure and tokenizer."""
 
@@ -113,7 +113,7 @@ class MegatronStructureArguments:
     spec: Annotated[list[str] | None, _CLASSES("module and name of a ModuleSpec")] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronKernelArguments:
     """Kernels."""
 
@@ -152,7 +152,7 @@ class MegatronKernelArguments:
     optimization_level: Annotated[int | None, _KERNELS("MindSpeed's level of patches")] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronParallelArguments:
     """Layout over ranks."""
 
@@ -217,7 +217,7 @@ class MegatronParallelArguments:
     ] = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronMemoryArguments:
     """Memory."""
 
@@ -234,7 +234,7 @@ class MegatronMemoryArguments:
     empty_unused_memory_level: Annotated[Literal[0, 1, 2], _MEMORY("empty the allocator's cache in each step")] = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronBatchingArguments:
     """Balancing and batching."""
 
@@ -254,7 +254,7 @@ class MegatronBatchingArguments:
     dynamic_batch_buffer_size: Annotated[int, flag("dynamic batching: samples read ahead at least", minimum=0)] = 200
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronOtherArguments:
     """Data and other."""
 

@@ -11,9 +11,9 @@ _FSDP2_ONLY = no_effect(ptd="it describes --use-torch-fsdp2, which is not given"
 _BUILT_ON_META = no_effect(ptd="a rank builds only its own part of the model, and reads or draws only that")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelArguments:
-    """Model and run."""
+    """Model."""
 
     mm_model: Annotated[str | None, flag("model.json", path="file")] = None
     use_torch_fsdp2: Annotated[bool, flag("train with FSDP2; absent = Megatron-core's parallelism")] = False
@@ -31,6 +31,12 @@ class ModelArguments:
             ptd="model.json's text_decoder or the HF config says whether the embedding and the head are one",
         )("Megatron's switch for separate embedding and head"),
     ] = False
+
+
+@dataclass(frozen=True)
+class ProcessArguments:
+    """Seed, determinism and garbage collection."""
+
     seed: Annotated[int, flag("seed of weights, data order and dropout", minimum=0)] = 1234
     use_deter_comp: Annotated[
         bool, flag("deterministic kernels", spellings=("--use-deter-comp", "--npu-deterministic"))
@@ -48,7 +54,7 @@ class ModelArguments:
     ] = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossArguments:
     """Loss (model.json's loss_cfg may say the same)."""
 
@@ -58,7 +64,7 @@ class LossArguments:
     calculate_token_loss: Annotated[bool, flag("loss_type token_loss")] = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecisionArguments:
     """Precision (fsdp2.yaml's param_dtype goes before)."""
 

@@ -13,7 +13,7 @@ _SEARCH = refused("it starts a search for a layout instead of a training, and is
 _FOR_SEARCH = no_effect("the search for a layout is not there yet")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraArguments:
     """LoRA."""
 
@@ -32,7 +32,7 @@ class LoraArguments:
     load_base_model: Annotated[str | None, _LORA("checkpoint of the base model")] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreferenceArguments:
     """Preference and reinforcement training."""
 
@@ -49,7 +49,7 @@ class PreferenceArguments:
     ] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class SearchArguments:
     """Search for a layout."""
 

@@ -10,7 +10,7 @@ from mindspeed_mm.configs.flags.spec import flag, no_effect
 _MUON = no_effect("the Muon optimizer is not there yet")
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerArguments:
     """Optimizer."""
 
@@ -67,7 +67,7 @@ class OptimizerArguments:
     ns_steps: Annotated[int, _MUON("Muon: Newton-Schulz steps")] = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleArguments:
     """Learning-rate schedule."""
 

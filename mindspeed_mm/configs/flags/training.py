@@ -8,7 +8,7 @@ from typing import Annotated
 from mindspeed_mm.configs.flags.spec import flag, refused
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchArguments:
     """Batch."""
 
@@ -22,7 +22,7 @@ class BatchArguments:
     ] = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingArguments:
     """Length of a run (one of train-iters, train-epochs, train-samples)."""
 

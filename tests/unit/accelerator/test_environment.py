@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from mindspeed_mm.accelerator import environment
 from mindspeed_mm.accelerator.environment import harmful_settings
 from mindspeed_mm.initialize import prepare_process
 from mindspeed_mm.utils import log
+from tests.support.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,13 +81,12 @@ def test_a_run_says_it_once_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(accelerator.current(), "name", "cuda")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    args = Namespace(seed=1, deterministic_mode=False, use_deter_comp=False, tensor_model_parallel_size=2)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     log.forget_notices()
     try:
-        for roads, fsdp2 in ((("fsdp2",), True), (("fsdp2",), True), (("ptd", "fsdp2"), False)):
-            args.roads, args.use_torch_fsdp2 = roads, fsdp2
-            prepare_process(args)
+        fsdp2, ptd = run_of(use_torch_fsdp2=True), run_of(world_size=2, tensor_model_parallel_size=2)
+        for run in (fsdp2, fsdp2, ptd):
+            prepare_process(run)
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.configs.argument_rules import schedule_lengths
 from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.runs import run_of_args
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --use-torch-fsdp2"
 
@@ -126,12 +126,12 @@ def test_what_has_no_effect_alone_is_said(run_folder: Path, said: list[str], wor
     ],
 )
 def test_schedule_lengths(run_folder: Path, words: str, lengths: tuple[float, float, float]) -> None:
-    assert schedule_lengths(validated(words)) == pytest.approx(lengths)
+    assert run_of_args(validated(words)).schedule_lengths() == pytest.approx(lengths)
 
 
 def test_train_samples_become_steps(run_folder: Path) -> None:
     args = validated("--train-samples 100")
-    assert args.train_iters == 12 and resolve_train_iters(args, 5, 1.0) == 12
+    assert args.train_iters == 12 and resolve_train_iters(run_of_args(args).length, 5, 1.0) == 12
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,16 @@ def test_train_samples_become_steps(run_folder: Path) -> None:
 def test_epochs_become_steps(run_folder: Path, epochs: float, batches: float, steps: int) -> None:
     args = validated(f"--train-epochs {epochs}")
     assert args.train_iters is None
-    assert resolve_train_iters(args, rows=10, global_batches_per_epoch=batches) == steps
-    assert (args.train_iters, args.lr_decay_iters) == (steps, steps)
+    run = run_of_args(args)
+    assert resolve_train_iters(run.length, rows=10, global_batches_per_epoch=batches) == steps
+    longer = run.with_train_iters(steps)
+    assert (longer.train_iters, longer.schedule.lr_decay_iters) == (steps, steps)
 
 
 def test_warmup_is_checked_when_epochs_are_resolved(run_folder: Path) -> None:
     args = validated("--train-epochs 1 --lr-warmup-iters 20")
     with pytest.raises(ConfigError, match="warmup takes 20 steps and the decay ends after 5"):
-        resolve_train_iters(args, 40, 5)
+        run_of_args(args).with_train_iters(5)
 
 
 def test_epochs_of_nothing_are_refused(run_folder: Path) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs.arguments import parse_args, typed_group
+from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import mm_extra_args_provider
 from mindspeed_mm.configs.flags import GROUPS
-from mindspeed_mm.configs.flags.optimizer import OptimizerArguments
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, all_flags
 from mindspeed_mm.utils.errors import ConfigError
@@ -304,16 +303,11 @@ def test_environment_gives_ranks(run_folder: Path, monkeypatch: pytest.MonkeyPat
     assert parse("--local-rank 0").local_rank == 0
 
 
-def test_typed_group(run_folder: Path) -> None:
-    group = typed_group(parse("--adam-beta1 0.8"), OptimizerArguments)
-    assert (group.adam_beta1, group.lr, group.optimizer) == (0.8, 1e-3, "adam")
-
-
 def test_help_names_every_group(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--help")
     page = capsys.readouterr().out
-    assert caught.value.code == 0 and "--lr-wsd-decay-style" in page and "Model and run" in page
+    assert caught.value.code == 0 and "--lr-wsd-decay-style" in page and "Seed, determinism" in page
 
 
 def test_names_and_spellings_are_unique() -> None:

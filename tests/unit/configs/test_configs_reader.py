@@ -1,4 +1,4 @@
-"""ConfigReader, MMConfig and merge_mm_args."""
+"""ConfigReader, MMConfig and merge_mm_args, read_files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.configs.config import ConfigReader, MMConfig, merge_mm_args, mm_extra_args_provider
+from mindspeed_mm.configs.config import ConfigReader, MMConfig, merge_mm_args, mm_extra_args_provider, read_files
 from mindspeed_mm.utils.errors import ConfigError
 
 TREE = {
@@ -174,6 +174,6 @@ def test_merge_for_a_script_of_ones_own(run_folder: Path, said: list[str]) -> No
     (run_folder / "model.json").write_text('{"hidden": 64, "text_decodr": "small", "freeze": true}')
     (run_folder / "data.json").write_text('{"rows": "x", "dataset_parm": {}}')
     args = namespace(model="model.json", data="data.json")
-    merge_mm_args(args, own_model=True, own_data=True)
-    assert args.mm.model.text_decodr == "small" and args.mm.data.rows == "x"
+    files = read_files(args, None, None).files
+    assert files.model.text_decodr == "small" and files.data.rows == "x"
     assert len(said) == 2 and "'text_decoder'" in said[0] and "'dataset_param'" in said[1]

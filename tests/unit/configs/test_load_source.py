@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.arguments import parse_args
-from mindspeed_mm.configs.config import merge_mm_args
+from mindspeed_mm.configs.config import read_files
+from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.utils.errors import ConfigError
 
 ROADS = ["--use-torch-fsdp2", ""]
 
 
-def merged(words: str, model: dict[str, Any], **kinds: Any) -> Namespace:
+def merged(words: str, model: dict[str, Any], kind: FileKind = "language") -> Namespace:
     Path("model.json").write_text(json.dumps(model))
     minimal = "--mm-model model.json --mm-data data.json --micro-batch-size 1 --lr 1 --train-iters 1"
     args = parse_args(f"{minimal} {words}".split(), roads=("ptd", "fsdp2"))
-    merge_mm_args(args, **kinds)
+    args.mm = read_files(args, kind, kind).files
     return args
 
 

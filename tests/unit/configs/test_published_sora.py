@@ -11,10 +11,11 @@ import torch
 
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.initialize import describe_run
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.sora_model import SoRAModel, generation_rule
+from mindspeed_mm.tasks.train.generation import SORA
+from tests.support.runs import described_args
 from tests.unit.configs.published_sora import (
     FLAGS,
     FSDP2_FLAGS,
@@ -142,7 +143,7 @@ def test_a_launch_is_described(
     Path("layerzero.yaml").write_text("")
     paths = "--mm-model model.json --mm-data data.json --mm-tool tools.json --load weights/transformer --save save"
     words = f"{FLAGS} {ROADS[road]} {paths}".split()
-    args = describe_run(words, model_kind="generation", data_kind="generation", roads=("fsdp2",))
+    args = described_args(words, SORA)
     assert (args.use_torch_fsdp2, args.data_parallel_size, args.num_microbatches) == (True, 8, 1)
     assert (args.lr, args.clip_grad, args.adam_beta2, args.lr_decay_style) == (1e-5, 0.0, 0.999, "constant")
     assert any("is implied" in line for line in said) == (road != "fsdp2")

@@ -13,8 +13,9 @@ from mindspeed_mm.configs.config import merge_mm_args, settle_caption_length
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_checks import check_generation_files, check_generation_model
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.initialize import describe_run
+from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.runs import described_args
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
 
@@ -172,7 +173,7 @@ def data(kind: str = "t2v") -> dict[str, Any]:
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """describe_run with a model.json and a data.json, as pretrain_sora.py calls it."""
+    """describe with a model.json and a data.json, as pretrain_sora.py calls it."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -181,7 +182,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     def call(of_model: dict[str, Any], of_data: dict[str, Any], *more: str) -> Any:
         Path("model.json").write_text(json.dumps(of_model))
         Path("data.json").write_text(json.dumps(of_data))
-        return describe_run([*words.split(), *more], model_kind="generation", data_kind="generation", roads=("fsdp2",))
+        return described_args([*words.split(), *more], SORA)
 
     return call
 

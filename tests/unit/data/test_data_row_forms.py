@@ -6,18 +6,19 @@ import copy
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_mm.configs.data_config import DatasetAttr
+from mindspeed_mm.configs.data_config import DataConfig, DatasetAttr
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.files import DataEntry
 from mindspeed_mm.data.providers import data_json_provider
 from mindspeed_mm.data.row_forms import recognise
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import BadSample, DataError
+from tests.support.runs import run_of
 
 ROLES = {"messages": "messages", "role_tag": "role", "content_tag": "content", "user_tag": "user"}
 ROLES |= {"assistant_tag": "assistant"}
@@ -147,15 +148,8 @@ def test_a_medium_that_no_first_row_has_is_not_lost(param: Any, images: list[str
 
 
 def test_data_json_without_dataloader_param_takes_its_defaults(param: Any, images: list[str], vl_dir: Path) -> None:
-    from mindspeed_mm.configs.config import ConfigReader
-
     described = param([FORMS["messages"][0](n) for n in range(4)])
     del described["attr"]
-    args = SimpleNamespace(
-        mm=SimpleNamespace(data=ConfigReader({"dataset_param": described}), model=None),
-        use_torch_fsdp2=True, seq_length=None, seed=1, use_txt_dynamic_batching=False, use_data_balance=False,
-        encoder_dp_balance=False, use_image_mbs_data_balance=False, consumed_train_samples=0, micro_batch_size=1,
-        global_batch_size=1, num_workers=0, data_parallel_rank=0, data_parallel_size=1,
-    )  # fmt: skip
-    loader, valid, _ = data_json_provider(args)
+    run = run_of(data=DataConfig.from_dict({"dataset_param": described}), num_workers=0, use_torch_fsdp2=True)
+    loader, valid, _ = data_json_provider(run, DataStart())
     assert len(loader.dataset) == 4 and valid is None

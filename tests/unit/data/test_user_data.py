@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, BrokenBarrierError, Lock
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader
 from mindspeed_mm.data.providers import RunData, build_run_data
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from tests.support.runs import run_of
 from tests.unit.data.data_rows import flat
 from tests.unit.data.fake_data import take
 
@@ -51,18 +53,20 @@ class Rows(Dataset):
         return index, random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def settings(batch: int = 4, micro: int = 1, size: int = 1, **more: Any) -> Any:
-    known = {"micro_batch_size": micro, "global_batch_size": batch, "num_microbatches": batch // (micro * size)}
-    known |= {"num_workers": 0, "seed": 7, "consumed_train_samples": 0, "data_state": None, "train_iters": 9}
-    return SimpleNamespace(**{**known, "eval_interval": 1, "eval_iters": 99, **more})
+def settings(batch: int = 4, micro: int = 1, size: int = 1, **more: Any) -> Run:
+    world_size = size * more.get("pipeline_model_parallel_size", 1)
+    known = {"micro_batch_size": micro, "global_batch_size": batch, "num_workers": 0, "seed": 7, "train_iters": 9}
+    return run_of(world_size=world_size, **{**known, "eval_interval": 1, "eval_iters": 99, **more})
 
 
-def ranks(provider: Any, size: int, args: Any = None, copies: int = 1) -> list[RunData]:
+def ranks(
+    provider: Any, size: int, run: Run | None = None, copies: int = 1, consumed: int = 0, state: Any = None
+) -> list[RunData]:
     """The data of all ranks, which talk to each other; `copies` ranks of each data-parallel one."""
     world, gathered, barrier = size * copies, [None] * (size * copies), Barrier(size * copies, timeout=20)
-    args, alone = args or settings(size=size), Lock()  # global random states belong to the process
+    run, alone = run or settings(size=size), Lock()  # global random states belong to the process
 
-    def run(rank: int) -> RunData:
+    def open_data(rank: int) -> RunData:
         def gather(value: Any) -> list[Any]:
             gathered[rank] = value
             alone.release()
@@ -77,7 +81,7 @@ def ranks(provider: Any, size: int, args: Any = None, copies: int = 1) -> list[R
 
         alone.acquire()
         try:
-            data = build_run_data(provide, args, rank // copies, size, gather)
+            data = build_run_data(provide, run, DataStart(rank // copies, size, consumed, state), gather)
             data.check_streams()
         except BrokenBarrierError:
             alone.acquire()
@@ -90,7 +94,7 @@ def ranks(provider: Any, size: int, args: Any = None, copies: int = 1) -> list[R
         return data
 
     with ThreadPoolExecutor(world) as pool:
-        futures = [pool.submit(run, rank) for rank in range(world)]
+        futures = [pool.submit(open_data, rank) for rank in range(world)]
         errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None and not isinstance(error, BrokenBarrierError):
@@ -133,7 +137,7 @@ KINDS = ["shuffle", "file order", "generator", "batch sampler", "no collation", 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_share_the_order_of_a_plain_sampler(kind: str) -> None:
     """Two ranks read the global batches that one reads, every row of an epoch once, and epochs are as long."""
-    one = build_run_data(lambda: plain(kind, Rows(16)), settings(), 0, 1)
+    one = build_run_data(lambda: plain(kind, Rows(16)), settings(), DataStart())
     whole = steps([one], 8)
     two = ranks(lambda rank: plain(kind, Rows(16)), 2)
     assert steps(two, 8) == whole
@@ -145,33 +149,32 @@ def test_ranks_share_the_order_of_a_plain_sampler(kind: str) -> None:
 
 def test_a_resume_on_other_ranks_goes_on(capsys: Any) -> None:
     """Stopped on one rank in the second epoch, resumed on two; no row before the position is read."""
-    one = build_run_data(lambda: plain("generator", Rows(10)), settings(), 0, 1)
+    one = build_run_data(lambda: plain("generator", Rows(10)), settings(), DataStart())
     whole = steps([one], 9)
-    first = build_run_data(lambda: plain("generator", Rows(10)), settings(), 0, 1)
+    first = build_run_data(lambda: plain("generator", Rows(10)), settings(), DataStart())
     steps([first], 3)
     assert first.state_dict is not None
     state = json.loads(json.dumps(first.state_dict()))
     assert state == {"consumed_samples": 12, "epoch": 1, "place": 4}
-    args = settings(size=2, data_state=state, consumed_train_samples=12)
-    assert steps(ranks(lambda rank: plain("generator", Rows(10)), 2, args), 6) == whole[3:]
-    args = settings(size=2, consumed_train_samples=12)  # an older checkpoint
-    assert steps(ranks(lambda rank: plain("generator", Rows(10)), 2, args), 6) == whole[3:]
+    for kept in (state, None):  # None: an older checkpoint
+        made = ranks(lambda rank: plain("generator", Rows(10)), 2, consumed=12, state=kept)
+        assert steps(made, 6) == whole[3:]
 
 
 @pytest.mark.parametrize("form", ["data set", "loader", "stream"])
 def test_another_batch_size_at_a_resume(form: str) -> None:
     """A user's own data, stopped after an epoch and resumed with another batch size: the whole second epoch."""
 
-    def data(batch: int, **more: Any) -> RunData:
+    def data(batch: int, start: DataStart = DataStart()) -> RunData:  # noqa: B008
         made = {"data set": lambda: Rows(12), "loader": lambda: plain("shuffle", Rows(12))}
         stream: Any = [[torch.tensor([row])] for row in range(12)]
-        return build_run_data(made.get(form, lambda: (stream, None)), settings(batch, **more), 0, 1)
+        return build_run_data(made.get(form, lambda: (stream, None)), settings(batch), start)
 
     first = data(4)
     steps([first], 3)
     state = first.state_dict() if first.state_dict is not None else {}
-    second = data(5, data_state=state, consumed_train_samples=12)
-    third = steps([data(6, data_state={**state, "epoch": 1, "place": 4}, consumed_train_samples=16)], 2, 6)
+    second = data(5, DataStart(0, 1, 12, state))
+    third = steps([data(6, DataStart(0, 1, 16, {**state, "epoch": 1, "place": 4}))], 2, 6)
     whole = flat(steps([data(1)], 24, 1))
     assert steps([second], 2, 5) == [sorted(whole[12:17]), sorted(whole[17:22])]
     assert third[0] == sorted(whole[18:24])
@@ -270,11 +273,11 @@ def test_a_stream_that_is_the_same_on_all_ranks_is_refused(form: str) -> None:
 def test_sizes_that_differ_are_refused() -> None:
     """Counts of rows and epochs would be wrong by the factor."""
     with pytest.raises(ConfigError, match=r"training DataLoader has batch_size=3.*--micro-batch-size is 2"):
-        build_run_data(lambda: DataLoader(Rows(12), batch_size=3), settings(micro=2), 0, 1)
-    data = build_run_data(lambda: DataLoader(Rows(11), batch_size=2), settings(micro=2), 0, 1)
+        build_run_data(lambda: DataLoader(Rows(12), batch_size=3), settings(micro=2), DataStart())
+    data = build_run_data(lambda: DataLoader(Rows(11), batch_size=2), settings(micro=2), DataStart())
     assert (data.train_rows, data.global_batches_per_epoch) == (11, 3)  # the last micro-batch has one row
     with pytest.raises(DataError, match=r"3 row\(s\), 3 micro-batch\(es\).*fewer than the 4 of one step"):
-        build_run_data(lambda: DataLoader(Rows(3)), settings(), 0, 1)
+        build_run_data(lambda: DataLoader(Rows(3)), settings(), DataStart())
 
 
 def drawn(data: RunData, count: int) -> list[tuple[float, ...]]:
@@ -289,7 +292,7 @@ def test_augmentation_is_drawn_by_row_place_and_epoch(form: str) -> None:
     """Other numbers for each row, rank and epoch; the same after a resume, with workers or without."""
 
     def data(rank: int = 0, size: int = 1, workers: int = 0, consumed: int = 0) -> RunData:
-        args = settings(size=size, num_workers=workers, consumed_train_samples=consumed)
+        run = settings(size=size, num_workers=workers)
         rows: Any = Rows(8)
         if form == "loader":
             rows = DataLoader(rows, shuffle=True, num_workers=workers)
@@ -297,7 +300,7 @@ def test_augmentation_is_drawn_by_row_place_and_epoch(form: str) -> None:
             rows.collate_fn = default_collate
             sizes = {"micro_batch_size": 1, "global_batch_size": 4, "num_workers": workers}
             rows = build_mm_dataloader(rows, None, None, consumed, dp_rank=rank, dp_size=size, **sizes)
-        return build_run_data(lambda: rows, args, rank, size)
+        return build_run_data(lambda: rows, run, DataStart(rank, size, consumed))
 
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     whole = drawn(data(), 16)
@@ -314,8 +317,8 @@ def test_augmentation_of_streams_and_divided_loaders() -> None:
     """Other numbers on every rank and in every epoch, which a resume repeats; in workers or without."""
 
     def stream(workers: int, consumed: int = 0) -> list[list[tuple[float, ...]]]:
-        args = settings(batch=2, size=2, consumed_train_samples=consumed)
-        made = ranks(lambda rank: DataLoader(Stream(rank, 2), num_workers=workers), 2, args)
+        run = settings(batch=2, size=2)
+        made = ranks(lambda rank: DataLoader(Stream(rank, 2), num_workers=workers), 2, run, consumed=consumed)
         return [drawn(data, 16 - consumed // 2) for data in made]
 
     for workers in (0, 1):
@@ -358,7 +361,7 @@ def test_workers_outlive_the_signals_of_a_run(form: str) -> None:
         "loader": DataLoader(Configured(50), shuffle=True, **options),
         "stream": DataLoader(Each(), **options),
     }
-    data = build_run_data(lambda: forms[form], settings(num_workers=1), 0, 1)
+    data = build_run_data(lambda: forms[form], settings(num_workers=1), DataStart())
     _, ready, pid, workers = next(data.train)
     assert int(pid) != os.getpid() and int(workers) == 1
     assert bool(ready) == (form != "data set")
@@ -399,7 +402,7 @@ def test_every_validation_row_comes_once(form: str, rows: int) -> None:
 
 def test_pipeline_stages_get_whole_micro_batches(said: list[str]) -> None:
     """Stages exchange tensors of one size: rows that don't fill a micro-batch are left out, and that is said."""
-    args = settings(micro=2, pipeline_model_parallel_size=2)
-    data = build_run_data(lambda: (DataLoader(Rows(9), batch_size=2), Rows(9)), args, 0, 1)
+    run = settings(micro=2, pipeline_model_parallel_size=2)
+    data = build_run_data(lambda: (DataLoader(Rows(9), batch_size=2), Rows(9)), run, DataStart())
     assert (data.global_batches_per_epoch, [len(rows) for rows in evaluated(data, 4)]) == (2, [2, 2, 2, 2])
     assert any("last 1 row(s) of the validation data are left out" in line for line in said)

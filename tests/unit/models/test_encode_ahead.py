@@ -35,7 +35,7 @@ def numbered() -> Iterator[dict[str, Any]]:
         number += 1
 
 
-def ahead(interval: int) -> tuple[EncodeAhead, Encoder]:
+def ahead(interval: int, micro_batches: int) -> tuple[EncodeAhead, Encoder]:
     encoder = Encoder()
 
     def prepare(batch: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def ahead(interval: int) -> tuple[EncodeAhead, Encoder]:
         encoder.said.append(str(batch["number"]))
         return batch
 
-    return EncodeAhead(prepare, encoder, interval), encoder  # type: ignore[arg-type]
+    return EncodeAhead(prepare, encoder, interval, micro_batches), encoder  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,32 +56,32 @@ def ahead(interval: int) -> tuple[EncodeAhead, Encoder]:
     ],
 )
 def test_a_step_is_never_left(interval, expected):
-    batches, encoder = ahead(interval)
+    batches, encoder = ahead(interval, 3)
     source = CountingIterator(numbered(), micro_batch_size=1)
     for step in range(2):
-        numbers = [batches.next_batch(source, 3)["number"] for _ in range(3)]
+        numbers = [batches.next_batch(source)["number"] for _ in range(3)]
         assert numbers == [3 * step, 3 * step + 1, 3 * step + 2]
         assert source.take().rows == 3  # what was counted belongs to this step
     assert " ".join(encoder.said) == expected
 
 
 def test_an_evaluation_has_its_own_batches():
-    batches, _ = ahead(4)
+    batches, _ = ahead(4, 2)
     training = numbered()
-    assert [batches.next_batch(training, 2)["number"] for _ in range(2)] == [0, 1]
+    assert [batches.next_batch(training)["number"] for _ in range(2)] == [0, 1]
     for _ in range(2):
         evaluation = numbered()
-        assert [batches.next_batch(evaluation, 2)["number"] for _ in range(3)] == [0, 1, 2]  # and no more
-    assert [batches.next_batch(training, 2)["number"] for _ in range(2)] == [2, 3]
+        assert [batches.next_batch(evaluation)["number"] for _ in range(3)] == [0, 1, 2]  # and no more
+    assert [batches.next_batch(training)["number"] for _ in range(2)] == [2, 3]
     assert next(training)["number"] == 4
 
 
 def test_an_interval_longer_than_a_step_is_said_once(caplog):
     forget_notices()
-    batches, _ = ahead(8)
+    batches, _ = ahead(8, 2)
     source = numbered()
     for _ in range(4):
-        batches.next_batch(source, 2)
+        batches.next_batch(source)
     said = [record.getMessage() for record in caplog.records if "encoder_offload_interval" in record.getMessage()]
     assert len(said) == 1
     assert "is 8" in said[0] and "2 micro-batch(es)" in said[0]

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left
+from tests.support.runs import run_of
 
 BEGIN = """
 import os, signal, sys, threading, time
@@ -166,21 +166,21 @@ def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
 
 def test_last_lines_say_how_to_go_on(tmp_path: Path) -> None:
     run_folder = str(tmp_path)
-    args = SimpleNamespace(train_iters=9, save=run_folder, load=run_folder, train_samples=None, train_epochs=None)
+    run = run_of(train_iters=9, save=run_folder, load=run_folder)
     line = f"SIGTERM: ended after iteration 4 of 9; its checkpoint is in '{tmp_path}', and the same command"
-    assert ended_early("SIGTERM", 4, args) == f"{line} goes on from it"
-    args.load = None
-    assert ended_early("SIGTERM", 4, args).endswith(f"the same command with --load '{tmp_path}' goes on from it")
-    args.save = None
-    assert ended_early("SIGTERM", 4, args).endswith("nothing was saved, as there is no --save")
+    assert ended_early("SIGTERM", 4, run) == f"{line} goes on from it"
+    run = run_of(train_iters=9, save=run_folder)
+    assert ended_early("SIGTERM", 4, run).endswith(f"the same command with --load '{tmp_path}' goes on from it")
+    run = run_of(train_iters=9)
+    assert ended_early("SIGTERM", 4, run).endswith("nothing was saved, as there is no --save")
     assert "has done 9 iterations, and --train-iters 9 counts them too; raise --train-iters above 9 to" in (
-        nothing_is_left(args, 9, None)
+        nothing_is_left(run, 9, None)
     )
-    args.train_epochs = 3.0
+    epochs = run_of(train_epochs=3.0).with_train_iters(9)
     assert "--train-epochs 3 (9 iterations) counts them too; raise --train-epochs above 3 to" in (
-        nothing_is_left(args, 9, 3.0)
+        nothing_is_left(epochs, 9, 3.0)
     )
-    args.train_epochs, args.train_samples, args.global_batch_size = None, 38, 4
+    samples = run_of(train_samples=38, global_batch_size=4)
     assert "--train-samples 38 (9 iterations) counts them too; raise --train-samples to 40 or more" in (
-        nothing_is_left(args, 9, None)
+        nothing_is_left(samples, 9, None)
     )

@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,20 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
+from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.containers import open_container
 from mindspeed_mm.data.generation import captions
 from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.data.table_files import ParquetFile
 from mindspeed_mm.data.usable import require_media_packages
-from mindspeed_mm.initialize import describe_run
 from mindspeed_mm.tasks.generation import inference
 from mindspeed_mm.tasks.generation.outputs import read_frames
 from mindspeed_mm.tools import convert, data_check
 from mindspeed_mm.tools.feature_extraction import command
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import EXTRAS, is_installed, missing_library, missing_library_as_sentence, require_extra
+from tests.support.runs import OWN
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = "--micro-batch-size 1 --lr 1e-4 --train-iters 1".split()  # noqa: SIM905
@@ -84,7 +86,7 @@ def run(*more: str, **settings: Any) -> Callable[[Path], Any]:
     """Describes a run; nothing is trained."""
     roads = ("fsdp2",) if settings else ("ptd", "fsdp2")
     words = [*WORDS, *more]
-    return lambda _: describe_run(words, own_model=True, own_data=True, roads=roads, **settings)
+    return lambda _: describe(words, replace(OWN, backends=roads, **settings))
 
 
 def rows_with(kind: str) -> Callable[[Path], None]:
@@ -104,7 +106,10 @@ def open_clip(_: Path) -> None:
 #: what is done → the module that is missing, the extra, words of the sentence
 DOORS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "a run on the Megatron backend": (run(), "megatron.core", "megatron", "without --use-torch-fsdp2"),
-    "a generation run": (run(model_kind="generation"), "diffusers", "generation", "makes images or videos"),
+    "a generation run": (
+        *(run("--mm-model", __file__, "--mm-data", __file__, model_schema="generation", data_schema="generation"),),
+        *("diffusers", "generation", "makes images or videos"),
+    ),
     "tensorboard": (run("--use-torch-fsdp2", "--tensorboard-dir", "x"), *("tensorboard",) * 2, "--tensorboard-dir"),
     "rows with videos": (rows_with("video"), "av", "video", "row 2: a video needs av"),
     "rows with sounds": (rows_with("audio"), "av", "audio", "row 2: a sound needs av"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.initialize import errors_as_sentences
+from mindspeed_mm.launch import errors_as_sentences
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.first_failure import claim, said, tell
 
@@ -84,7 +84,7 @@ def test_exit_status(
 
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr("os._exit", leave)
-    monkeypatch.setattr("mindspeed_mm.initialize._outlive_peers", lambda: None)
+    monkeypatch.setattr("mindspeed_mm.launch._outlive_peers", lambda: None)
     with pytest.raises(SystemExit, match=str(status)), errors_as_sentences():
         raise error
     assert capfd.readouterr().err == f"\n{line}\n"

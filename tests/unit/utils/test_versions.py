@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from mindspeed_mm import initialize
+from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
@@ -19,6 +19,7 @@ from mindspeed_mm.tools import cli
 from mindspeed_mm.utils import torch_import
 from mindspeed_mm.utils.errors import ConfigError, MMError
 from mindspeed_mm.utils.versions import MINIMUM, check_versions, release, version_faults
+from tests.support.runs import OWN
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,7 +66,7 @@ def test_what_is_installed_here_carries_a_run() -> None:
 def test_a_version_that_does_not_fit_is_a_sentence(install: Install, package: tuple[str, ...], sentence: str) -> None:
     install(*package)
     with pytest.raises(ConfigError, match=sentence) as raised:
-        initialize.describe_run([])
+        describe([], OWN)
     assert "\n" not in str(raised.value)
     assert cli._problems("cpu")[0] in str(raised.value)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from mindspeed_mm.configs.config import ConfigReader
-from mindspeed_mm.data.generation.providers import generation_data_provider, tokenizer_directories
+from mindspeed_mm.configs.generation_data import GenerationDataConfig
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.data.generation.providers import generation_data_provider
+from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.clips import write_clip
+from tests.support.runs import run_of
 from tests.unit.data.generation.generation_maker import RULE, described, write_rows
 
 
@@ -31,29 +33,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(folder / "rows.json", rows)
 
 
-def args(
-    data: Path, consumed: int = 0, workers: int = 0, micro: int = 1, rank: int = 0, size: int = 1, **keys: Any
-) -> Any:
+def run(data: Path, workers: int = 0, micro: int = 1, size: int = 1, flags: Any = None, **keys: Any) -> Run:
     buckets = [[9, 32, 64], [9, 64, 32], [5, 32, 64], [1, 32, 64]]
     loader = {"drop_last": False, "sampler_type": "LengthGroupedSampler"}
     content = described(data, buckets=buckets, loader=loader, basic_data_folder=str(data.parent), **keys)
     content["dataset_param"]["tokenizer_config"] = [{"from_pretrained": "one"}, {"model_max_length": 3}]
-    return SimpleNamespace(
-        mm=SimpleNamespace(data=ConfigReader(content)),
-        micro_batch_size=micro,
-        global_batch_size=4,
-        num_workers=workers,
-        seed=11,
-        consumed_train_samples=consumed,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-    )
+    sizes = {"micro_batch_size": micro, "global_batch_size": 4, "num_workers": workers, "seed": 11}
+    typed = GenerationDataConfig.from_dict(content)
+    return run_of(world_size=size, data=typed, use_torch_fsdp2=True, **{**sizes, **(flags or {})})
 
 
-def steps(given: Any, count: int) -> list[dict[int, torch.Tensor]]:
+def steps(given: Run, count: int, rank: int = 0, consumed: int = 0) -> list[dict[int, torch.Tensor]]:
     """Key → clip of each optimizer step's real samples, of one rank."""
-    train, _, _ = generation_data_provider(given, RULE)
-    per_step = 4 // (given.micro_batch_size * given.data_parallel_size)
+    train, _, _ = generation_data_provider(given, DataStart(rank, given.batch.data_parallel_size, consumed), RULE)
+    per_step = given.batch.num_microbatches
     batches = list(itertools.islice(iter(train), count * per_step))
     train.close()
     found = []
@@ -67,10 +60,10 @@ def steps(given: Any, count: int) -> list[dict[int, torch.Tensor]]:
 
 
 def test_the_same_clips_for_any_ranks_workers_and_micro_batches(data: Path) -> None:
-    alone = steps(args(data), 7)
+    alone = steps(run(data), 7)
     assert sum(len(step) for step in alone[:6]) == 18  # of 21 rows, 3 are missing
-    ranks = [steps(args(data, workers=1, micro=2, rank=rank, size=2), 7) for rank in (0, 1)]
-    later = steps(args(data, consumed=16, micro=4), 3)
+    ranks = [steps(run(data, workers=1, micro=2, size=2), 7, rank) for rank in (0, 1)]
+    later = steps(run(data, micro=4), 3, consumed=16)
     for number, step in enumerate(alone):
         together = {**ranks[0][number], **ranks[1][number]}
         assert together.keys() == step.keys()
@@ -81,27 +74,24 @@ def test_the_same_clips_for_any_ranks_workers_and_micro_batches(data: Path) -> N
 
 
 def test_validation_rows(data: Path) -> None:
-    given = args(data, basic_val_rate=0.2)
-    train, valid, _ = generation_data_provider(given, RULE)
+    train, valid, _ = generation_data_provider(run(data, basic_val_rate=0.2), DataStart(), RULE)
     assert (train.num_rows, valid.num_rows) == (17, 4)
     passes = [list(itertools.islice(iter(valid), 4)) for _ in range(2)]
     keys = [torch.cat([batch["sample_keys"] for batch in batches]).tolist() for batches in passes]
     assert keys[0] == keys[1]
     assert all(torch.equal(one["video"], other["video"]) for one, other in zip(*passes, strict=True))
-    other = args(data, basic_val_data_path=str(data))
-    assert generation_data_provider(other, RULE)[1].num_rows == 21
-    assert generation_data_provider(args(data), RULE)[1] is None
+    other = run(data, basic_val_data_path=str(data))
+    assert generation_data_provider(other, DataStart(), RULE)[1].num_rows == 21
+    assert generation_data_provider(run(data), DataStart(), RULE)[1] is None
 
 
 def test_flags_that_do_nothing_here(data: Path, said: list[str]) -> None:
-    given = args(data)
-    given.use_data_balance = True
-    generation_data_provider(given, RULE)
+    generation_data_provider(run(data, flags={"use_data_balance": True}), DataStart(), RULE)
     assert any("--use-data-balance has no effect here" in line for line in said)
-    given.use_txt_dynamic_batching = True
+    packed = run(data, flags={"use_txt_dynamic_batching": True})
     with pytest.raises(ConfigError, match="--use-txt-dynamic-batching: clips aren't packed"):
-        generation_data_provider(given, RULE)
+        generation_data_provider(packed, DataStart(), RULE)
 
 
 def test_directories_of_tokenizers(data: Path) -> None:
-    assert tokenizer_directories(args(data).mm.data) == ["one", None]
+    assert run(data).data.dataset_param.tokenizer_dirs == ["one", None]  # type: ignore[union-attr]

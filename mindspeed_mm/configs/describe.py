@@ -1,0 +1,82 @@
+"""From the words of a launch command and the files that they name to one `Run`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
+from mindspeed_mm.configs.config import read_files
+from mindspeed_mm.configs.flags import GROUPS
+from mindspeed_mm.configs.flags.spec import all_flags, road_of
+from mindspeed_mm.configs.global_args import PublishedArguments, set_args
+from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.configs.run import Run, build_run
+from mindspeed_mm.utils.extras import require_extra
+from mindspeed_mm.utils.launch import this_launch
+from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.versions import check_versions
+
+#: attributes that `parse_args` adds to the flags
+_OF_THE_LAUNCH = ("roads", "rank", "world_size", "restarts", "params_dtype")
+
+
+def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
+    """Read flags and files into one description, checked against the schemas; `get_args()` shows it from then on.
+
+    No torch is imported, so that a mistake is told in a fraction of a second.
+
+    Args:
+        argv: the words after the script's name; None: those of this process.
+        recipe: what the script trains.
+
+    Raises:
+        ConfigError: anything in them that can't be honoured.
+    """
+    check_versions()
+    own_model = recipe.model_schema is None
+    optional = {"mm_model": own_model, "mm_data": recipe.data_schema is None}
+    args = parse_args(
+        sys.argv[1:] if argv is None else argv,
+        extra_args_provider=recipe.own_flags,
+        args_defaults=recipe.defaults,
+        required=[name for name in REQUIRED if not optional.get(name)],
+        roads=recipe.backends,
+        own_model=own_model,
+    )
+    own_flags = {n: v for n, v in vars(args).items() if n not in _OF_THE_LAUNCH and n not in _ours()}
+    if recipe.model_schema == "generation" and not args.use_torch_fsdp2:
+        args.use_torch_fsdp2 = True
+        notice("--use-torch-fsdp2 is implied: this script trains with FSDP2 only")
+    _require_extras(args, recipe)
+    typed = read_files(args, recipe.model_schema, recipe.data_schema)
+    launch = replace(this_launch(), local_rank=args.local_rank)
+    validate_args(args, launch.world_size)
+    run = build_run(
+        args,
+        typed.files,
+        launch=launch,
+        backend="fsdp2" if args.use_torch_fsdp2 else "ptd",
+        model=typed.model,
+        data=typed.data,
+        own_flags=MappingProxyType(own_flags),
+    )
+    set_args(PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}))
+    return run
+
+
+def _ours() -> set[str]:
+    return {item.name for item in all_flags(GROUPS)}
+
+
+def _require_extras(args: Namespace, recipe: Recipe) -> None:
+    """Refuse a run whose flags ask for packages that aren't installed."""
+    if road_of(args) == "ptd":
+        require_extra("megatron", "the Megatron backend, which trains without --use-torch-fsdp2,")
+    if recipe.model_schema == "generation":
+        require_extra("generation", "a model that makes images or videos")
+    if args.tensorboard_dir:
+        require_extra("tensorboard", "--tensorboard-dir")

@@ -1,0 +1,22 @@
+"""Where the data of a run begin on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DataStart:
+    """What loaders must know beyond the description of the run.
+
+    Attributes:
+        rank, size: number of this process among those that read rows of their own, and how many they are.
+        consumed_samples: rows that the run has trained on so far, over all ranks.
+        state: position of the training loader (`RunData.state_dict`) in the checkpoint that the run goes on from.
+    """
+
+    rank: int = 0
+    size: int = 1
+    consumed_samples: int = 0
+    state: dict[str, Any] | None = None

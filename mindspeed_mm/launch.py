@@ -1,0 +1,77 @@
+"""From a launch command to a described run, and from an error to a sentence; nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.monitor.signals import StopSignal
+from mindspeed_mm.utils.errors import MMError, kind_of
+from mindspeed_mm.utils.extras import missing_library_as_sentence
+from mindspeed_mm.utils.files import refuse_unwritable
+from mindspeed_mm.utils.first_failure import claim, tell, tell_after, tell_torchrun
+from mindspeed_mm.utils.interrupted import SENTENCE
+
+
+@contextmanager
+def described(recipe: Recipe, argv: Sequence[str] | None = None) -> Iterator[tuple[Run, StopSignal]]:
+    """Describe a run, and train it inside: errors end the process with a sentence, signals as `StopSignal` says.
+
+    Args:
+        recipe: what the script trains.
+        argv: the words after the script's name; None: those of this process.
+    """
+    with errors_as_sentences(), StopSignal() as stop:
+        run = describe(argv, recipe)
+        if run.checkpoint.save and run.launch.local_rank == 0:
+            refuse_unwritable(run.checkpoint.save, "--save")
+        yield run, stop
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Turn what ends the run into words from one rank, and the exit status.
+
+    An MMError is printed without a traceback, left to the launcher's summary, and ends the process with status 1; a
+    signal before the first step, or Ctrl-C, with one line and 128 + its number. Any other exception goes on as it is,
+    unless another rank of this machine has failed before: one line then says what happened here, as it probably
+    followed from that.
+    """
+    try:
+        with missing_library_as_sentence():
+            yield
+    except MMError as error:
+        _outlive_peers()
+        tell(f"{kind_of(error)}: {error}")
+        # peers may be waiting in a collective for this rank: leave at once, the launcher ends them
+        os._exit(1)
+    except KeyboardInterrupt as error:
+        number = getattr(error, "number", signal.SIGINT)
+        sentence = str(error) or SENTENCE
+        sys.stdout.flush()
+        if claim(sentence) is None:
+            print(f"\n{sentence}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        first = claim(text)
+        if first is None:
+            tell_torchrun(text)
+            raise
+        tell_after(first, text)
+        time.sleep(1)  # torchrun ends the other ranks when this one is gone, and the first one may still be printing
+        sys.exit(1)
+
+
+def _outlive_peers() -> None:
+    """Let this process finish its sentence: torchrun ends it as soon as another rank has failed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

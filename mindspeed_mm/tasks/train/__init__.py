@@ -1,0 +1,1 @@
+"""Recipes of training: what the entry scripts train, and how they start."""

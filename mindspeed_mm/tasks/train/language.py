@@ -1,0 +1,89 @@
+"""Training of vision-language, speech and text models of transformers.
+
+The callbacks import what they need when they are called, so that a launch is described before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.configs.run import Run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.start import DataStart
+    from mindspeed_mm.models.transformers_model import TransformersModel
+
+
+def model_provider(run: Run, vp_stage: int | None = None) -> nn.Module:
+    """Build the model; on the Megatron backend a pipeline stage's chunk of it."""
+    if run.uses_fsdp2:
+        return transformers_model_provider(run)
+    from mindspeed_mm.models.vlm_model import VLModel
+
+    return VLModel.from_config(deepcopy(run.files.model), vp_stage)
+
+
+def transformers_model_provider(run: Run) -> TransformersModel:
+    """Build the transformers model with its loss."""
+    from mindspeed_mm.models.transformers_model import TransformersModel
+
+    return TransformersModel(deepcopy(run.files.model))
+
+
+def get_batch(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+    """Take the next micro-batch; what depends on lengths and positions is found on the host, before it is moved."""
+    from mindspeed_mm import accelerator
+    from mindspeed_mm.data.counting import drop_host_fields
+    from mindspeed_mm.models.common.module import unwrap_model
+    from mindspeed_mm.utils.device import move_to_device
+
+    batch = dict(next(data_iterator))
+    drop_host_fields(batch)
+    return move_to_device(unwrap_model(model).prepare(batch), accelerator.current().device())
+
+
+def loss_func(output: dict[str, Any]) -> tuple[Any, ...]:
+    """(sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
+    if output["denominator"] is None:
+        return output["loss"], output["metrics"]
+    return output["loss"], output["denominator"], output["metrics"]
+
+
+def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    """Forward pass of one micro-batch; pipeline stages before the last return what the next one takes."""
+    return model(**get_batch(data_iterator, model)), loss_func
+
+
+def train_valid_test_datasets_provider(run: Run, start: DataStart) -> tuple[MMDataLoader, MMDataLoader | None, None]:
+    """Build the loaders that data.json describes."""
+    from mindspeed_mm.data.providers import data_json_provider
+    from mindspeed_mm.models.transformers.adapters import find_adapter
+
+    return data_json_provider(run, start, find_adapter(run.model or run.files.model))
+
+
+#: pretrain_vlm.py: built of Megatron-core's modules, or with --use-torch-fsdp2 the transformers model itself
+VLM = Recipe(
+    model=model_provider,
+    data=train_valid_test_datasets_provider,
+    forward_step=forward_step,
+    model_schema="language",
+    data_schema="language",
+    backends=("ptd", "fsdp2"),
+)
+
+#: pretrain_transformers.py: the transformers model itself
+TRANSFORMERS = Recipe(
+    model=transformers_model_provider,
+    data=train_valid_test_datasets_provider,
+    forward_step=forward_step,
+    model_schema="language",
+    data_schema="language",
+    backends=("fsdp2",),
+)

@@ -1,0 +1,21 @@
+"""How an entry script starts: describe the run, and only then import torch and train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.launch import described
+
+
+def start(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
+    """Train what the command line and its files describe.
+
+    Args:
+        recipe: what the script trains.
+        argv: the words after the script's name; None: those of this process.
+    """
+    with described(recipe, argv) as (run, stop):
+        from mindspeed_mm.training import train_run  # imports torch: a mistake in the launch is told before
+
+        train_run(run, recipe, stop)
