@@ -106,6 +106,16 @@ def test_media_that_do_not_fit_are_said(vl_model: TransformersModel, qwen2_5_vl_
         vl_model.prepare({k: v for k, v in batch.items() if k != "mm_token_type_ids"})
 
 
+def test_media_that_nothing_tells_from_text_are_refused(vl_model: TransformersModel, qwen2_5_vl_dir: Path) -> None:
+    """Their positions would be a text's, without a word; position ids of the batch's own are taken."""
+    sample = make_samples(qwen2_5_vl_dir)[0]
+    batch = {key: value for key, value in sample.items() if key != "mm_token_type_ids"}
+    with pytest.raises(DataError, match=r"\(image_grid_thw\) but no 'mm_token_type_ids'.*let the batch hold it"):
+        vl_model.prepare(batch)
+    positions = torch.arange(batch["input_ids"].shape[1]).expand(3, 1, -1)
+    assert vl_model.prepare({**batch, "position_ids": positions})["position_ids"] is positions
+
+
 def test_a_batch_that_was_not_prepared_is_refused(vl_model: TransformersModel, qwen2_5_vl_dir: Path) -> None:
     with pytest.raises(DataError, match="call prepare"):
         vl_model(**pack([make_samples(qwen2_5_vl_dir)[:2]]))

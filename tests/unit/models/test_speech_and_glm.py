@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from mindspeed_mm.configs.data_config import DatasetParam
+from mindspeed_mm.configs.data_config import DatasetParam, PreprocessParameters
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.media import Clip, Geometry
@@ -184,7 +184,8 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
     """What is foreseen is believed, so that nothing is decoded to be measured; and it is what the processor writes."""
     hf_dir = importlib.import_module(f"tests.support.families.{name}").make(tmp_path / "hf")
     adapter = find_adapter(SimpleNamespace(init_from_hf_path=str(hf_dir)))
-    tokenizer = Tokenizer(AutoProcessor.from_pretrained(hf_dir), adapter, {})
+    processor = adapter.load_processor(str(hf_dir), PreprocessParameters(model_name_or_path=str(hf_dir)))
+    tokenizer = Tokenizer(processor, adapter, {})
     foreseen = tokenizer.foresee(geometry)
     assert foreseen is not None
     if geometry.kind == "video":
@@ -197,10 +198,13 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
     assert tokenizer.process([(geometry.kind, content)])[1] == [foreseen.text]
 
 
-def test_glm_videos_need_types() -> None:
-    """Without them a video's tokens can't be told from an image's."""
+@pytest.mark.parametrize(
+    "media, why",
+    [({"image_grid_thw": torch.ones(1, 3)}, "say where"), ({"pixel_values_videos": torch.ones(4, 12)}, "tell")],
+    ids=["an image among text", "a video among images"],
+)
+def test_glm_media_need_types(media: dict[str, torch.Tensor], why: str) -> None:
     from mindspeed_mm.models.transformers.glm4v.batches import one_tower_pass
 
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "pixel_values_videos": torch.zeros(4, 12)}
-    with pytest.raises(DataError, match="mm_token_type_ids"):
-        one_tower_pass(None, batch)
+    with pytest.raises(DataError, match=f"mm_token_type_ids.*{why}"):
+        one_tower_pass(None, {"input_ids": torch.ones(1, 4, dtype=torch.int64), **media})

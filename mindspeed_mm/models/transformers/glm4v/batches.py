@@ -20,8 +20,9 @@ def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
     Raises:
-        DataError: videos without mm_token_type_ids, or other numbers of media tokens than the grids ask for.
+        DataError: media without mm_token_type_ids, or other numbers of media tokens than the grids ask for.
     """
+    qwen2_5_vl.require_types(batch)
     if batch.get("pixel_values_videos") is None:
         return batch
     batch = dict(batch)

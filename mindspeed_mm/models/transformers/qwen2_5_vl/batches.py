@@ -48,6 +48,24 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
     return torch.cat([text.unsqueeze(0), samples.put_back(positions)])
 
 
+def require_types(batch: Mapping[str, Any]) -> None:
+    """Refuse media whose tokens nothing tells apart: transformers would number their positions as those of a text.
+
+    Args:
+        batch: a micro-batch; with `position_ids` it needs no `mm_token_type_ids`.
+
+    Raises:
+        DataError: media without either.
+    """
+    found = [name for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
+    if found and batch.get("position_ids") is None and batch.get("mm_token_type_ids") is None:
+        raise DataError(
+            f"a micro-batch has media ({', '.join(found)}) but no 'mm_token_type_ids', which say where they are: their "
+            "positions would be those of a text; let the batch hold it [batch, sequence], 1 for tokens of images, 2 of "
+            "videos, 0 for others, or its 'position_ids'"
+        )
+
+
 def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Let images and videos of a micro-batch go through the vision tower together.
 
@@ -60,12 +78,13 @@ def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
     Raises:
-        DataError: other numbers of media tokens than the grids ask for.
+        DataError: other numbers of media tokens than the grids ask for, or no mm_token_type_ids to tell where they are.
     """
+    require_types(batch)
     if batch.get("pixel_values") is None or batch.get("pixel_values_videos") is None:
         return batch
     batch, config = dict(batch), model.config
-    if batch.get("position_ids") is None and batch.get("mm_token_type_ids") is not None:
+    if batch.get("position_ids") is None:
         names = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
         names += ("second_per_grid_ts", "mm_token_type_ids")
         batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
