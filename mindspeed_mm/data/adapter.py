@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: frames a second that a processor is told of a video's file: its frames are numbered by microseconds
 TICKS = 1_000_000
 _PATH_KEY = "dataset_param.preprocess_parameters.model_name_or_path"
+_OPTION_GROUPS = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
+_TYPES_OPTION = "return_mm_token_type_ids"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -116,7 +118,8 @@ class DefaultAdapter:
             if has_processor(path):
                 name = _processor_class(path)
                 found = getattr(transformers, name, None) if name and not options.trust_remote_code else None
-                processor = _settled((found or transformers.AutoProcessor).from_pretrained(path, **extra))
+                loaded = (found or transformers.AutoProcessor).from_pretrained(path, **extra)
+                processor = _with_call_defaults(_settled(loaded))
             else:
                 return transformers.AutoTokenizer.from_pretrained(path, **extra)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
@@ -229,6 +232,21 @@ def _settled(processor: Any) -> Any:
     video = getattr(processor, "video_processor", None)
     if video is not None and getattr(video, "cap_pixels_per_frame", False) is None:
         video.cap_pixels_per_frame = False
+    return processor
+
+
+def _with_call_defaults(processor: Any) -> Any:
+    """A processor that states in its attributes what a call does by default, as transformers' do since 5.23.
+
+    Before, and in classes written for that, the class of its arguments states it, and goes before attributes.
+    """
+    stated = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    for group in _OPTION_GROUPS:
+        if stated.get(group):
+            setattr(processor, group, {**(getattr(processor, group, None) or {}), **stated[group]})
+    text = getattr(processor, "text_kwargs", None) or {}
+    own = getattr(processor, _TYPES_OPTION, False)
+    setattr(processor, _TYPES_OPTION, bool(text.get(_TYPES_OPTION, own)))
     return processor
 
 

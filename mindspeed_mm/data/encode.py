@@ -250,6 +250,8 @@ class Encoder:
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
         try:
             return self.tokenizer.process([(ref.kind, content) for ref, content in media])
+        except ConfigError:
+            raise
         except (ValueError, RuntimeError, TypeError) as error:
             raise self._refused(where, media[0][0], error) from error
 

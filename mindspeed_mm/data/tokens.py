@@ -17,6 +17,7 @@ from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media import KINDS, Clip, Foreseen, Geometry, Kind
 from mindspeed_mm.data.stacking import as_tensor, stack_media
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.versions import installed_version
 
 # A special token that a person typed stands for itself: while the text is rendered and its turns are found, a private
 # character takes its place, so that no typed marker is taken for the template's own. Afterwards it is put back, or,
@@ -195,6 +196,7 @@ class Tokenizer:
             placeholder is replaced by.
 
         Raises:
+            ConfigError: The processor doesn't say what it writes for a medium.
             ValueError, RuntimeError, TypeError: As the processor raises them.
         """
         if self.adapter.one_at_a_time:
@@ -221,11 +223,17 @@ class Tokenizer:
     def _process(self, kind: Kind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
         if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "_process_images"):
             # the images alone: what the processor does besides is known already
-            options = {**(getattr(self.processor, "images_kwargs", None) or {}), **self._image_options}
-            made, texts = self.processor._process_images(list(items), **options)
+            made, texts = self.processor._process_images(list(items), **self._image_call())
             return self._tensors(kind, made), texts
         result = self._whole([(self._media_tokens[kind] or "") * len(items)], {kind: items})
-        return self._tensors(kind, result), [move["replacement"] for move in result["text_replacement_offsets"][0]]
+        moves = result.get("text_replacement_offsets")
+        if moves is None:
+            raise ConfigError(
+                f"{type(self.processor).__name__} of transformers {installed_version('transformers')} doesn't say what "
+                f"it writes for {kind}s (text_replacement_offsets), which exact labels need; a newer transformers may "
+                "have one that does"
+            )
+        return self._tensors(kind, result), [move["replacement"] for move in moves[0]]
 
     def _tensors(self, kind: Kind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         known = self.adapter.media_keys[kind]
@@ -236,7 +244,7 @@ class Tokenizer:
         arguments: dict[str, Any] = {}
         for kind, items in media.items():
             name, options_name = _ARGUMENTS[kind]
-            options: dict[str, Any] = dict(self._image_options) if kind == "image" else {}
+            options: dict[str, Any] = self._image_call() if kind == "image" else {}
             if kind == "video":
                 options = {"do_sample_frames": False, "video_metadata": self._metadata(items)}
                 options |= self.adapter.video_options(items[0])
@@ -245,6 +253,10 @@ class Tokenizer:
                 options["sampling_rate"] = self.adapter.limits(self.processor).sampling_rate
             arguments |= {name: list(items), options_name: options}
         return self.processor(text=text, return_text_replacement_offsets=True, **arguments)
+
+    def _image_call(self) -> dict[str, Any]:
+        """Arguments for images, spelt out: before transformers 5.23 a processor ignores its own `images_kwargs`."""
+        return {**(getattr(self.processor, "images_kwargs", None) or {}), **self._image_options}
 
     def _metadata(self, clips: Sequence[Clip]) -> list[Any]:
         from transformers.video_utils import VideoMetadata

@@ -122,7 +122,9 @@ def test_gemma_foresees_parts_of_pictures(tmp_path: Path) -> None:
     found = []
     for height, width in [(300, 900), (900, 300), (300, 310), (100, 400), (513, 777), (256, 1024)]:
         foreseen = GEMMA.foresee(processor, Geometry("image", height, width))
-        whole = processor(text=["<start_of_image>"], images=[Image.new("RGB", (width, height))], return_tensors="pt")
+        picture = Image.new("RGB", (width, height))
+        asked = {"do_pan_and_scan": True}
+        whole = processor(text=["<start_of_image>"], images=[picture], images_kwargs=asked, return_tensors="pt")
         assert foreseen is not None and foreseen.rows == len(whole["pixel_values"])
         assert processor.tokenizer(foreseen.text).input_ids == whole["input_ids"][0].tolist()
         found.append(foreseen.rows)

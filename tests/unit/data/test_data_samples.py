@@ -53,6 +53,21 @@ def test_samples_equal_the_processor(param: Any, images: list[str], tmp_path: Pa
     assert dataset.encoder.tokenizer._trusted == {"image": True}  # what was foreseen agreed with the processor
 
 
+def test_a_processor_that_keeps_its_text_to_itself_is_refused(
+    param: Any, images: list[str], processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes for a medium can't be known then; the run ends, whatever is done with bad rows."""
+    whole = type(processor).__call__
+
+    def call(self: Any, *args: Any, return_text_replacement_offsets: bool, **options: Any) -> Any:
+        return whole(self, *args, **options)
+
+    dataset = build_mm_dataset(param([talk("one <image>", "ok", images=images[:1])], on_bad_sample="skip"))
+    monkeypatch.setattr(type(processor), "__call__", call)
+    with pytest.raises(ConfigError, match=r"Processor of transformers \S+ doesn't say what it writes for images"):
+        dataset[0]
+
+
 def test_a_processor_of_another_kind_is_called_whole(
     param: Any, images: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
