@@ -8,10 +8,10 @@ import re
 
 from mindspeed_mm.utils.errors import ConfigError
 
-# package → lowest release, and what is missing before it
+# package → lowest release, and why none before it
 MINIMUM = {
     "torch": ("2.8", "FSDP2 sums gradients over ranks through calls that came with it"),
-    "transformers": ("5.23", "processors say since then which tokens stand for which medium"),
+    "transformers": ("5.17", "models and processors were tested on none before it"),
 }
 
 
@@ -40,6 +40,20 @@ def require_at_least(name: str, lowest: str, why: str) -> str | None:
     if found is None or release(found) >= release(lowest):
         return None
     return f"{name} {found} is installed and {name} >= {lowest} is needed: {why}; pip install '{name}>={lowest}'"
+
+
+def require_release(what: str, name: str, lowest: str, why: str) -> None:
+    """Refuse one thing that needs a newer release of a package than every run does.
+
+    Args:
+        what: What needs it: the beginning of the sentence.
+
+    Raises:
+        ConfigError: Package `name` is older than `lowest`; names what is installed, what is needed and what for.
+    """
+    sentence = require_at_least(name, lowest, why)
+    if sentence is not None:
+        raise ConfigError(f"{what}: {sentence}")
 
 
 def built_for_another_torch(name: str) -> str | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -42,12 +41,9 @@ def find_family(model_type: str) -> MegatronFamily:
         ConfigError: no folder, or one without a Megatron-core form.
     """
     package = "mindspeed_mm.models.transformers"
-    folder = importlib.import_module(package)
-    having = [
-        m.name
-        for m in pkgutil.iter_modules(folder.__path__)
-        if m.ispkg and importlib.util.find_spec(f"{package}.{m.name}.megatron") is not None
-    ]
+    places = importlib.import_module(package).__path__
+    # by file: finding a module would import each family's package
+    having = sorted({file.parent.name for place in places for file in Path(place).glob("*/megatron.py")})
     if model_type not in having:
         raise ConfigError(
             f"model_type '{model_type}' has no Megatron-core form here; those that have one: {', '.join(having)}; "

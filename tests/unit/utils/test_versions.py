@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.models.common.megatron_family import find_family
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
 from mindspeed_mm.tools import cli
@@ -51,7 +54,7 @@ def test_what_is_installed_here_carries_a_run() -> None:
     "package, sentence",
     [
         (("torch", "2.7.1"), r"torch 2\.7\.1 is installed and torch >= 2\.8 is needed: FSDP2 .*install 'torch>=2\.8'"),
-        (("transformers", "5.9.2"), r"transformers 5\.9\.2 is installed and transformers >= 5\.23 is needed"),
+        (("transformers", "5.9.2"), r"transformers 5\.9\.2 is installed and transformers >= 5\.17 is needed"),
         (
             ("torchvision", "0.21.0", "torch==2.6.0"),
             r"torchvision 0\.21\.0 is built for torch 2\.6\.0 and torch 2\S+ is installed.*torch==2\.6\.0 torchv",
@@ -84,6 +87,25 @@ def test_versions_that_fit_are_not_refused(install: Install, packages: list[tupl
     for package in packages:
         install(*package)
     assert version_faults() == []
+
+
+def test_a_family_that_needs_a_newer_transformers_says_so(install: Install) -> None:
+    install("transformers", "5.22.2")
+    assert version_faults() == []
+    sentence = r"Qwen2\.5-Omni and Qwen3-Omni: transformers 5\.22\.2 is installed and transformers >= 5\.23 is needed: "
+    with pytest.raises(ConfigError, match=sentence):
+        runpy.run_module("mindspeed_mm.models.transformers.qwen2_5_omni.__init__")
+
+
+def test_a_family_that_needs_a_newer_transformers_is_not_in_the_way_of_others(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Megatron backend looks for its families without importing those that it doesn't train."""
+    install("transformers", "5.22.2")
+    monkeypatch.delitem(sys.modules, "mindspeed_mm.models.transformers.qwen2_5_omni", raising=False)
+    assert find_family("qwen3").decoder == "model."
+    with pytest.raises(ConfigError, match=r"'gemma3' has no .* have one: qwen2, qwen2_5_vl, qwen3; others train"):
+        find_family("gemma3")
 
 
 def test_torch_npu_beside_another_torch_is_told_first(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,15 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_omni.batches import one_tower_pass, packed_positions
 from mindspeed_mm.models.transformers.qwen2_5_vl import run_smallest_image
+from mindspeed_mm.utils.versions import require_release
+
+# Every Omni family's folder imports this one, its data module included.
+require_release(
+    "Qwen2.5-Omni and Qwen3-Omni",
+    "transformers",
+    "5.23",
+    "their modules have today's names, and their processors say what they write for a medium, since then",
+)
 
 _FRAMES = 8  # become one token in Qwen3-Omni's tower, two in Qwen2.5-Omni's
 
