@@ -89,7 +89,7 @@ def fake_accelerator(**how: Any) -> Iterator[FakeAccelerator]:
             fake.log.append("pin")
         return empty(*args, **kwargs)
 
-    def pinned(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    def pinned(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         fake.log.append("pin")
         return tensor
 
