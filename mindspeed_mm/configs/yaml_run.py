@@ -7,15 +7,15 @@ all: `arguments.parse_args` types the values like words of a command line, and f
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mindspeed_mm.configs.files import YAML_SUFFIXES, FileSection, read_yaml, top_level_anchors
+from mindspeed_mm.configs.files import YAML_SUFFIXES, FileSection, read_yaml
 from mindspeed_mm.configs.scalars import show
-from mindspeed_mm.configs.sections import join, raise_all
-from mindspeed_mm.utils.errors import ConfigError, did_you_mean
-from mindspeed_mm.utils.log import notice
+from mindspeed_mm.utils.errors import ConfigError
 
 
 class FlagValue(NamedTuple):
@@ -43,7 +43,7 @@ class YamlRun:
 
 
 class Dialect(NamedTuple):
-    """A way to write a run down.
+    """A way to write a run down; a module of the folder `dialects` gives one as its `DIALECT`.
 
     Attributes:
         marks: top-level keys that other dialects don't have.
@@ -54,6 +54,13 @@ class Dialect(NamedTuple):
     marks: frozenset[str]
     script: str
     read: Callable[[Mapping[str, Any], str], YamlRun] | None
+
+
+def dialects() -> list[Dialect]:
+    """Return the dialects of all modules of the folder `dialects`, by the modules' names."""
+    folder = importlib.import_module("mindspeed_mm.configs.dialects")
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    return [importlib.import_module(f"{folder.__name__}.{name}").DIALECT for name in names]
 
 
 def split_yaml(words: Sequence[str]) -> tuple[YamlRun | None, list[str]]:
@@ -76,7 +83,7 @@ def read_yaml_run(path: str) -> YamlRun:
     content = read_yaml(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: found {show(content)}, expected sections such as gpt_args, model and data")
-    for dialect in DIALECTS:
+    for dialect in dialects():
         found = [key for key in content if key in dialect.marks]
         if found and dialect.read is not None:
             return dialect.read(content, path)
@@ -88,62 +95,3 @@ def read_yaml_run(path: str) -> YamlRun:
     raise ConfigError(
         f"{path}: the section 'gpt_args' is missing: the flags of the run; found {', '.join(map(str, content))}"
     )
-
-
-_FLAG_SECTIONS = ("gpt_args", "lora_args")
-#: section → attribute of the Namespace; the last two, which published files give by their paths, may be written out too
-_FILE_SECTIONS = {
-    "model": "mm_model",
-    "data": "mm_data",
-    "tool": "mm_tool",
-    "tools": "mm_tool",
-    "fsdp2": "fsdp2_config_path",
-}
-_TOOL_PATH = "MM_TOOL_PATH"
-#: top-level keys of published files that only hold a value for other places of the file
-_VARIABLES = ("DATASET_DIR", "DATASET_PATH", "FSDP2_PATH", "HF_MODEL_LOAD_PATH", "MM_MODEL_LOAD_PATH", "SAVE_PATH")
-
-
-def _read_gpt_args(content: Mapping[str, Any], path: str) -> YamlRun:
-    """The published file of pretrain_transformers.py: flags in gpt_args and lora_args, model and data beside them."""
-    anchors, referred = top_level_anchors(path)
-    flags: list[FlagValue] = []
-    sections: dict[str, FileSection] = {}
-    problems = []
-    for key, value in content.items():
-        if key == _TOOL_PATH:
-            flags.append(FlagValue(key, "mm_tool", value))
-        elif key in _FLAG_SECTIONS or key in _FILE_SECTIONS:
-            if value is not None and not isinstance(value, Mapping):
-                problems.append(f"{path}: '{key}' is {show(value)}; expected an object")
-            elif key in _FLAG_SECTIONS:
-                flags += _leaves(value or {}, key)
-            elif _FILE_SECTIONS[key] in sections:
-                problems.append(f"{path}: the sections 'tool' and 'tools' are both given; keep one")
-            else:
-                sections[_FILE_SECTIONS[key]] = FileSection(path, key, value or {})
-        elif key not in _VARIABLES and (key not in anchors or isinstance(value, Mapping)):
-            known = (*_FLAG_SECTIONS, *_FILE_SECTIONS, _TOOL_PATH, *_VARIABLES)
-            hint = did_you_mean(key, known) or f"; keys here: {', '.join(known[:8])}"
-            problems.append(f"{path}: unknown key '{key}' (value {show(value)}){hint}")
-        elif anchors.get(key) not in referred:
-            notice(
-                f"{path}: '{key}' has no effect here: no place of the file refers to it (value: &NAME …, place: *NAME)"
-            )
-    raise_all(problems)
-    return YamlRun(path, flags, sections)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> list[FlagValue]:
-    """Flags by their own names, whatever groups they are written in."""
-    found = []
-    for name, value in values.items():
-        key = join(prefix, name)
-        found += _leaves(value, key) if isinstance(value, Mapping) else [FlagValue(key, name, value)]
-    return found
-
-
-DIALECTS = (
-    Dialect(frozenset({"gpt_args"}), "pretrain_transformers.py", _read_gpt_args),
-    Dialect(frozenset({"parallel", "training", "features"}), "train_fsdp2.py", None),
-)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import pickle
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -239,3 +241,28 @@ def test_a_run_that_a_script_has_read_itself(run_yaml: Path) -> None:
     assert (args.lr, args.global_batch_size) == (3.0, 8)
     with pytest.raises(ConfigError, match=r"stray word 'run\.yaml'"):
         parse_args(["run.yaml"], run=described)
+
+
+def test_a_dialect_is_one_module_of_a_folder(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A toy one from a temporary folder: nothing else knows of it."""
+    folder = tmp_path_factory.mktemp("dialects")
+    (folder / "toy.py").write_text(
+        "from mindspeed_mm.configs.files import FileSection\n"
+        "from mindspeed_mm.configs.yaml_run import Dialect, FlagValue, YamlRun\n\n\n"
+        "def read(content, path):\n"
+        "    recipe = content['toy']\n"
+        "    flags = [FlagValue(f'toy.{key}', key.replace('steps', 'train_iters'), recipe[key]) for key in recipe]\n"
+        "    return YamlRun(path, flags, {'mm_model': FileSection(path, 'network', content['network'])})\n\n\n"
+        "DIALECT = Dialect(frozenset({'toy'}), 'pretrain_transformers.py', read)\n"
+    )
+    package = importlib.import_module("mindspeed_mm.configs.dialects")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    (run_folder / "run.yaml").write_text("toy: {steps: 7, lr: 0.5}\nnetwork: {init_from_hf_path: hf}\n")
+    args = parse_args(["run.yaml", "--micro-batch-size", "2", "--mm-data", "data.json"])
+    assert (args.train_iters, args.lr, args.mm_model.label) == (7, 0.5, "run.yaml, section network")
+    (run_folder / "run.yaml").write_text("toy: {stepz: 7}\nnetwork: {}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: unknown key 'toy\.stepz'"):
+        parse_args(["run.yaml"])
+    sys.modules.pop("mindspeed_mm.configs.dialects.toy")

@@ -1,0 +1,1 @@
+"""Dialects of YAML in which a run may be written: each module here gives one, as `DIALECT` (`configs/yaml_run.py`)."""
