@@ -62,9 +62,9 @@ class Accelerator(ABC):
             a function that waits for the copy, and for nothing that the device is given after this call, and returns
             the values as `tolist` does.
         """
-        if not self.holds(values):
-            return values.tolist
         copy = self.host_memory(values).copy_(values, non_blocking=True)
+        if not self.holds(values):
+            return copy.tolist
         copied = self.record_event()
 
         def read() -> list[Any]:

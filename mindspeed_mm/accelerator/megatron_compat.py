@@ -62,7 +62,13 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW with Apex's surface: `step` in the parameter group, exactly `exp_avg` and `exp_avg_sq` for a parameter.
 
     The arithmetic is torch's own fused kernel's, so that both backends step alike.
+
+    Attributes:
+        found_inf: float scalar on the device; 1: the kernel leaves parameters and moments as they are, and `step` is
+            counted all the same. None: it always steps.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -95,16 +101,15 @@ class FusedAdam(torch.optim.Optimizer):
                 state = self.state[param]
                 if "exp_avg" not in state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-            # the kernel counts the steps itself: it is told one less, for each parameter
-            steps = [torch.tensor(float(group["step"] - 1), device=p.device) for p in params]
-            torch._foreach_add_(steps, 1.0)
+            # filled on the device: a copy of the host's number would wait for it
+            step = torch.full((), float(group["step"]), device=params[0].device)
             kernel(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                steps,
+                [step] * len(params),
                 lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -112,4 +117,5 @@ class FusedAdam(torch.optim.Optimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=self.found_inf,
             )

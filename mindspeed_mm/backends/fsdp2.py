@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
 from mindspeed_mm.backends.recompute import recompute_blocks
-from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
@@ -24,23 +24,22 @@ from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
+from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
-from mindspeed_mm.optimizer.build import build_optimizer, step_fused
+from mindspeed_mm.optimizer.build import build_optimizer
 from mindspeed_mm.optimizer.clip import (
     all_parameters,
-    clip_factor,
     local_squared_norm,
     number_of_copies,
-    scale_gradients,
     sum_plain_gradients,
 )
 from mindspeed_mm.optimizer.ema import Ema
-from mindspeed_mm.optimizer.groups import is_idle
+from mindspeed_mm.optimizer.groups import IsIdle
+from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
@@ -58,6 +57,7 @@ class FSDP2Backend:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     ema: Ema | None
+    engine: StepEngine
 
     def setup(self, args: Any) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
@@ -76,11 +76,7 @@ class FSDP2Backend:
             data_parallel_size=self.world.batch.size,
             group=self.world.batch.group,
         )
-        self._sum_dtype = accelerator.current().sum_dtype
-        self._pending: PendingFSDP2Step | None = None
         self._conversions: list[Any] | None = None
-        self._reducer = StepReducer(self.world)
-        self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
         """Build, freeze, shard and fill the model.
@@ -151,10 +147,20 @@ class FSDP2Backend:
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._copies = [number_of_copies(p, self.world.sums.size) for p in self._parameters]
-        self._fused = bool(self.optimizer.defaults.get("fused"))
+        self._guard = GuardedOptimizer(self.optimizer)
         asked, flag = getattr(model, "ema_decay", None), self.args.ema_decay
         decay = asked if flag is None else flag
         self.ema = Ema(self._root, decay) if decay else None
+        self.engine = StepEngine(
+            self,
+            self.world,
+            modules=[self.model],
+            loss_scale=self.loss_scale,
+            backward_factor=self.backward_factor,
+            schedule=self.schedule,
+            clip_grad=self.args.clip_grad,
+            ema=self.ema,
+        )
         self._snapshots = Snapshots(
             self._root,
             None if self.args.no_save_optim else self.optimizer,
@@ -165,56 +171,54 @@ class FSDP2Backend:
         return self.optimizer
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
-        """Run forward and backward of a step's micro-batches."""
-        self.backward_factor.begin(num_microbatches)
-        for i in range(num_microbatches):
-            if num_microbatches > 1:
-                set_gradient_sync(self._units, i == num_microbatches - 1, self.config.defer_gradient_sync)
-            output, loss_func = forward_step(data_iterator, self.model)
-            loss = self._sums.add(loss_func(output))
-            self.backward_factor.meet(self._sums.denominator, is_mean=self._sums.means > 0)
-            self.backward_factor.apply(loss).backward()
-
-    def step(self, counts: BatchCounts, stop_requested: bool) -> PendingFSDP2Step:
         """See the protocol."""
-        if self._pending is not None:
-            self._pending.result()  # copied long ago: tells whether the schedule may go on
-        factor = self.backward_factor.now()
-        if self.world.batch.size > 1:
-            sum_plain_gradients(self._parameters, self.world.batch.group)
-        squared = local_squared_norm(self._parameters, self._copies, self._sum_dtype)
-        zero = torch.zeros((), dtype=self._sum_dtype, device=self.world.device)
-        squared = zero if squared is None else squared.to(self.world.device)
-        sums, self._sums = self._sums, self._new_sums()
-        counts.cost = self.flops(counts) or counts.tokens
-        reduced = self._reducer.reduce(sums, squared, counts, stop_requested)
-        norm = reduced.squared_norm.sqrt() / reduced.divisor / factor
-        self._release_idle_towers(reduced.counts)
-        pending = PendingFSDP2Step(self, reduced, norm)
-        stepped = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets
-        self._step_optimizer(stepped, clip_factor(norm, self.args.clip_grad) / (reduced.divisor * factor))
-        self.backward_factor.learn(reduced.divisor, reduced.has_targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._pending = pending
-        # a dynamic loss scale costs a host sync a step: the next backward needs to know how this step went
-        if accelerator.current().is_host or self.loss_scale.is_dynamic:
-            pending.result()
-        return pending
+        self.engine.forward_backward(forward_step, data_iterator, num_microbatches)
 
-    @torch.no_grad()
+    def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
+        """See the protocol."""
+        return self.engine.step(counts, stop_requested)
+
     def evaluate(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
-        """Forward only; returns (loss sum, denominator) over all ranks."""
-        sums = self._new_sums()
-        with evaluation_mode([self.model]):
-            for _ in range(num_microbatches):
-                output, loss_func = forward_step(data_iterator, self.model)
-                sums.add(loss_func(output))
-        loss_sum, denominator = self._reducer.reduce_loss(sums)
-        for unit in self._units:
+        """See the protocol."""
+        return self.engine.evaluate(forward_step, data_iterator, num_microbatches)
+
+    def run(
+        self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int, *, forward_only: bool
+    ) -> None:
+        """Run micro-batches one after the other; see `Executor`."""
+        for i in range(num_microbatches):
+            if num_microbatches > 1 and not forward_only:
+                set_gradient_sync(self._units, i == num_microbatches - 1, self.config.defer_gradient_sync)
+            output, loss_func = forward_step(data_iterator, self.model)
+            loss = self.engine.add(loss_func(output), forward_only=forward_only)
+            if not forward_only:
+                self.backward_factor.apply(loss).backward()
+        for unit in self._units if forward_only else ():
             unit.reshard()  # forward without backward leaves the root whole; a later step must not find it stale
-        return loss_sum, denominator
+
+    def local_norm(self) -> torch.Tensor:
+        """See `Executor`; gradients that FSDP leaves to each rank are summed first."""
+        if self.world.batch.size > 1:
+            sum_plain_gradients(self._parameters, self.world.batch.group)
+        dtype = accelerator.current().sum_dtype
+        squared = local_squared_norm(self._parameters, self._copies, dtype)
+        zero = torch.zeros((), dtype=dtype, device=self.world.device)
+        return zero if squared is None else squared.to(self.world.device)
+
+    def apply(self, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle) -> None:
+        """See `Executor`."""
+        for modalities, parameters in self._towers:
+            if is_idle(modalities):
+                for param in parameters:
+                    param.grad = None
+        self._guard.step(factor, finite)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def settle(self, *, stepped: bool) -> None:
+        """See `Executor`."""
+        self._guard.settle(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -232,12 +236,9 @@ class FSDP2Backend:
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
         """See the protocol."""
-        if self._pending is not None:
-            self._pending.result()  # a step that is not logged may not have moved the schedule yet
         source = getattr(self.model, "source", None)
         states = {
-            "schedule": self.schedule.state_dict(),
-            "loss_scale": self.backward_factor.state_dict(),
+            **self.engine.state_dict(),
             "source": str(Path(source).absolute()) if source else None,  # what an export from here on starts from
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
@@ -255,8 +256,7 @@ class FSDP2Backend:
             ema=self.ema,
         )
         if schedule:
-            self.schedule.load_state_dict(extra["schedule"])
-            self.backward_factor.load_state_dict(extra.get("loss_scale", {}))
+            self.engine.load_state_dict(extra)
         return extra
 
     def load_weights(self, directory: Path) -> None:
@@ -288,51 +288,6 @@ class FSDP2Backend:
         report_loaded(source, plan)
         if module is self._root and source.in_hub_layout:
             self._conversions = plan.conversions
-
-    def _new_sums(self) -> StepSums:
-        return StepSums(self._sum_dtype, self.world.device)
-
-    def _release_idle_towers(self, counts: BatchCounts) -> None:
-        """A tower without input in the whole global batch got zero gradients; AdamW would still decay it."""
-        for modalities, parameters in self._towers:
-            if is_idle(modalities, counts.media):
-                for param in parameters:
-                    param.grad = None
-
-    def _step_optimizer(self, stepped: torch.Tensor, scale: torch.Tensor) -> None:
-        """Step with the gradients times `scale`, or, where `stepped` is False, leave everything as it is."""
-        if self._fused:
-            step_fused(self.optimizer, 1.0 / scale, ~stepped)
-        elif bool(stepped):
-            scale_gradients(self._parameters, scale.float())
-            self.optimizer.step()
-        if self.ema is not None:
-            self.ema.update(stepped)
-
-
-class PendingFSDP2Step:
-    """A launched step; see PendingStep in the protocol."""
-
-    def __init__(self, backend: FSDP2Backend, reduced: ReducedStep, norm: torch.Tensor) -> None:
-        self.counts = reduced.counts
-        self.stop = reduced.stop
-        self._backend = backend
-        self._reduced = reduced
-        self._read = accelerator.current().read_later(reduced.figures(norm))
-        self._result: StepResult | None = None
-
-    def result(self) -> StepResult:
-        """Read the figures; the first call also tells schedule and loss scale how the step went."""
-        if self._result is None:
-            schedule, loss_scale = self._backend.schedule, self._backend.loss_scale
-            self._result = self._reduced.result(
-                self._read(), learning_rate=schedule.current_lr, loss_scale=loss_scale.scale
-            )
-            if self._result.skip_reason != "no targets":
-                loss_scale.update(overflowed=self._result.skipped)
-            if not self._result.skipped:
-                schedule.step()
-        return self._result
 
 
 def _call_provider(provider: ModelProvider) -> Any:

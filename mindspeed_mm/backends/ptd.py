@@ -19,19 +19,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, StepResult
-from mindspeed_mm.backends.sums import StepReducer, StepSums
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
 from mindspeed_mm.checkpoint.megatron_state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
+from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
-from mindspeed_mm.optimizer.clip import clip_factor, scale_gradients
+from mindspeed_mm.optimizer.groups import IsIdle
+from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
@@ -49,6 +50,7 @@ class PTDBackend:
     world: World
     optimizer: Any
     schedule: Schedule
+    engine: StepEngine
 
     def setup(self, args: Any) -> None:
         """Start the process groups and seed."""
@@ -70,9 +72,6 @@ class PTDBackend:
         self.sizes = sizes_from_args(args, _DTYPES[self.compute_dtype])
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
-        self._sum_dtype = accelerator.current().sum_dtype
-        self._reducer = StepReducer(self.world)
-        self._sums = self._new_sums()
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
         """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
@@ -147,6 +146,16 @@ class PTDBackend:
         trained = sorted(set().union(*self.gather_objects(trained_names(self.model))))
         self.optimizer = build_megatron_optimizer(self.model, self.args, self.sizes.params_dtype, trained)
         self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
+        self._guard = None if self.optimizer.is_stub_optimizer else GuardedOptimizer(self.optimizer.optimizer)
+        self.engine = StepEngine(
+            self,
+            self.world,
+            modules=self.model,
+            loss_scale=self.loss_scale,
+            backward_factor=self.backward_factor,
+            schedule=self.schedule,
+            clip_grad=self.args.clip_grad,
+        )
         self._stored.attach(self.optimizer)
         self._snapshots = self._stored.snapshots(
             save_optimizer=not self.args.no_save_optim, save_rng=not self.args.no_save_rng
@@ -154,53 +163,71 @@ class PTDBackend:
         return self.optimizer
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
-        """Run Megatron's schedule over a step's micro-batches."""
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.backward_factor.begin(num_microbatches)
-        self._run(forward_step, data_iterator, num_microbatches, forward_only=False)
-
-    def step(self, counts: BatchCounts, stop_requested: bool) -> PTDStep:
         """See the protocol."""
-        optimizer, scale = self.optimizer, self.loss_scale.scale
-        if not self.backward_factor.is_agreed:
-            self.backward_factor.agree(self.gather_objects)
-        backward_factor = self.backward_factor.now()
-        optimizer.prepare_grads()
-        squared = sum_of_squares(optimizer, self._sum_dtype, self.world.device)
-        if not self.args.use_distributed_optimizer:
-            squared = squared / self.world.batch.size  # every replica has the whole gradient
-        counts.cost = self.flops(counts) or counts.tokens
-        told = counts
-        if not self.world.counts_rows:
-            told = BatchCounts(wait_seconds=counts.wait_seconds)
-        reduced = self._reducer.reduce(self._take_own_sums(), squared, told, stop_requested)
-        divisor = reduced.divisor * backward_factor
-        norm = reduced.squared_norm.sqrt() / divisor
-        self.backward_factor.learn(reduced.divisor, reduced.has_targets)
-        divisor, *figures = torch.cat([divisor.reshape(1), reduced.figures(norm)]).tolist()
-        result = reduced.result(figures, learning_rate=self.schedule.current_lr, loss_scale=scale)
-        if not result.skipped:
-            factor = float(clip_factor(torch.tensor(result.grad_norm, dtype=torch.float64), self.args.clip_grad))
-            scale_gradients(optimizer.get_parameters(), factor / divisor)
-            step_busy_groups(optimizer, reduced.counts.media)
-            self.schedule.step()
-        if result.skip_reason != "no targets":
-            self.loss_scale.update(overflowed=result.skipped)
-        return PTDStep(reduced.counts, reduced.stop, result)
+        self.engine.forward_backward(forward_step, data_iterator, num_microbatches)
+
+    def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
+        """See the protocol."""
+        return self.engine.step(counts, stop_requested)
 
     @torch.no_grad()
     def evaluate(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
-        """Forward only; returns (loss sum, denominator) over all ranks."""
+        """See the protocol."""
         self._gather_parameters()
-        with evaluation_mode(self.model):
-            self._run(forward_step, data_iterator, num_microbatches, forward_only=True)
-        loss_sum, denominator = self._reducer.reduce_loss(self._take_own_sums())
+        result = self.engine.evaluate(forward_step, data_iterator, num_microbatches)
         self._follow_parameters()
-        return loss_sum, denominator
+        return result
+
+    def run(
+        self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int, *, forward_only: bool
+    ) -> None:
+        """Run Megatron's schedule over micro-batches; see `Executor`."""
+        if not forward_only:
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+
+        def step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
+            output, loss_func = forward_step(iterator, chunk)
+
+            def loss_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                loss = self.engine.add(loss_func(tensor), forward_only=forward_only)
+                return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}  # the schedule divides nothing
+
+            return output, loss_of
+
+        chunks = len(self.model)
+        iterators: Any = data_iterator if chunks == 1 else share_batches(data_iterator, chunks)
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators,
+            model=self.model if chunks > 1 else self.model[0],
+            num_microbatches=num_microbatches,
+            seq_length=self._seq_length(),
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def local_norm(self) -> torch.Tensor:
+        """See `Executor`."""
+        self.optimizer.prepare_grads()
+        squared = sum_of_squares(self.optimizer, accelerator.current().sum_dtype, self.world.device)
+        # without the distributed optimizer every replica has the whole gradient
+        return squared if self.args.use_distributed_optimizer else squared / self.world.batch.size
+
+    def apply(self, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle) -> None:
+        """See `Executor`."""
+        if self._guard is None:
+            self.optimizer.step_with_ready_grads()  # nothing is trained here; other ranks hand parameters around
+        else:
+            step_busy_groups(self.optimizer, self._guard, factor, finite, is_idle)
+
+    def settle(self, *, stepped: bool) -> None:
+        """See `Executor`."""
+        if self._guard is not None:
+            self._guard.settle(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -220,8 +247,7 @@ class PTDBackend:
         """See the protocol."""
         source = getattr(self.chunks[0], "source", None)
         states = {
-            "schedule": self.schedule.state_dict(),
-            "loss_scale": self.backward_factor.state_dict(),
+            **self.engine.state_dict(),
             "source": str(Path(source).absolute()) if source else None,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
@@ -230,8 +256,7 @@ class PTDBackend:
         """See the protocol."""
         extra = self._stored.load(directory, optimizer=optimizer, rng=rng, strict=not self.args.no_strict_load)
         if schedule:
-            self.schedule.load_state_dict(extra["schedule"])
-            self.backward_factor.load_state_dict(extra.get("loss_scale", {}))
+            self.engine.load_state_dict(extra)
         return extra
 
     def load_weights(self, directory: Path) -> None:
@@ -288,45 +313,12 @@ class PTDBackend:
         finalize_model_grads(self.model, None)
         self._tied.sum_gradients()
 
-    def _run(self, forward_step: ForwardStep, data_iterator: Any, num_microbatches: int, *, forward_only: bool) -> None:
-        def step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
-            output, loss_func = forward_step(iterator, chunk)
-            return output, lambda tensor: self._add(loss_func(tensor), is_trained=not forward_only)
-
-        chunks = len(self.model)
-        iterators: Any = data_iterator if chunks == 1 else share_batches(data_iterator, chunks)
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iterators,
-            model=self.model if chunks > 1 else self.model[0],
-            num_microbatches=num_microbatches,
-            seq_length=self._seq_length(),
-            micro_batch_size=self.args.micro_batch_size,
-            forward_only=forward_only,
-        )
-
     def _seq_length(self) -> int | None:
         """The length that rows are padded to: under sequence parallelism a multiple of the tensor-parallel size."""
         length = self.args.seq_length
         if length is None or not self.sizes.sequence_parallel:
             return length
         return -(-length // self.sizes.tensor) * self.sizes.tensor
-
-    def _new_sums(self) -> StepSums:
-        return StepSums(self._sum_dtype, self.world.device)
-
-    def _take_own_sums(self) -> StepSums:
-        """What this rank adds to the whole, and begin anew: a stage with a loss adds that of its first tensor-parallel
-        rank, others nothing."""
-        sums, self._sums = self._sums, self._new_sums()
-        return sums if self.world.counts_losses else self._new_sums()
-
-    def _add(self, output: Any, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Keep a micro-batch's figures; returns what the schedule expects, which divides nothing."""
-        loss = self._sums.add(output)
-        if is_trained:
-            self.backward_factor.meet(self._sums.denominator, is_mean=self._sums.means > 0)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     def _gather_parameters(self) -> None:
         """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""
@@ -338,17 +330,6 @@ class PTDBackend:
         if self.args.overlap_param_gather:
             for chunk in self.model:
                 chunk.enable_forward_pre_hook()
-
-
-class PTDStep:
-    """A finished step; see PendingStep in the protocol."""
-
-    def __init__(self, counts: BatchCounts, stop: bool, result: StepResult) -> None:
-        self.counts, self.stop, self._result = counts, stop, result
-
-    def result(self) -> StepResult:
-        """The step's figures."""
-        return self._result
 
 
 class TiedEmbedding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,8 @@ class StepReducer:
     def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both vectors summed over all ranks."""
         if self._host is self._sums:  # the device is the host
-            together = torch.cat([device.double(), host])
+            together = torch.empty(len(device) + len(host), dtype=torch.float64)
+            together[: len(device)], together[len(device) :] = device, host
             if self._sums.size > 1:
                 dist.all_reduce(together, group=self._sums.group)
             return together[: len(device)], together[len(device) :]
@@ -268,7 +269,7 @@ def imbalance(costs: Sequence[float]) -> float:
     return max(having) * len(having) / sum(having) if having else 1.0
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(value, tuple) and len(value) == 2
 
 

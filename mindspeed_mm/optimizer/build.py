@@ -38,28 +38,6 @@ def build_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
     raise ConfigError(f"--optimizer {args.optimizer} is unknown; expected adam, adamw or sgd")
 
 
-def step_fused(optimizer: Any, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Step a fused optimizer without a pass of its own over the gradients, and without waiting for the device.
-
-    Args:
-        optimizer: from `build_optimizer`, with fused=True.
-        grad_scale: scalar; the kernel divides gradients by it while it reads them.
-        found_inf: bool scalar; True: the kernel leaves everything untouched.
-    """
-    scalars = torch.stack([grad_scale.float(), found_inf.float()])
-    if accelerator.current().holds(scalars) and _on_host(optimizer):
-        # the optimizer itself would copy them without waiting, and its kernel would read what has not arrived yet
-        scalars = scalars.cpu()
-    optimizer.grad_scale, optimizer.found_inf = scalars.unbind()
-    optimizer.step()
-
-
-def _on_host(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters are in host memory (offload_to_cpu); those of a group are all in the same place."""
-    current = accelerator.current()
-    return any(not current.holds(p) for group in optimizer.param_groups for p in group["params"][:1])
-
-
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter the state that its first step would create.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+IsIdle = Callable[[Sequence[str]], bool]
+"""Whether the tower that encodes these modalities had no input in a step's global batch."""
 
 
 def build_param_groups(

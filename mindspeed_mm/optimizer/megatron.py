@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from torch import nn
 
-from mindspeed_mm.optimizer.groups import build_param_groups, is_idle
+from mindspeed_mm.optimizer.groups import IsIdle, build_param_groups
+from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.utils.errors import ConfigError
 
 _TOWER = "modalities"
@@ -80,21 +81,24 @@ def sum_of_squares(optimizer: Any, dtype: torch.dtype, device: torch.device) -> 
     return norms.square().sum()
 
 
-def step_busy_groups(optimizer: Any, media: Mapping[str, int]) -> None:
-    """Step with the gradients as they are, but leave alone each tower without input in the whole global batch.
+def step_busy_groups(
+    optimizer: Any, guard: GuardedOptimizer, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle
+) -> None:
+    """Step with the gradients times `factor`, but leave alone each tower without input in the whole global batch.
 
     Its gradients are zero; Adam would still decay its weights, move its moments and count the step, in a count that a
     parameter group has in common.
 
     Args:
-        optimizer: from `build_megatron_optimizer`.
-        media: modality → number of media in the global batch; a tower of modalities that are not in it is stepped.
+        optimizer: from `build_megatron_optimizer`, not a stub of it.
+        guard: of the optimizer inside of it.
+        factor: float scalar on the device.
+        finite: bool scalar on the device; False: everything stays as it is.
+        is_idle: whether the tower of these modalities had no input.
     """
-    if optimizer.is_stub_optimizer:
-        optimizer.step_with_ready_grads()
-        return
     groups = optimizer.param_groups
-    optimizer.param_groups = [g for g in groups if not is_idle(g[_TOWER], media)]
+    guard.step(factor, finite, [g for g in groups if not is_idle(g[_TOWER])])
+    optimizer.param_groups = []  # what has been stepped is only handed on: to 16-bit parameters and to other ranks
     try:
         optimizer.step_with_ready_grads()
     finally:
