@@ -15,7 +15,6 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
-from mindspeed_mm.backends.recompute import recompute_blocks
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
@@ -26,7 +25,9 @@ from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.transformers.base_model import applies_flags
 from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
@@ -43,6 +44,7 @@ from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
+from mindspeed_mm.parallel.recompute import BlockRecompute, recompute_blocks
 from mindspeed_mm.parallel.world import World, limit_waiting, start_world
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
@@ -97,6 +99,7 @@ class FSDP2Backend:
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
             flags=args,
+            recompute=BlockRecompute(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
             fsdp2=self.config,
         )
         on_meta = args.init_model_with_meta_device
@@ -121,7 +124,8 @@ class FSDP2Backend:
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
-            recompute_blocks(_sharded_root(model), self.config, args)
+            if not applies_flags(root := _sharded_root(model)):
+                recompute_blocks(root, block_lists(root), self.config, context.recompute)
             model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=args.fsdp2_config_path)
         limit_waiting(args.distributed_timeout_minutes)
         accelerator.current().manual_seed(args.seed + 100003 * self.world.batch.rank)

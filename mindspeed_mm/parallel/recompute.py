@@ -1,4 +1,4 @@
-"""Activation recompute by module path.
+"""Activation recompute, by module path or, where fsdp2.yaml names none, of the blocks that the flags ask for.
 
 The module's own `forward` is replaced by a checkpointed one, so module names (and with them state-dict keys) stay
 those of the unmodified model, and FSDP's hooks stay outside: gather once, run, free; in backward gather, run again.
@@ -7,7 +7,8 @@ those of the unmodified model, and FSDP's hooks stay outside: gather once, run, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,63 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.utils.log import notice
+
+
+@dataclass(frozen=True)
+class BlockRecompute:
+    """What the flags say of recompute.
+
+    Attributes:
+        granularity: --recompute-granularity; FSDP2 recomputes nothing unless it is "full".
+        method: --recompute-method: "block" or "uniform".
+        num_layers: --recompute-num-layers.
+    """
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+
+
+def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config, asked: BlockRecompute) -> None:
+    """Recompute the blocks of `root` in backward as --recompute-granularity full says, before it is sharded.
+
+    As in Megatron, `block` means the first --recompute-num-layers blocks of each list of them, and `uniform` all
+    blocks. Each is recomputed by itself: the loop over the blocks is the model's own, so that several of them can't
+    be recomputed from one stored input. An fsdp2.yaml with recompute_modules decides instead of the flags.
+
+    Args:
+        root: the unsharded model; values of parameters aren't needed.
+        lists: paths of its lists of blocks.
+        config: fsdp2.yaml.
+    """
+    if asked.granularity != "full":
+        return
+    if config.recompute_modules is not None:
+        notice("--recompute-granularity full has no effect here: fsdp2.yaml's recompute_modules decide")
+        return
+    number = asked.num_layers if asked.method == "block" else None
+    blocks: dict[str, nn.Module] = {}
+    named = []
+    for path in lists:
+        chosen = list(root.get_submodule(path).named_children())[:number]
+        blocks |= {f"{path}.{name}": block for name, block in chosen}
+        named.append(f"{path} ({len(chosen)} blocks)")
+    if not blocks:
+        notice(
+            f"--recompute-granularity full has no effect here: {type(root).__name__} has no list of blocks; name what "
+            "is to be recomputed in fsdp2.yaml's recompute_modules"
+        )
+        return
+    notice(f"--recompute-granularity full: recomputed in backward are {', '.join(named)}")
+    if asked.method == "uniform" and (asked.num_layers or 1) > 1:
+        notice(
+            f"--recompute-num-layers {asked.num_layers}: with FSDP2 every block is recomputed by itself, from its own "
+            "input"
+        )
+    # the reentrant way hides what is inside of blocks from whoever reads it there, routers from their loss for example
+    apply_recompute(blocks, config.use_reentrant if "use_reentrant" in config.model_fields_set else False)
 
 
 def apply_recompute(modules: Mapping[str, nn.Module], use_reentrant: bool) -> None:

@@ -720,3 +720,40 @@ def files_read(path: str) -> tuple[list[str], str, str | None]:
 def test_the_file_is_read_once_and_the_flags_dtype_is_the_models(ranks2: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "fsdp2.yaml")
     assert all(found == ([path], "bf16", "bf16") for found in ranks2.run(files_read, path))
+
+
+# --- what flags ask for beside the file
+
+
+class OwnDoor(nn.Module):
+    """A model that shards itself without the mixin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.language = Part(), Part()
+
+    def fully_shard(self, process_group: Any, fsdp2_config_path: str | None) -> bool:
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.language(self.vision(x))
+
+
+def recomputed_by_flags(path: str | None) -> list[set[str]]:
+    """Names of the modules that run twice in a step, with the mixin's door and with one of the model's own."""
+    found = []
+    flags = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    for kind in (Toy, OwnDoor):
+        model = TinySteps("fsdp2", kind, fsdp2_config_path=path, **flags).backend.model
+        model(torch.ones(SIZE)).sum().backward()
+        scales = {name: module for name, module in model.named_modules() if isinstance(module, Scale)}
+        found.append({name for name, module in scales.items() if len(module.seen) == 2})
+    return found
+
+
+@covers("recompute_modules")
+def test_flags_recompute_blocks_where_the_file_names_no_modules(ranks1: RankPool, written: Callable[..., str]) -> None:
+    first_blocks = {"vision.blocks.0", "language.blocks.0"}
+    assert ranks1.run(recomputed_by_flags, None) == [[first_blocks, first_blocks]]
+    path = written(recompute_modules=["vision.blocks.{1}"])
+    assert ranks1.run(recomputed_by_flags, path) == [[{"vision.blocks.1"}, set()]]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.parallel.recompute import BlockRecompute
 from mindspeed_mm.parallel.sizes import ParallelSizes
 
 
@@ -26,6 +27,7 @@ class BuildContext:
         flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
         sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
         loss_group: data-parallel ranks.
+        recompute: what the flags say of recompute under FSDP2.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
 
@@ -38,6 +40,7 @@ class BuildContext:
     sizes: ParallelSizes | None = None
     pipeline_rank: int = 0
     loss_group: Any = None
+    recompute: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2: Fsdp2Config | None = None
 
 

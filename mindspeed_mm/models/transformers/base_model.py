@@ -17,14 +17,15 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.transformers.family import is_transformers_model
-from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders, traits_of
+from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
+from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
 from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import ParameterMeshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
-from mindspeed_mm.parallel.recompute import apply_recompute
+from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.units import whole_units
 from mindspeed_mm.utils.log import notice
 
@@ -34,7 +35,8 @@ class FSDP2Mixin:
 
     The steps may be overridden one by one: `_pre_fully_shard` reads the file and builds mesh and policies,
     `_fully_shard` applies recompute, wrapping and prefetch, `_post_fully_shard` gives a model built on meta its storage
-    and values. Paths in the file are relative to the object itself.
+    and values. What is applied in which order is in `parallel/apply.py`; each step there calls a method of this class,
+    to be overridden by itself. Paths in the file are relative to the object itself.
 
     Attributes:
         fsdp2_config: the file's content, after `_pre_fully_shard`.
@@ -48,6 +50,7 @@ class FSDP2Mixin:
     weights_come_later: bool = False
     fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
     _fsdp2_plan: fsdp2.ShardPlan | None = None
+    _dims: Dims = Dims()
 
     def freeze(self, config: Any) -> None:
         """Hook: freeze parts of the model as model.json says. By default nothing is frozen."""
@@ -66,9 +69,13 @@ class FSDP2Mixin:
             True: nothing is left to do for the caller.
         """
         fsdp2_kwargs, config = self._pre_fully_shard(process_group, fsdp2_config_path)
+        apply_parallelisms(self, self._request(fsdp2_kwargs), MODEL_STEPS)
         self._fully_shard(fsdp2_kwargs, config)
         self._post_fully_shard()
         return True
+
+    def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
+        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {})
 
     def _pre_fully_shard(
         self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
@@ -77,8 +84,9 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
-        dims = Dims.of(dist.get_world_size(process_group), sharding_size=config.sharding_size, where=config.file)
-        self.device_mesh = parameter_mesh(dims, process_group)
+        ranks = dist.get_world_size(process_group)
+        self._dims = Dims.of(ranks, sharding_size=config.sharding_size, where=config.file)
+        self.device_mesh = parameter_mesh(self._dims, process_group)
         ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         meshes = ParameterMeshes(self.device_mesh)
@@ -98,9 +106,7 @@ class FSDP2Mixin:
         return keys
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Config | None = None) -> None:
-        self.set_recompute_modules_to_wrap()
-        self.set_fullyshard_modules_to_wrap(**(fsdp2_kwargs or {}))
-        self.set_modules_to_prefetch()
+        apply_parallelisms(self, self._request(fsdp2_kwargs), WRAPPING_STEPS)
 
     def _post_fully_shard(self) -> None:
         module = self._module()
@@ -129,6 +135,13 @@ class FSDP2Mixin:
             buffers_only=buffers_only,
             unfilled_buffers_are_fine=type(self).post_meta_init is not FSDP2Mixin.post_meta_init,
         )
+
+    def apply_recompute(self, blocks: BlockRecompute) -> None:
+        """Recompute blocks in backward as the flags say, unless fsdp2.yaml names what is recomputed.
+
+        Only called with --recompute-granularity full, for a class with a `_fully_shard` of its own, too.
+        """
+        recompute_blocks(self._module(), block_lists(self._module()), self.fsdp2_config or Fsdp2Config(), blocks)
 
     def set_recompute_modules_to_wrap(
         self,
@@ -186,6 +199,11 @@ class FSDP2Mixin:
         if not isinstance(self, nn.Module):
             raise TypeError(f"{type(self).__name__} derives from FSDP2Mixin but is no torch.nn.Module")
         return self
+
+
+def applies_flags(model: nn.Module) -> bool:
+    """Whether `model.fully_shard` applies what flags ask for beside fsdp2.yaml: FSDP2Mixin's does."""
+    return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
 
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:

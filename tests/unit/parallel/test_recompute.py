@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.backends.recompute import recompute_blocks
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.transformers.inferred import block_lists
+from mindspeed_mm.parallel.recompute import BlockRecompute, recompute_blocks
 
 
 class Block(nn.Module):
@@ -38,8 +36,9 @@ class Model(nn.Module):
         return x
 
 
-def flags(granularity: str | None, method: str | None = None, number: int | None = None) -> Any:
-    return SimpleNamespace(recompute_granularity=granularity, recompute_method=method, recompute_num_layers=number)
+def recompute(model: Model, blocks: BlockRecompute, config: Fsdp2Config | None = None) -> Model:
+    recompute_blocks(model, block_lists(model), config or Fsdp2Config(), blocks)
+    return model
 
 
 def trained(model: Model) -> tuple[list[int], list[torch.Tensor]]:
@@ -51,42 +50,39 @@ def trained(model: Model) -> tuple[list[int], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "args, runs",
+    "blocks, runs",
     [
-        (flags(None), [1, 1, 1, 1, 1, 1]),
-        (flags("selective"), [1, 1, 1, 1, 1, 1]),
-        (flags("full"), [2, 2, 2, 2, 2, 2]),
-        (flags("full", "uniform", 1), [2, 2, 2, 2, 2, 2]),
-        (flags("full", "uniform", 3), [2, 2, 2, 2, 2, 2]),
-        (flags("full", "block", 1), [2, 1, 2, 1, 1, 1]),
-        (flags("full", "block", 3), [2, 2, 2, 2, 2, 1]),
-        (flags("full", "block", 40), [2, 2, 2, 2, 2, 2]),
+        (BlockRecompute(None), [1, 1, 1, 1, 1, 1]),
+        (BlockRecompute("selective"), [1, 1, 1, 1, 1, 1]),
+        (BlockRecompute("full"), [2, 2, 2, 2, 2, 2]),
+        (BlockRecompute("full", "uniform", 1), [2, 2, 2, 2, 2, 2]),
+        (BlockRecompute("full", "uniform", 3), [2, 2, 2, 2, 2, 2]),
+        (BlockRecompute("full", "block", 1), [2, 1, 2, 1, 1, 1]),
+        (BlockRecompute("full", "block", 3), [2, 2, 2, 2, 2, 1]),
+        (BlockRecompute("full", "block", 40), [2, 2, 2, 2, 2, 2]),
     ],
     ids=lambda x: " ".join(str(v) for v in vars(x).values() if v) or "absent" if hasattr(x, "__dict__") else "",
 )
-def test_blocks_run_again_in_backward_and_nothing_else_changes(args: Any, runs: list[int]) -> None:
-    model = Model()
-    recompute_blocks(model, Fsdp2Config(), args)
-    found, values = trained(model)
+def test_blocks_run_again_in_backward_and_nothing_else_changes(blocks: BlockRecompute, runs: list[int]) -> None:
+    found, values = trained(recompute(Model(), blocks))
     assert found == runs
     for value, expected in zip(values, trained(Model())[1], strict=True):
         assert torch.equal(value, expected)
 
 
 def test_what_is_recomputed_is_said(said: list[str]) -> None:
-    recompute_blocks(Model(), Fsdp2Config(), flags("full", "uniform", 3))
+    recompute(Model(), BlockRecompute("full", "uniform", 3))
     assert said[0] == "--recompute-granularity full: recomputed in backward are tower (2 blocks), layers (4 blocks)"
     assert "every block is recomputed by itself" in said[1]
 
 
 @pytest.mark.parametrize("modules", [["layers.{0}"], []], ids=["some", "none"])
 def test_fsdp2_yaml_decides_where_it_says_what_is_recomputed(said: list[str], modules: list[str]) -> None:
-    model = Model()
-    recompute_blocks(model, Fsdp2Config(recompute_modules=modules), flags("full", "block", 2))
+    model = recompute(Model(), BlockRecompute("full", "block", 2), Fsdp2Config(recompute_modules=modules))
     assert trained(model)[0] == [1] * 6
     assert said == ["--recompute-granularity full has no effect here: fsdp2.yaml's recompute_modules decide"]
 
 
 def test_a_model_without_blocks_says_so(said: list[str]) -> None:
-    recompute_blocks(Model(lists=0), Fsdp2Config(), flags("full"))
+    recompute(Model(lists=0), BlockRecompute("full"))
     assert len(said) == 1 and "Model has no list of blocks; name what is to be recomputed" in said[0]
