@@ -33,7 +33,6 @@ class OurLoop:
             adapter: knows the media in them.
         """
         from mindspeed_mm.configs.describe import describe
-        from mindspeed_mm.configs.global_args import get_args
         from mindspeed_mm.data.counting import CountingIterator
         from mindspeed_mm.data.providers import RunData
         from mindspeed_mm.initialize import create_backend, prepare_process
@@ -44,9 +43,9 @@ class OurLoop:
         self.run = describe(words, recipe)
         prepare_process(self.run)
         self.backend = create_backend(self.run)
-        self.backend.setup(get_args())
+        self.backend.setup(self.run)
         self.backend.build_model(recipe.model_of(self.run), load_weights=True)
-        self.backend.build_optimizer(self.backend.model)
+        self.backend.build_optimizer(self.backend.model, self.run)
         self._forward_step = recipe.forward_step
         self._data = RunData(CountingIterator(endless(batches), rows, adapter), None, None, None, lambda: None)
 

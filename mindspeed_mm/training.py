@@ -22,7 +22,7 @@ from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
 from mindspeed_mm.configs.flags.spec import ROADS
-from mindspeed_mm.configs.global_args import get_args, report_progress
+from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import CountingIterator
@@ -118,7 +118,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
     """
     prepare_process(run)
     backend = create_backend(run)
-    backend.setup(get_args())
+    backend.setup(run)
     batch = backend.world.batch
     report_progress(data_parallel_rank=batch.rank, data_parallel_size=batch.size)
     memory = MemorySnapshots(run.tools.memory_profile, batch.rank)
@@ -141,7 +141,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 data.close()
                 return
         model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
-        backend.build_optimizer(model)
+        backend.build_optimizer(model, run)
         if start.directory is not None:
             _load(start, progress, backend, run)
         data.check_streams()

@@ -20,7 +20,9 @@ from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
+from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
@@ -41,8 +43,8 @@ from mindspeed_mm.optimizer.clip import (
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.optimizer.groups import IsIdle
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
-from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
-from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
+from mindspeed_mm.optimizer.loss_scale import build_loss_scale
+from mindspeed_mm.optimizer.schedule import Schedule, schedule_options
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
 from mindspeed_mm.parallel.recompute import BlockRecompute, recompute_blocks
 from mindspeed_mm.parallel.world import World, limit_waiting, start_world
@@ -61,17 +63,17 @@ class FSDP2Backend:
     ema: Ema | None
     engine: StepEngine
 
-    def setup(self, args: Any) -> None:
+    def setup(self, run: Run) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
-        self.args = args
-        self.config = with_precision(load_fsdp2_config(args.fsdp2_config_path), args)
+        self.described = run
+        self.config = with_precision(load_fsdp2_config(run.parallel.fsdp2_config_path), run.precision)
         self.compute_dtype = self.config.param_dtype or "fp32"
         self.world = start_world(
-            args.distributed_backend,
-            timeout_minutes=args.distributed_timeout_minutes,
+            run.parallel.distributed_backend,
+            timeout_minutes=run.parallel.distributed_timeout_minutes,
             needs_cpu_tensors=self.config.offload_to_cpu,
         )
-        self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
+        self.loss_scale = build_loss_scale(run.precision, self.compute_dtype)
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16",
@@ -91,19 +93,23 @@ class FSDP2Backend:
         Raises:
             ConfigError: the model has no `fully_shard`.
         """
-        args = self.args
+        run = self.described
         context = BuildContext(
             load_weights=load_weights,
             in_run=True,
             defer_weights=True,
-            seed=args.seed,
-            trust_remote_code=args.trust_remote_code,
-            flags=args,
-            recompute=BlockRecompute(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
+            seed=run.process.seed,
+            trust_remote_code=run.trust_remote_code,
+            loss=run.loss,
+            seq_length=run.batch.seq_length,
+            fsdp2_config_path=run.parallel.fsdp2_config_path,
+            recompute=BlockRecompute(
+                run.parallel.recompute_granularity, run.parallel.recompute_method, run.parallel.recompute_num_layers
+            ),
             fsdp2=self.config,
         )
-        on_meta = args.init_model_with_meta_device
-        accelerator.current().manual_seed(args.seed)
+        on_meta = run.parallel.init_model_with_meta_device
+        accelerator.current().manual_seed(run.process.seed)
         with ExitStack() as stack:
             stack.enter_context(build_context(context))
             if on_meta:
@@ -119,16 +125,16 @@ class FSDP2Backend:
                     "derive "
                     "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
                 )
-            check_packing(model, args)
+            check_packing(model, run.batch)
             tell_trained_in_evaluation_mode([model])
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
-            model.weights_come_later = (model in waiting or not load_weights) and not args.no_strict_load
+            model.weights_come_later = (model in waiting or not load_weights) and not run.checkpoint.no_strict_load
             if not applies_flags(root := _sharded_root(model)):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
-            model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=args.fsdp2_config_path)
-        limit_waiting(args.distributed_timeout_minutes)
-        accelerator.current().manual_seed(args.seed + 100003 * self.world.batch.rank)
+            model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=run.parallel.fsdp2_config_path)
+        limit_waiting(run.parallel.distributed_timeout_minutes)
+        accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
         self.model = model
         self._root = _sharded_root(model)
         self._units = sharded_units(self._root)
@@ -141,18 +147,18 @@ class FSDP2Backend:
         self._flops_model = flops_model(self._root, traits) if isinstance(traits, FamilyTraits) else None
         return model
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, run: Run) -> torch.optim.Optimizer:
         """Build optimizer and schedule from the flags, and the average of the weights where it is asked for.
 
         Args:
             model: may ask for an average as `ema_decay`; --ema-decay comes before it.
         """
-        self.optimizer = build_optimizer(self._root, self.args)
-        self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
+        self.optimizer = build_optimizer(self._root, run.optimizer)
+        self.schedule = Schedule(self.optimizer, schedule_options(run))
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._copies = [number_of_copies(p, self.world.sums.size) for p in self._parameters]
         self._guard = GuardedOptimizer(self.optimizer)
-        asked, flag = getattr(model, "ema_decay", None), self.args.ema_decay
+        asked, flag = getattr(model, "ema_decay", None), run.optimizer.ema_decay
         decay = asked if flag is None else flag
         self.ema = Ema(self._root, decay) if decay else None
         self.engine = StepEngine(
@@ -162,13 +168,13 @@ class FSDP2Backend:
             loss_scale=self.loss_scale,
             backward_factor=self.backward_factor,
             schedule=self.schedule,
-            clip_grad=self.args.clip_grad,
+            clip_grad=run.optimizer.clip_grad,
             ema=self.ema,
         )
         self._snapshots = Snapshots(
             self._root,
-            None if self.args.no_save_optim else self.optimizer,
-            save_rng=not self.args.no_save_rng,
+            None if run.checkpoint.no_save_optim else self.optimizer,
+            save_rng=not run.checkpoint.no_save_rng,
             world=self.world,
             ema=self.ema,
         )
@@ -256,7 +262,7 @@ class FSDP2Backend:
             optimizer=self.optimizer if optimizer else None,
             load_rng=rng,
             world=self.world,
-            strict=not self.args.no_strict_load,
+            strict=not self.described.checkpoint.no_strict_load,
             ema=self.ema,
         )
         if schedule:
@@ -285,10 +291,12 @@ class FSDP2Backend:
         hf_export.export(self._root, directory, source, group, dtype, self._conversions, layout)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
-        args = self.args
+        run = self.described
         directory = component_directory(directory, type_without_fsdp(module).__name__)
-        source = open_weights(directory, allow_pickle=args.allow_unsafe_pickle)
-        plan = load_weights(module, source, strict=not args.no_strict_load, downcast=args.downcast_to_bf16)
+        source = open_weights(directory, allow_pickle=run.checkpoint.allow_unsafe_pickle)
+        plan = load_weights(
+            module, source, strict=not run.checkpoint.no_strict_load, downcast=run.precision.downcast_to_bf16
+        )
         report_loaded(source, plan)
         if module is self._root and source.in_hub_layout:
             self._conversions = plan.conversions
@@ -305,19 +313,19 @@ def _sharded_root(model: nn.Module) -> nn.Module:
     return getattr(model, "sharded_module", model)
 
 
-def with_precision(config: Fsdp2Config, args: Any) -> Fsdp2Config:
+def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2Config:
     """Return fsdp2.yaml with the compute dtype of --bf16 or --fp16 where it names none; parameters stay in float32.
 
     Raises:
         ConfigError: --accumulate-allreduce-grads-in-fp32 beside another reduce_dtype.
     """
     reduce_dtype = to_torch_dtype(config.reduce_dtype)
-    if args.accumulate_allreduce_grads_in_fp32 and reduce_dtype not in (None, torch.float32):
+    if precision.accumulate_allreduce_grads_in_fp32 and reduce_dtype not in (None, torch.float32):
         raise ConfigError(
             f"--accumulate-allreduce-grads-in-fp32: fsdp2.yaml's reduce_dtype is {config.reduce_dtype}; write "
             "reduce_dtype: fp32, or leave the flag out"
         )
-    flag = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    flag = "bf16" if precision.bf16 else "fp16" if precision.fp16 else None
     if flag and config.param_dtype is None:
         notice(f"--{flag}: computed in {flag}, as fsdp2.yaml names no param_dtype; master weights stay float32")
         return config.model_copy(update={"param_dtype": flag})

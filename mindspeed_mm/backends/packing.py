@@ -1,37 +1,17 @@
-"""Whether a run packs rows, and a model's word against it before anything is trained."""
+"""A model's word against packed rows before anything is trained."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_mm.configs.scalars import read_bool
-from mindspeed_mm.configs.sections import plain
+from mindspeed_mm.configs.run_sections import Batch
 
 
-def check_packing(model: Any, args: Any) -> None:
+def check_packing(model: Any, batch: Batch) -> None:
     """Let a model that has `check_packing` refuse the packed rows that data.json or a flag asks for.
 
     Raises:
-        ConfigError: what the model says.
+        ConfigError: what the model reports.
     """
-    data = getattr(getattr(args, "mm", None), "data", None)
-    packs = getattr(args, "use_txt_dynamic_batching", False) or asks_for_packing(data)
-    if packs and hasattr(model, "check_packing"):
+    if batch.packs and hasattr(model, "check_packing"):
         model.check_packing()
-
-
-def asks_for_packing(data: Any) -> bool:
-    """Whether data.json's content packs rows; one for a script with its own data may hold anything."""
-    param = plain(data)
-    param = param.get("dataset_param") if isinstance(param, dict) else None
-    if not isinstance(param, dict):
-        return False
-    basic, attr = (part if isinstance(part, dict) else {} for part in map(param.get, ("basic_parameters", "attr")))
-    return any(_is_true(part.get(name)) for part in (basic, attr) for name in ("packing", "neat_packing"))
-
-
-def _is_true(value: Any) -> bool:
-    try:
-        return read_bool(value)
-    except ValueError:
-        return False

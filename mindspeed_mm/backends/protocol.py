@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 
 from mindspeed_mm.checkpoint.snapshot import Snapshot
+from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.parallel.world import World
-
-ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
-ModelProvider = Callable[..., Any]
 
 SkipReason = Literal["", "not finite", "no targets"]
 """Why a step changed nothing: its loss or gradient was not finite; its global batch held nothing to train on; "": it
@@ -86,14 +85,18 @@ class Backend(Protocol):
     world: World
     compute_dtype: str
 
-    def setup(self, args: Any) -> None:
+    def setup(self, run: Run) -> None:
         """Start process groups and device meshes."""
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> Any:
         """Return the wrapped model, weights loaded (unless a checkpoint will bring them), frozen parts frozen."""
 
-    def build_optimizer(self, model: Any) -> Any:
-        """Return the optimizer; its schedule is `backend.schedule`."""
+    def build_optimizer(self, model: Any, run: Run) -> Any:
+        """Return the optimizer; its schedule is `backend.schedule`.
+
+        Args:
+            run: the description, with the length of the run known.
+        """
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
         """Run a step's micro-batches; sums of losses and counts are kept, gradients are left in place."""

@@ -24,6 +24,8 @@ from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
 from mindspeed_mm.checkpoint.megatron_state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.run_sections import Parallel
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
@@ -33,9 +35,9 @@ from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.groups import IsIdle
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
-from mindspeed_mm.optimizer.loss_scale import loss_scale_from_args
+from mindspeed_mm.optimizer.loss_scale import build_loss_scale
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
-from mindspeed_mm.optimizer.schedule import Schedule, schedule_from_args
+from mindspeed_mm.optimizer.schedule import Schedule, schedule_options
 from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.world import RankSet, World, limit_waiting, start_world
@@ -52,26 +54,26 @@ class PTDBackend:
     schedule: Schedule
     engine: StepEngine
 
-    def setup(self, args: Any) -> None:
+    def setup(self, run: Run) -> None:
         """Start the process groups and seed."""
-        self.args = args
-        self.compute_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        whole = start_world(args.distributed_backend, timeout_minutes=args.distributed_timeout_minutes)
+        self.described = run
+        self.compute_dtype = "bf16" if run.precision.bf16 else "fp16" if run.precision.fp16 else "fp32"
+        whole = start_world(run.parallel.distributed_backend, timeout_minutes=run.parallel.distributed_timeout_minutes)
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            distributed_timeout_minutes=args.distributed_timeout_minutes,
+            run.parallel.tensor_model_parallel_size,
+            run.parallel.pipeline_model_parallel_size,
+            run.parallel.virtual_pipeline_model_parallel_size,
+            distributed_timeout_minutes=run.parallel.distributed_timeout_minutes,
             # a tied embedding need not be on the first stage: the backend sums its copies' gradients itself
             get_embedding_ranks=lambda ranks: ranks[:1],
             get_position_embedding_ranks=lambda ranks: ranks[:1],
         )
         self.world = world_of_megatron(whole)
-        self.sizes = sizes_from_args(args, _DTYPES[self.compute_dtype])
-        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-        self.loss_scale = loss_scale_from_args(args, self.compute_dtype)
+        self.sizes = sizes_of(run.parallel, _DTYPES[self.compute_dtype])
+        tensor_parallel.model_parallel_cuda_manual_seed(run.process.seed)
+        self.loss_scale = build_loss_scale(run.precision, self.compute_dtype)
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
         """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
@@ -83,19 +85,21 @@ class PTDBackend:
         Raises:
             ConfigError: a chunk that Megatron's schedules can't drive.
         """
-        args = self.args
+        run = self.described
         context = BuildContext(
             load_weights=load_weights,
             in_run=True,
             defer_weights=True,
-            seed=args.seed,
-            trust_remote_code=args.trust_remote_code,
-            flags=args,
+            seed=run.process.seed,
+            trust_remote_code=run.trust_remote_code,
+            loss=run.loss,
+            seq_length=run.batch.seq_length,
+            fsdp2_config_path=run.parallel.fsdp2_config_path,
             sizes=self.sizes,
             pipeline_rank=self.world.pipeline_rank,
             loss_group=self.world.batch.group,
         )
-        accelerator.current().manual_seed(args.seed)
+        accelerator.current().manual_seed(run.process.seed)
         with build_context(context), self.world.device:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
         for chunk in chunks:
@@ -108,7 +112,7 @@ class PTDBackend:
             chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
             if hasattr(chunk, "hf_twin"):
                 materialize_chunk(chunk, self.world.device)
-            check_packing(chunk, args)
+            check_packing(chunk, run.batch)
         tell_trained_in_evaluation_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
@@ -116,18 +120,18 @@ class PTDBackend:
         self.chunks = chunks
         self._twin = chunks[0].hf_twin() if hasattr(chunks[0], "hf_twin") else None
         self._stored = MegatronState(chunks, self._twin, self.world)
-        if args.no_strict_load and self._twin is not None:
-            self._stored.draw_weights(args.seed)  # what files may lack needs a value first
+        if run.checkpoint.no_strict_load and self._twin is not None:
+            self._stored.draw_weights(run.process.seed)  # what files may lack needs a value first
         if load_weights:
             self._fill(chunks[0])
-        accelerator.current().manual_seed(args.seed + 100003 * self.world.batch.rank)
-        self._tied = tied_embedding(chunks, self.world, args.distributed_timeout_minutes)
+        accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
+        self._tied = tied_embedding(chunks, self.world, run.parallel.distributed_timeout_minutes)
         self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
-        limit_waiting(args.distributed_timeout_minutes)
+        limit_waiting(run.parallel.distributed_timeout_minutes)
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
@@ -141,11 +145,11 @@ class PTDBackend:
             self._flops_model = None
         return self.model
 
-    def build_optimizer(self, model: list[nn.Module]) -> Any:
+    def build_optimizer(self, model: list[nn.Module], run: Run) -> Any:
         """Build Megatron's optimizer, over parameter groups of ours, and its schedule."""
         trained = sorted(set().union(*self.gather_objects(trained_names(self.model))))
-        self.optimizer = build_megatron_optimizer(self.model, self.args, self.sizes.params_dtype, trained)
-        self.schedule = Schedule(self.optimizer, schedule_from_args(self.args))
+        self.optimizer = build_megatron_optimizer(self.model, run, self.sizes.params_dtype, trained)
+        self.schedule = Schedule(self.optimizer, schedule_options(run))
         self._guard = None if self.optimizer.is_stub_optimizer else GuardedOptimizer(self.optimizer.optimizer)
         self.engine = StepEngine(
             self,
@@ -154,11 +158,11 @@ class PTDBackend:
             loss_scale=self.loss_scale,
             backward_factor=self.backward_factor,
             schedule=self.schedule,
-            clip_grad=self.args.clip_grad,
+            clip_grad=run.optimizer.clip_grad,
         )
         self._stored.attach(self.optimizer)
         self._snapshots = self._stored.snapshots(
-            save_optimizer=not self.args.no_save_optim, save_rng=not self.args.no_save_rng
+            save_optimizer=not run.checkpoint.no_save_optim, save_rng=not run.checkpoint.no_save_rng
         )
         return self.optimizer
 
@@ -206,7 +210,7 @@ class PTDBackend:
             model=self.model if chunks > 1 else self.model[0],
             num_microbatches=num_microbatches,
             seq_length=self._seq_length(),
-            micro_batch_size=self.args.micro_batch_size,
+            micro_batch_size=self.described.batch.micro_batch_size,
             forward_only=forward_only,
         )
 
@@ -215,7 +219,7 @@ class PTDBackend:
         self.optimizer.prepare_grads()
         squared = sum_of_squares(self.optimizer, accelerator.current().sum_dtype, self.world.device)
         # without the distributed optimizer every replica has the whole gradient
-        return squared if self.args.use_distributed_optimizer else squared / self.world.batch.size
+        return squared if self.described.parallel.use_distributed_optimizer else squared / self.world.batch.size
 
     def apply(self, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle) -> None:
         """See `Executor`."""
@@ -254,19 +258,21 @@ class PTDBackend:
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
         """See the protocol."""
-        extra = self._stored.load(directory, optimizer=optimizer, rng=rng, strict=not self.args.no_strict_load)
+        extra = self._stored.load(
+            directory, optimizer=optimizer, rng=rng, strict=not self.described.checkpoint.no_strict_load
+        )
         if schedule:
             self.engine.load_state_dict(extra)
         return extra
 
     def load_weights(self, directory: Path) -> None:
         """See the protocol."""
-        args = self.args
+        run = self.described
         self._stored.load_weights(
             directory,
-            strict=not args.no_strict_load,
-            downcast=args.downcast_to_bf16,
-            allow_pickle=args.allow_unsafe_pickle,
+            strict=not run.checkpoint.no_strict_load,
+            downcast=run.precision.downcast_to_bf16,
+            allow_pickle=run.checkpoint.allow_unsafe_pickle,
         )
 
     def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
@@ -281,15 +287,15 @@ class PTDBackend:
         if directory is not None:
             self.load_weights(Path(directory))
         elif self._twin is not None:
-            self._stored.draw_weights(self.args.seed)
+            self._stored.draw_weights(self.described.process.seed)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
-        args = self.args
+        run = self.described
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,  # what --accumulate-allreduce-grads-in-fp32 asks for, in every compute dtype
-            overlap_grad_reduce=args.overlap_grad_reduce,
-            overlap_param_gather=args.overlap_param_gather,
-            use_distributed_optimizer=args.use_distributed_optimizer,
+            overlap_grad_reduce=run.parallel.overlap_grad_reduce,
+            overlap_param_gather=run.parallel.overlap_param_gather,
+            use_distributed_optimizer=run.parallel.use_distributed_optimizer,
             check_for_nan_in_grad=False,  # the step's own guard skips it and says so
             average_in_collective=False,
         )
@@ -299,7 +305,7 @@ class PTDBackend:
         config = self._config
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.backward_factor.apply
-        if self.args.overlap_grad_reduce:
+        if self.described.parallel.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model]
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
 
@@ -315,19 +321,19 @@ class PTDBackend:
 
     def _seq_length(self) -> int | None:
         """The length that rows are padded to: under sequence parallelism a multiple of the tensor-parallel size."""
-        length = self.args.seq_length
+        length = self.described.batch.seq_length
         if length is None or not self.sizes.sequence_parallel:
             return length
         return -(-length // self.sizes.tensor) * self.sizes.tensor
 
     def _gather_parameters(self) -> None:
         """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""
-        if self.args.overlap_param_gather:
+        if self.described.parallel.overlap_param_gather:
             for chunk in self.model:
                 chunk.disable_forward_pre_hook()
 
     def _follow_parameters(self) -> None:
-        if self.args.overlap_param_gather:
+        if self.described.parallel.overlap_param_gather:
             for chunk in self.model:
                 chunk.enable_forward_pre_hook()
 
@@ -407,20 +413,20 @@ def tied_embedding(chunks: list[Any], world: World, timeout_minutes: float) -> T
     return TiedEmbedding(tied, own_group)
 
 
-def sizes_from_args(args: Any, params_dtype: torch.dtype) -> ParallelSizes:
+def sizes_of(parallel: Parallel, params_dtype: torch.dtype) -> ParallelSizes:
     """The layout that the flags ask for."""
     recompute = {
-        "recompute_granularity": args.recompute_granularity,
-        "recompute_method": args.recompute_method,
-        "recompute_num_layers": args.recompute_num_layers,
+        "recompute_granularity": parallel.recompute_granularity,
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": parallel.recompute_num_layers,
     }
     return ParallelSizes(
-        tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        virtual_pipeline=args.virtual_pipeline_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
         params_dtype=params_dtype,
-        variable_seq_lengths=args.variable_seq_lengths,
+        variable_seq_lengths=parallel.variable_seq_lengths,
         recompute={k: v for k, v in recompute.items() if v is not None},
     )
 

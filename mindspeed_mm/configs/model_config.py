@@ -7,12 +7,12 @@ no effect. Families register further keys with `register_model_keys`.
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, NO_EFFECT, REFUSED
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
@@ -311,25 +311,25 @@ def warn_of_near_model_keys(mapping: Any, file: str | None = None) -> None:
     warn_of_near_keys(TransformersModelConfig, plain(mapping), file or "model.json", published_paths("model"))
 
 
-def choose_loss_type(args: Namespace, loss_cfg: LossConfig) -> LossType:
+def choose_loss_type(flags: LossArguments, loss_cfg: LossConfig) -> LossType:
     """Return the loss type that flags and model.json ask for; per_token_loss if neither does.
 
     Raises:
         ConfigError: they ask for different ones.
     """
-    flags: dict[str, LossType] = {
+    types: dict[str, LossType] = {
         "calculate_per_token_loss": "per_token_loss",
         "calculate_per_sample_loss": "per_sample_loss",
         "calculate_square_loss": "square_loss",
         "calculate_token_loss": "token_loss",
     }
-    asked = [flag for flag in flags if getattr(args, flag, False)]
-    if asked and loss_cfg.loss_type is not None and loss_cfg.loss_type != flags[asked[0]]:
+    asked = [flag for flag in types if getattr(flags, flag)]
+    if asked and loss_cfg.loss_type is not None and loss_cfg.loss_type != types[asked[0]]:
         raise ConfigError(
-            f"--{asked[0].replace('_', '-')} asks for {flags[asked[0]]}, but model.json's 'loss_cfg.loss_type' is "
+            f"--{asked[0].replace('_', '-')} asks for {types[asked[0]]}, but model.json's 'loss_cfg.loss_type' is "
             f"'{loss_cfg.loss_type}'; keep one of them"
         )
-    return flags[asked[0]] if asked else loss_cfg.loss_type or "per_token_loss"
+    return types[asked[0]] if asked else loss_cfg.loss_type or "per_token_loss"
 
 
 def check_local_path(file: str, key: str, path: str | None) -> list[str]:

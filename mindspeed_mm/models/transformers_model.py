@@ -72,7 +72,7 @@ class TransformersModel(MultiModalModule):
         self.model.train()
         self._freeze(described)  # a model's own hook may put what it freezes into evaluation mode
         self.loss_options = LossOptions(
-            loss_type=choose_loss_type(current_build_context().flags, described.loss_cfg),
+            loss_type=choose_loss_type(current_build_context().loss, described.loss_cfg),
             compute_mode=described.loss_cfg.compute_mode,
             chunk_size=described.loss_cfg.effective_chunk_size,
         )

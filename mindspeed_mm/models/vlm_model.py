@@ -164,7 +164,7 @@ class VLModel(MegatronModule):
                 stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
                 meta_model(ModelHub.get(None, hf_config), hf_config),
                 loss_options=LossOptions(
-                    loss_type=choose_loss_type(context.flags, described.loss_cfg),
+                    loss_type=choose_loss_type(context.loss, described.loss_cfg),
                     compute_mode=described.loss_cfg.compute_mode,
                     chunk_size=described.loss_cfg.effective_chunk_size,
                 ),
@@ -177,7 +177,7 @@ class VLModel(MegatronModule):
         model.source_dtype = getattr(hf_config, "dtype", None)
         model.pending_weights = None if described.train_from_scratch else described.init_from_hf_path
         if sizes.pipeline > 1 and not sizes.variable_seq_lengths:
-            model.seq_length = getattr(context.flags, "seq_length", None)
+            model.seq_length = context.seq_length
             if model.seq_length is None:
                 raise ConfigError(
                     "--seq-length is missing: pipeline stages exchange tensors of that length, and rows are padded to "

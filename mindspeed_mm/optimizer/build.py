@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.configs.run_sections import OptimizerConfig
 from mindspeed_mm.optimizer.groups import build_param_groups
 from mindspeed_mm.utils.errors import ConfigError
 
 
-def build_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return AdamW (--optimizer adam or adamw) or SGD over the trainable parameters of `model`.
 
     Args:
-        args: lr, adam_beta1, adam_beta2, adam_eps, sgd_momentum, weight_decay_exclude_modules, lr_scale_modules,
-            lr_mult.
+        config: of the run.
     """
     groups = build_param_groups(
         model.named_parameters(),
-        no_decay_names=args.weight_decay_exclude_modules or (),
-        scaled_names=args.lr_scale_modules or (),
-        lr_mult=args.lr_mult,
+        no_decay_names=config.weight_decay_exclude_modules,
+        scaled_names=config.lr_scale_modules,
+        lr_mult=config.lr_mult,
     )
-    if args.optimizer in ("adam", "adamw"):
+    if config.optimizer in ("adam", "adamw"):
         return torch.optim.AdamW(
             groups,
-            lr=args.lr,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_eps,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
             fused=accelerator.current().supports_fused_adamw(),
         )
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
-    raise ConfigError(f"--optimizer {args.optimizer} is unknown; expected adam, adamw or sgd")
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+    raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw or sgd")
 
 
 @torch.no_grad()

@@ -109,11 +109,11 @@ class DynamicLossScale(LossScale):
         self.scale = max(self.scale * _BACKOFF, self._minimum)
 
 
-def loss_scale_from_args(args: Any, compute_dtype: str) -> LossScale:
+def build_loss_scale(precision: PrecisionArguments, compute_dtype: str) -> LossScale:
     """Return the loss scale that a run needs, and say which of its flags have no effect.
 
     Args:
-        args: loss_scale, and for fp16 without it initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis.
+        precision: of the run.
         compute_dtype: bf16, fp16 or fp32.
 
     Returns:
@@ -121,21 +121,21 @@ def loss_scale_from_args(args: Any, compute_dtype: str) -> LossScale:
     """
     if compute_dtype != "fp16":
         why = f"only fp16 needs a loss scale, and this run computes in {compute_dtype}"
-        _say_no_effect(args, ("loss_scale", *_DYNAMIC_FLAGS), why)
+        _say_no_effect(precision, ("loss_scale", *_DYNAMIC_FLAGS), why)
         return LossScale()
-    if args.loss_scale is not None:
-        _say_no_effect(args, _DYNAMIC_FLAGS, "--loss-scale fixes the loss scale")
-        return LossScale(args.loss_scale)
+    if precision.loss_scale is not None:
+        _say_no_effect(precision, _DYNAMIC_FLAGS, "--loss-scale fixes the loss scale")
+        return LossScale(precision.loss_scale)
     return DynamicLossScale(
-        args.initial_loss_scale,
-        minimum=args.min_loss_scale,
-        window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
+        precision.initial_loss_scale,
+        minimum=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
     )
 
 
-def _say_no_effect(args: Any, names: tuple[str, ...], why: str) -> None:
+def _say_no_effect(precision: Any, names: tuple[str, ...], why: str) -> None:
     for name in names:
         default = getattr(PrecisionArguments, name)
-        if getattr(args, name, default) != default:
+        if getattr(precision, name, default) != default:
             notice(f"--{name.replace('_', '-')} has no effect here: {why}")

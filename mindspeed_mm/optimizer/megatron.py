@@ -10,6 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from torch import nn
 
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.run_sections import OptimizerConfig as RunOptimizer
 from mindspeed_mm.optimizer.groups import IsIdle, build_param_groups
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.utils.errors import ConfigError
@@ -17,7 +19,7 @@ from mindspeed_mm.utils.errors import ConfigError
 _TOWER = "modalities"
 
 
-def build_megatron_optimizer(model: Sequence[Any], args: Any, params_dtype: torch.dtype, trained: Sequence[str]) -> Any:
+def build_megatron_optimizer(model: Sequence[Any], run: Run, params_dtype: torch.dtype, trained: Sequence[str]) -> Any:
     """Return Megatron's optimizer for the wrapped chunks of this rank.
 
     Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. Parameters
@@ -25,7 +27,7 @@ def build_megatron_optimizer(model: Sequence[Any], args: Any, params_dtype: torc
 
     Args:
         model: chunks in Megatron's DistributedDataParallel.
-        args: lr, adam_*, sgd_momentum, use_distributed_optimizer, overlap_param_gather, clip_grad, ….
+        run: the description.
         trained: names of the parameters that are trained on any rank, by `trained_names`.
 
     Returns:
@@ -35,23 +37,23 @@ def build_megatron_optimizer(model: Sequence[Any], args: Any, params_dtype: torc
     Raises:
         ConfigError: an optimizer that Megatron-core can't spread, or nothing is trained anywhere.
     """
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+    if run.optimizer.optimizer == "sgd" and run.parallel.use_distributed_optimizer:
         raise ConfigError("--optimizer sgd: Megatron's distributed optimizer steps Adam only; remove one of the flags")
-    groups = _groups(model, args, trained)
+    groups = _groups(model, run, trained)
     config = OptimizerConfig(
-        optimizer="sgd" if args.optimizer == "sgd" else "adam",
-        lr=args.lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        sgd_momentum=args.sgd_momentum,
+        optimizer="sgd" if run.optimizer.optimizer == "sgd" else "adam",
+        lr=run.optimizer.lr,
+        weight_decay=run.optimizer.weight_decay,
+        adam_beta1=run.optimizer.adam_beta1,
+        adam_beta2=run.optimizer.adam_beta2,
+        adam_eps=run.optimizer.adam_eps,
+        sgd_momentum=run.optimizer.sgd_momentum,
         fp16=params_dtype == torch.float16,
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         loss_scale=1.0 if params_dtype == torch.float16 else None,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-        overlap_param_gather=args.overlap_param_gather,
+        use_distributed_optimizer=run.parallel.use_distributed_optimizer,
+        overlap_param_gather=run.parallel.overlap_param_gather,
         clip_grad=0.0,  # clipped together with the division by the global batch's tokens
     )
     model_parallel = parallel_state.get_model_parallel_group()
@@ -118,37 +120,45 @@ def _named(chunk: Any) -> list[tuple[tuple[str, ...], nn.Parameter]]:
     return [(made_of(n).sources if made_of else (n,), p) for n, p in named]
 
 
-def _refuse_parts(names: tuple[str, ...], args: Any) -> None:
+def _refuse_parts(names: tuple[str, ...], config: RunOptimizer) -> None:
     """Refuse to treat a part of a parameter in another way than the rest of it."""
-    for flag in ("weight_decay_exclude_modules", "lr_scale_modules"):
-        for wanted in getattr(args, flag) or ():
+    for flag, words in (
+        ("weight-decay-exclude-modules", config.weight_decay_exclude_modules),
+        ("lr-scale-modules", config.lr_scale_modules),
+    ):
+        for wanted in words:
             hit = [name for name in names if wanted.lower() in name.lower()]
             if hit and len(hit) < len(names):
                 raise ConfigError(
-                    f"--{flag.replace('_', '-')} {wanted}: {', '.join(names)} are one parameter on the Megatron "
+                    f"--{flag} {wanted}: {', '.join(names)} are one parameter on the Megatron "
                     f"backend, and only {', '.join(hit)} have this in their names; name what all of them have, or add "
                     "--use-torch-fsdp2"
                 )
 
 
-def _groups(model: Sequence[Any], args: Any, trained: Sequence[str]) -> list[dict[str, Any]]:
+def _groups(model: Sequence[Any], run: Run, trained: Sequence[str]) -> list[dict[str, Any]]:
     named: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {(): []}
     for chunk in model:
         modalities_of = getattr(chunk.module, "modalities_of", lambda name: ())
         own_names = {id(p): n for n, p in chunk.module.named_parameters()}
         for names, param in _named(chunk):
-            _refuse_parts(names, args)
+            _refuse_parts(names, run.optimizer)
             named.setdefault(tuple(modalities_of(own_names[id(param)])), []).append((names[0], param))
     groups = []
     for modalities, parameters in named.items():
         for group in build_param_groups(
             parameters,
-            no_decay_names=args.weight_decay_exclude_modules or (),
-            scaled_names=args.lr_scale_modules or (),
-            lr_mult=args.lr_mult,
+            no_decay_names=run.optimizer.weight_decay_exclude_modules,
+            scaled_names=run.optimizer.lr_scale_modules,
+            lr_mult=run.optimizer.lr_mult,
             known_names=trained,
         ):
             # what Megatron-core expects in a group of its own making
-            own = {"is_expert_parallel": False, "default_config": True, "max_lr": args.lr, "min_lr": args.min_lr}
+            own = {
+                "is_expert_parallel": False,
+                "default_config": True,
+                "max_lr": run.optimizer.lr,
+                "min_lr": run.schedule.min_lr,
+            }
             groups.append({**group, **own, _TOWER: list(modalities)})
     return groups

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.configs.argument_rules import schedule_lengths
-from mindspeed_mm.configs.run_sections import ScheduleConfig, pick
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -130,24 +129,24 @@ class Schedule:
         self._apply()
 
 
-def schedule_from_args(args: Any) -> ScheduleOptions:
-    """Read the schedule's flags, once the length of the run is known."""
-    lengths = schedule_lengths(pick(ScheduleConfig, args), args.train_samples, args.global_batch_size)
-    if args.lr_decay_style == "WSD" and not 0 < lengths.wsd_decay <= lengths.decay:
+def schedule_options(run: Run) -> ScheduleOptions:
+    """Return the schedule of a run whose length is known."""
+    lengths = run.schedule_lengths()
+    if run.schedule.lr_decay_style == "WSD" and not 0 < lengths.wsd_decay <= lengths.decay:
         raise ConfigError(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters (or -samples): between 1 and the "
             f"{lengths.decay:g} steps of the whole decay"
         )
     return ScheduleOptions(
-        max_lr=args.lr,
-        min_lr=args.min_lr or 0.0,
-        warmup_init_lr=args.lr_warmup_init or 0.0,
+        max_lr=run.optimizer.lr,
+        min_lr=run.schedule.min_lr,
+        warmup_init_lr=run.schedule.lr_warmup_init,
         warmup_steps=lengths.warmup,
         decay_steps=lengths.decay,
-        decay_style=args.lr_decay_style,
+        decay_style=run.schedule.lr_decay_style,
         wsd_decay_steps=lengths.wsd_decay,
-        wsd_decay_style=args.lr_wsd_decay_style,
-        start_weight_decay=args.start_weight_decay,
-        end_weight_decay=args.end_weight_decay,
-        weight_decay_style=args.weight_decay_incr_style,
+        wsd_decay_style=run.schedule.lr_wsd_decay_style,
+        start_weight_decay=run.optimizer.start_weight_decay,
+        end_weight_decay=run.optimizer.end_weight_decay,
+        weight_decay_style=run.optimizer.weight_decay_incr_style,
     )

@@ -25,6 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from mindspeed_mm.backends import fsdp2 as backend_module
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
+from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.transformers import base_model
@@ -34,6 +35,7 @@ from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.meshes import ParameterMeshes
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import logger
+from tests.support.runs import run_of
 from tests.support.tiny_steps import TinySteps
 from tests.support.workers import RankPool
 
@@ -454,7 +456,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32(
 
 @covers("reduce_dtype")
 def test_the_flag_for_fp32_gradients_refuses_another_reduce_dtype() -> None:
-    flags = SimpleNamespace(bf16=True, fp16=False, accumulate_allreduce_grads_in_fp32=True)
+    flags = PrecisionArguments(bf16=True, accumulate_allreduce_grads_in_fp32=True)
     for fits in (None, "fp32"):
         assert backend_module.with_precision(Fsdp2Config(reduce_dtype=fits), flags).param_dtype == "bf16"
     with pytest.raises(ConfigError, match=r"in-fp32: fsdp2.yaml's reduce_dtype is bf16; write reduce_dtype: fp32, or"):
@@ -547,12 +549,9 @@ def test_offload_to_cpu(ranks2: RankPool, written: Callable[..., str]) -> None:
 @covers("offload_to_cpu")
 @pytest.mark.parametrize("offload", [False, True])
 def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., str], offload: bool) -> None:
-    args = SimpleNamespace(
+    run = run_of(
+        use_torch_fsdp2=True,
         fsdp2_config_path=written(offload_to_cpu=offload),
-        bf16=False,
-        fp16=False,
-        accumulate_allreduce_grads_in_fp32=False,
-        recompute_granularity=None,
         distributed_backend="nccl",
         distributed_timeout_minutes=1,
     )
@@ -560,7 +559,7 @@ def test_offload_to_cpu_needs_a_group_for_host_tensors(written: Callable[..., st
         mock.patch.object(backend_module, "start_world", side_effect=InterruptedError) as start,
         pytest.raises(InterruptedError),
     ):
-        FSDP2Backend().setup(args)
+        FSDP2Backend().setup(run)
     assert start.call_args.kwargs == {"timeout_minutes": 1, "needs_cpu_tensors": offload}
 
 
@@ -642,21 +641,9 @@ def test_prefetch_follows_the_order_of_execution(
 
 def collectives_of_a_step(path: str, micro_batches: int) -> tuple[int, int, float]:
     """Reduce-scatters and all-reduces of a step's micro-batches in the real backend, and the gradient they leave."""
-    args = SimpleNamespace(
-        fsdp2_config_path=path,
-        bf16=False,
-        fp16=False,
-        accumulate_allreduce_grads_in_fp32=False,
-        recompute_granularity=None,
-        distributed_backend="gloo",
-        distributed_timeout_minutes=1,
-        init_model_with_meta_device=False,
-        seed=1,
-        trust_remote_code=False,
-        loss_scale=None,
-    )
+    run = run_of(world_size=dist.get_world_size(), use_torch_fsdp2=True, fsdp2_config_path=path, seed=1)
     backend = FSDP2Backend()
-    backend.setup(args)
+    backend.setup(run)
     backend.build_model(Toy, load_weights=True)
 
     def forward_step(data: Iterator[torch.Tensor], model: nn.Module) -> tuple[torch.Tensor, Any]:

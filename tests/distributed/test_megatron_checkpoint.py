@@ -7,7 +7,6 @@ parameters over tensor-parallel ranks, split by `Made.split`; what data-parallel
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from tests.support.runs import run_of
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir
 from tests.support.tiny_families import weights_in
 from tests.support.workers import RankPool
@@ -138,24 +138,19 @@ class Run:
         self.model = [
             DistributedDataParallel(config, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(self.chunks)
         ]
-        args = Namespace(
+        run = run_of(
             optimizer=layout.optimizer,
             use_distributed_optimizer=layout.distributed,
-            overlap_param_gather=False,
             lr=0.01,
-            min_lr=0.0,
             weight_decay=0.1,
             adam_beta1=0.9,
             adam_beta2=0.95,
             adam_eps=1e-8,
             sgd_momentum=0.9,
-            weight_decay_exclude_modules=None,
-            lr_scale_modules=None,
-            lr_mult=1.0,
         )
         names: list[Any] = [None] * RANKS
         dist.all_gather_object(names, trained_names(self.model))
-        self.optimizer = build_megatron_optimizer(self.model, args, dtype, sorted(set().union(*names)))
+        self.optimizer = build_megatron_optimizer(self.model, run, dtype, sorted(set().union(*names)))
         self.stored.attach(self.optimizer)
 
     def step(self, number: int) -> None:

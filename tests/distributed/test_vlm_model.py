@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ def build(config: dict[str, Any], rank: int = 0, vp_stage: int | None = None, **
     from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
-    flags, in_run = Namespace(seq_length=sizes.pop("seq_length", 64)), sizes.pop("in_run", False)
-    with build_context(BuildContext(sizes=ParallelSizes(**sizes), pipeline_rank=rank, flags=flags, in_run=in_run)):
+    length, in_run = sizes.pop("seq_length", 64), sizes.pop("in_run", False)
+    context = BuildContext(sizes=ParallelSizes(**sizes), pipeline_rank=rank, seq_length=length, in_run=in_run)
+    with build_context(context):
         return VLModel.from_config(config, vp_stage)
 
 

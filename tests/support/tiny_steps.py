@@ -13,7 +13,7 @@ from torch import nn
 
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
-from tests.support.trained_wan import run_flags
+from tests.support.runs import run_of
 
 
 @dataclass
@@ -86,7 +86,8 @@ class TinySteps:
             from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 
             self.backend: Any = FSDP2Backend()
-            self.backend.setup(run_flags(use_torch_fsdp2=True, **flags))
+            run = run_of(world_size=dist.get_world_size(), use_torch_fsdp2=True, **flags)
+            self.backend.setup(run)
             self.backend.build_model(model or Line, load_weights=True)
         else:
             from mindspeed_mm import accelerator
@@ -95,9 +96,10 @@ class TinySteps:
             from mindspeed_mm.backends.ptd import PTDBackend
 
             self.backend = PTDBackend()
-            self.backend.setup(run_flags(**flags))
+            run = run_of(world_size=dist.get_world_size(), **flags)
+            self.backend.setup(run)
             self.backend.build_model(model or Chunk, load_weights=True)
-        self.backend.build_optimizer(self.backend.model)
+        self.backend.build_optimizer(self.backend.model, run)
 
     def step(self, micros: Sequence[Micro]) -> Any:
         """Train a step on this rank's micro-batches; returns its result."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.runs import run_of
 from tests.support.tiny_diffusers import build_diffusers, diffusers_class, diffusers_config, wan_inputs
 
 ROWS = 4  # of a global batch
@@ -21,25 +21,6 @@ def write_wan_dir(folder: Path, seed: int = 0, **how: Any) -> Path:
     """A diffusers directory of the tiny Wan transformer; `how` is `save_pretrained`'s."""
     build_diffusers("wan", seed).save_pretrained(folder, **how)
     return folder
-
-
-def run_flags(**flags: Any) -> Namespace:
-    """The flags of a run: their defaults, but for `flags`."""
-    from mindspeed_mm.configs.flags import GROUPS
-    from mindspeed_mm.configs.flags.spec import all_flags
-
-    defaults = {item.name: item.default for item in all_flags(GROUPS)}
-    usual = {
-        "lr": 1e-2,
-        "lr_decay_style": "constant",
-        "distributed_backend": "gloo",
-        "train_iters": 100,
-        "lr_decay_iters": 100,
-        "start_weight_decay": 0.01,
-        "end_weight_decay": 0.01,
-        "seed": 3,
-    }
-    return Namespace(**{**defaults, **usual, **flags})
 
 
 class Generator(nn.Module):
@@ -81,9 +62,10 @@ class TrainedWan:
         file.write_text(f"sharding_size: {sharding_size}\nsub_modules_to_wrap: {WAN_BLOCKS}\n")
         resumes = flags.pop("resumes", False)
         self.backend = FSDP2Backend()
-        self.backend.setup(run_flags(fsdp2_config_path=str(file), **flags))
+        run = run_of(world_size=dist.get_world_size(), use_torch_fsdp2=True, fsdp2_config_path=str(file), **flags)
+        self.backend.setup(run)
         self.backend.build_model(lambda: Generator(**(model or {})), load_weights=not resumes)
-        self.backend.build_optimizer(self.backend.model)
+        self.backend.build_optimizer(self.backend.model, run)
         self.iteration = 0
         self._savers: dict[bool, Any] = {}
 

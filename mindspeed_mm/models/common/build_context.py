@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.parallel.recompute import BlockRecompute
 from mindspeed_mm.parallel.sizes import ParallelSizes
@@ -24,7 +24,9 @@ class BuildContext:
         defer_weights: build the structure only, on meta; whoever builds fills each rank's part after sharding.
         seed: of random weights.
         trust_remote_code: whether modelling files of the checkpoint may run.
-        flags: of the launch, for those that choose the loss type (--calculate-per-token-loss and the like).
+        loss: flags that choose the loss type (--calculate-per-token-loss and the like).
+        seq_length: longest row in tokens; None: no limit.
+        fsdp2_config_path: fsdp2.yaml of the run, which `fsdp2` is the content of.
         sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
         loss_group: data-parallel ranks.
         recompute: what the flags say of recompute under FSDP2.
@@ -36,7 +38,9 @@ class BuildContext:
     defer_weights: bool = False
     seed: int = 1234
     trust_remote_code: bool = False
-    flags: Namespace = field(default_factory=Namespace)
+    loss: LossArguments = field(default_factory=LossArguments)
+    seq_length: int | None = None
+    fsdp2_config_path: object = None
     sizes: ParallelSizes | None = None
     pipeline_rank: int = 0
     loss_group: Any = None
@@ -62,7 +66,7 @@ def fsdp2_config(path: str | None) -> Fsdp2Config:
         ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
     """
     context = _current.get()
-    if context is not None and context.fsdp2 is not None and path == getattr(context.flags, "fsdp2_config_path", None):
+    if context is not None and context.fsdp2 is not None and path == context.fsdp2_config_path:
         return context.fsdp2
     return load_fsdp2_config(path)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from mindspeed_mm.configs import model_config
 from mindspeed_mm.configs.config import ConfigReader
+from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.model_config import (
     LossConfig,
     TransformersModelConfig,
@@ -219,13 +219,13 @@ def test_a_model_of_ones_own_needs_no_hf_directory(said: list[str]) -> None:
     ],
 )
 def test_loss_type(flag: str | None, in_file: str | None, chosen: str) -> None:
-    args = Namespace(**({flag: True} if flag else {}))
-    assert choose_loss_type(args, LossConfig(loss_type=in_file)) == chosen
+    flags = LossArguments(**({flag: True} if flag else {}))
+    assert choose_loss_type(flags, LossConfig(loss_type=in_file)) == chosen
 
 
 def test_loss_type_conflict() -> None:
     with pytest.raises(ConfigError, match=r"--calculate-token-loss asks for token_loss.*'default'"):
-        choose_loss_type(Namespace(calculate_token_loss=True), LossConfig(loss_type="default"))
+        choose_loss_type(LossArguments(calculate_token_loss=True), LossConfig(loss_type="default"))
 
 
 def test_the_mapping_is_left_as_it_was() -> None:

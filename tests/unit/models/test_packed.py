@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_mm.backends.packing import asks_for_packing, check_packing
+from mindspeed_mm.backends.packing import check_packing
+from mindspeed_mm.configs.packing import asks_for_packing
+from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.models.common.boundaries import PackedRows
 from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.common.packed import Unpacked, restarting_positions, run_lengths, take_documents
@@ -18,6 +19,7 @@ from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.packs import make_samples, pack
+from tests.support.runs import run_of
 
 DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 0, 0], [1, 2, 3, 3, 3, 3, 3]])
 
@@ -177,9 +179,9 @@ def test_a_mask_that_lets_samples_see_each_other_ends_the_run(qwen3_dir: Path, m
     model(**model.prepare(pack([samples[:1], samples[1:3]])))
 
 
-def run_args(dynamic: bool = False, **basic: Any) -> SimpleNamespace:
+def batch_of(dynamic: bool = False, **basic: Any) -> Batch:
     data = {"dataset_param": {"basic_parameters": basic}}
-    return SimpleNamespace(use_txt_dynamic_batching=dynamic, mm=SimpleNamespace(data=data))
+    return run_of(use_txt_dynamic_batching=dynamic, files={"data": data}).batch
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.full)])
@@ -192,7 +194,7 @@ def test_implementations_that_separate_samples_pass(attention: str, qwen3_dir: P
 
 
 def test_who_can_not_separate_samples_refuses_before_the_run(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = run_args(packing="true")
+    asked = batch_of(packing="true")
     model = text_model(qwen3_dir)
     model.model.config._attn_implementation = "paged|nobody_knows"
     with pytest.raises(ConfigError, match=r"paged\|nobody_knows' gets no mask"):
@@ -204,8 +206,8 @@ def test_who_can_not_separate_samples_refuses_before_the_run(qwen3_dir: Path, mo
     with pytest.raises(ConfigError, match="can't train on packed rows"):
         model.prepare(pack([make_samples(qwen3_dir)[:2]]))
     with pytest.raises(ConfigError, match="can't train on packed rows"):
-        check_packing(model, run_args(dynamic=True))
-    check_packing(model, run_args())
+        check_packing(model, batch_of(dynamic=True))
+    check_packing(model, batch_of())
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from mindspeed_mm.configs.flags.model import PrecisionArguments
-from mindspeed_mm.optimizer.loss_scale import DynamicLossScale, LossScale, loss_scale_from_args
+from mindspeed_mm.optimizer.loss_scale import DynamicLossScale, LossScale, build_loss_scale
 from mindspeed_mm.utils import log
 
 
@@ -22,8 +21,8 @@ def scales(outcomes: str, loss_scale: LossScale) -> list[float]:
     return found
 
 
-def precision(**flags: Any) -> Namespace:
-    return Namespace(**{**vars(PrecisionArguments()), **flags})
+def precision(**flags: Any) -> PrecisionArguments:
+    return PrecisionArguments(**flags)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +94,15 @@ def test_overflow_at_the_minimum_is_said_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_run_gets() -> None:
-    assert loss_scale_from_args(precision(), "fp32").scale == 1.0
-    assert loss_scale_from_args(precision(loss_scale=8.0), "bf16").scale == 1.0
-    fixed = loss_scale_from_args(precision(loss_scale=8.0), "fp16")
+    assert build_loss_scale(precision(), "fp32").scale == 1.0
+    assert build_loss_scale(precision(loss_scale=8.0), "bf16").scale == 1.0
+    fixed = build_loss_scale(precision(loss_scale=8.0), "fp16")
     assert fixed.scale == 8.0 and not fixed.is_dynamic
-    dynamic = loss_scale_from_args(precision(), "fp16")
+    dynamic = build_loss_scale(precision(), "fp16")
     assert dynamic.scale == 2.0**32 and dynamic.is_dynamic
     assert scales("x" * 40, dynamic)[-1] == 1.0
     flags = {"initial_loss_scale": 64.0, "min_loss_scale": 16.0, "loss_scale_window": 2, "hysteresis": 1}
-    assert scales("xxx....", loss_scale_from_args(precision(**flags), "fp16")) == [32, 16, 16, 16, 32, 32, 64]
+    assert scales("xxx....", build_loss_scale(precision(**flags), "fp16")) == [32, 16, 16, 16, 32, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +125,6 @@ def test_flags_without_effect_are_said(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(log.logger, "warning", said.append)
-    loss_scale_from_args(precision(**flags), dtype)
+    build_loss_scale(precision(**flags), dtype)
     assert len(said) == len(starts)
     assert all(line.startswith(start) for line, start in zip(said, starts, strict=True))
