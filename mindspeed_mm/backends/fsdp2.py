@@ -45,7 +45,7 @@ from mindspeed_mm.optimizer.groups import IsIdle
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import build_loss_scale
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_options
-from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units
+from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units, use_summed_gradients
 from mindspeed_mm.parallel.recompute import BlockRecompute, recompute_blocks
 from mindspeed_mm.parallel.world import World, limit_waiting, start_world
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -138,6 +138,7 @@ class FSDP2Backend:
         self.model = model
         self._root = _sharded_root(model)
         self._units = sharded_units(self._root)
+        use_summed_gradients(self._root)  # a model's own sharding may have called torch's fully_shard itself
         for module, directory in waiting.items() if load_weights else ():
             self._load_weights_of(_sharded_root(module), Path(directory))
         if self.compute_dtype == "fp16" and hasattr(model, "expected_factor"):

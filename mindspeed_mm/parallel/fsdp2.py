@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
@@ -192,18 +193,15 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
         fully_shard(root, **kwargs)
 
 
-def use_summed_gradients(root: nn.Module, meshes: ParameterMeshes, at: str = "") -> None:
-    """Make every unit that has several ranks reduce gradients by plain sums, not means.
+def use_summed_gradients(root: nn.Module) -> None:
+    """Make every unit that has several ranks reduce gradients by plain sums, not means, whoever made it a unit.
 
     The loss of a step is a sum over target tokens divided once by their global number, so a mean over ranks would
     have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum. On one rank nothing is summed, and
     a factor would cost a division.
-
-    Args:
-        at: path of `root` in the model that paths of `meshes` are relative to.
     """
-    for path, unit in root.named_modules():
-        if isinstance(unit, FSDPModule) and meshes.of(join_paths(at, path)).size() > 1:
+    for unit in sharded_units(root):
+        if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in unit.parameters()):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 

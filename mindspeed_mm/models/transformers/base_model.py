@@ -182,7 +182,7 @@ class FSDP2Mixin:
         units = find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap")
         at = next((path for path, m in self._module().named_modules() if m is root), "")
         fsdp2.wrap_modules(root, units, plan, at)
-        fsdp2.use_summed_gradients(root, plan.meshes, at)
+        fsdp2.use_summed_gradients(root)
         guard_idle_encoders(root, traits)
 
     def set_modules_to_prefetch(

@@ -102,6 +102,9 @@ def test_each_unit_is_sharded_over_its_own_mesh(root: str, listed: list[str], ex
 def test_gradients_are_summed_over_meshes_of_several_ranks_only() -> None:
     model, asked = Model(), []
 
+    class Sharded(nn.Parameter):
+        device_mesh = ONE
+
     class Unit(nn.Linear):
         def set_gradient_divide_factor(self, factor: float) -> None:
             asked.append((self, factor))
@@ -109,9 +112,12 @@ def test_gradients_are_summed_over_meshes_of_several_ranks_only() -> None:
         def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
             asked.append((self, enable))
 
-    model.layers[0], model.layers[1] = Unit(2, 2), Unit(2, 2)
-    with mock.patch.object(fsdp2, "FSDPModule", Unit):
-        use_summed_gradients(model, plan_of(Model()).meshes)
+    for number, ranks in enumerate((FOUR, ONE)):
+        model.layers[number] = Unit(2, 2)
+        model.layers[number].weight = Sharded(torch.zeros(2, 2))
+        model.layers[number].weight.device_mesh = ranks
+    with mock.patch.object(fsdp2, "FSDPModule", Unit), mock.patch.object(fsdp2, "DTensor", Sharded):
+        use_summed_gradients(model)
     assert asked == [(model.layers[0], 1.0), (model.layers[0], True)]
 
 
