@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset, Subset
 
-from mindspeed_mm.configs.global_args import get_args
+import mindspeed_mm
+from megatron.training import get_args
 from mindspeed_mm.training import pretrain
 
 
