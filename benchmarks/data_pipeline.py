@@ -267,7 +267,7 @@ def balance(folder: Path, sizes: Sizes) -> None:
     from mindspeed_mm.data.measuring import Measurer
     from mindspeed_mm.data.order import FixedOrder
     from mindspeed_mm.data.pack_plan import PackPlanner
-    from mindspeed_mm.data.plan import Layout
+    from mindspeed_mm.data.plan import BatchLayout
 
     text = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
     text |= {"num_key_value_heads": 2, "vocab_size": 151936}
@@ -276,8 +276,8 @@ def balance(folder: Path, sizes: Sizes) -> None:
     data = SizedRows(40_000)
     micro_batches = 4
     for ranks in sizes.ranks:
-        layout = Layout(2, 2 * micro_batches * ranks, ranks)
-        packs = Layout(1, micro_batches * ranks, ranks)
+        layout = BatchLayout(2, 2 * micro_batches * ranks, ranks)
+        packs = BatchLayout(1, micro_batches * ranks, ranks)
 
         def measurer() -> Any:
             return Measurer(data, 0, lambda: len(data))

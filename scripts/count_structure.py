@@ -37,16 +37,16 @@ class Limit(NamedTuple):
 
 #: name of a count → its limit; a commit that lowers a count lowers the limit with it
 LIMITS = {
-    "description-writes": Limit(11, 0, "writes to the description of the run after it was built"),
-    "untyped-namespaces": Limit(74, 0, "parameters and fields that are an untyped namespace, below the doors"),
-    "model-attributes": Limit(37, 0, "getattr and hasattr of a named attribute on the trained model"),
+    "description-writes": Limit(0, 0, "writes to the description of the run after it was built"),
+    "untyped-namespaces": Limit(41, 0, "parameters and fields that are an untyped namespace, below the doors"),
+    "model-attributes": Limit(36, 0, "getattr and hasattr of a named attribute on the trained model"),
     "launcher-reads": Limit(0, 0, "reads of the launcher's ranks and sizes from the environment"),
-    "repeated-names": Limit(37, 0, "public names that several modules define"),
+    "repeated-names": Limit(0, 0, "public names that several modules define"),
     "import-cycles": Limit(0, 0, "files in a cycle of imports at the top of files"),
     "import-cycles-deferred": Limit(0, 0, "files in a cycle of imports, those inside functions included"),
-    "untyped-parameters": Limit(12.8, 4.0, "percent of the parameters that are Any or have no annotation"),
+    "untyped-parameters": Limit(11.7, 4.0, "percent of the parameters that are Any or have no annotation"),
     "long-files": Limit(1, 0, "files over 500 lines"),
-    "long-functions": Limit(4, 0, "functions over 70 lines"),
+    "long-functions": Limit(3, 0, "functions over 70 lines"),
 }
 #: counted for information: no limit applies
 INFORMATION = {
@@ -61,6 +61,7 @@ DESCRIPTION_NAMES = {"args", "run", "description"}
 BUILDERS = (
     "configs/arguments.py",
     "configs/config.py",  # merge_mm_args(args) adds what the files say
+    "configs/describe.py",
     "configs/implied_backend.py",
     "configs/layout_rules.py",
 )
@@ -78,13 +79,14 @@ LAUNCHER_MODULES = ("utils/launch.py", "configs/environment.py")
 #: names that several modules may define → where, and why
 REPEATED_BY_DESIGN: Mapping[str, tuple[str, ...]] = {
     "main": ("entry/", "tasks/", "tools/"),  # what a command line runs
-    # callbacks: a user's script defines them by these names, and so do ours
-    "model_provider": ("entry/",),
-    "get_batch": ("entry/",),
-    "loss_func": ("entry/",),
-    "forward_step": ("entry/",),
-    "train_valid_test_datasets_provider": ("entry/",),
-    # what a family's folder tells of itself, found by its name
+    # callbacks: a user's script defines them by these names, and so do our recipes
+    "model_provider": ("tasks/train/",),
+    "get_batch": ("tasks/train/",),
+    "loss_func": ("tasks/train/",),
+    "forward_step": ("tasks/train/",),
+    "train_valid_test_datasets_provider": ("tasks/train/",),
+    # what a folder of families or of dialects is searched for
+    "DIALECT": ("configs/dialects/",),
     "ADAPTER": ("models/transformers/",),
     "FAMILY": ("models/transformers/",),
     "TRAITS": ("models/transformers/",),

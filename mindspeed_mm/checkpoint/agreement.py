@@ -15,18 +15,16 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from mindspeed_mm.parallel.gather import GatherObjects
 from mindspeed_mm.utils.errors import ConfigError
 
-T = TypeVar("T")
-
-Gather = Callable[[Any], list[Any]]
-"""(value) → what every rank gave, by rank."""
+_T = TypeVar("_T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why a step failed on a rank.
 
     Attributes:
@@ -40,7 +38,7 @@ class Failure:
 class StepFailed(Exception):
     """A step failed on at least one rank; the same on all of them."""
 
-    def __init__(self, step: str, failures: list[Failure]) -> None:
+    def __init__(self, step: str, failures: list[RankFailure]) -> None:
         super().__init__(step, failures)
         self.step = step
         self.failures = failures
@@ -70,7 +68,7 @@ class Agreement:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def step(self, name: str, part: Callable[[], T]) -> list[T]:
+    def step(self, name: str, part: Callable[[], _T]) -> list[_T]:
         """Run `part` on every rank and return what each returned, by rank.
 
         Args:
@@ -80,8 +78,8 @@ class Agreement:
         Raises:
             StepFailed: on all ranks, if `part` raised on any; or here alone, if the others can't be heard.
         """
-        value: T | None = None
-        failure: Failure | None = None
+        value: _T | None = None
+        failure: RankFailure | None = None
         try:
             value = part()
         except (KeyboardInterrupt, SystemExit):
@@ -94,26 +92,26 @@ class Agreement:
             try:
                 dist.all_gather_object(answers, (value, failure), group=self.group)
             except RuntimeError as error:
-                lost = Failure(self.rank, f"the other ranks can't be heard ({first_line(error)})")
+                lost = RankFailure(self.rank, f"the other ranks can't be heard ({first_line(error)})")
                 raise StepFailed(name, [failure or lost]) from error
         failures = [failed for _, failed in answers if failed is not None]
         if failures:
             raise StepFailed(name, failures)
         return [answer for answer, _ in answers]
 
-    def _failure(self, error: BaseException) -> Failure:
+    def _failure(self, error: BaseException) -> RankFailure:
         shared = getattr(error, "failures", None)
         if isinstance(shared, dict):  # torch's: what failed on which rank, known to all of them
             if self.rank not in shared:
-                return Failure(self.rank, "")
+                return RankFailure(self.rank, "")
             error = shared[self.rank][0]
         full = no_space(error)
         if full is not None:
-            return Failure(self.rank, f"{first_line(full)} ({free_space(self._folder)})")
-        return Failure(self.rank, first_line(error))
+            return RankFailure(self.rank, f"{first_line(full)} ({free_space(self._folder)})")
+        return RankFailure(self.rank, first_line(error))
 
 
-def on_first_rank(part: Callable[[], object], rank: int, gather: Gather) -> None:
+def on_first_rank(part: Callable[[], object], rank: int, gather: GatherObjects) -> None:
     """Run `part` on rank 0 while the others wait for it.
 
     Raises:

@@ -50,7 +50,9 @@ def load(
         wanted |= optimizer_tensors(model, optimizer)
     averages = ema.tensors() if ema is not None and extra.get("ema") else {}
     shapes = {name: tuple(tensor.shape) for name, tensor in (wanted | averages).items()}
-    refuse_misfits(reader, shapes, with_optimizer=optimizer is not None, with_averages=ema is not None, strict=strict)
+    refuse_state_misfits(
+        reader, shapes, with_optimizer=optimizer is not None, with_averages=ema is not None, strict=strict
+    )
     _read(reader, wanted)
     if ema is not None:
         ema.restart()  # what a checkpoint lacks begins with its weights
@@ -73,7 +75,7 @@ def _read(reader: DcpReader, wanted: Mapping[str, torch.Tensor]) -> None:
     reader.read_into(requests)
 
 
-def refuse_misfits(
+def refuse_state_misfits(
     reader: DcpReader,
     wanted: Mapping[str, tuple[int, ...]],
     *,

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
+from mindspeed_mm.checkpoint.manifest import ReportBytes
 from mindspeed_mm.checkpoint.pipeline_folder import copy_parts, is_pipeline, size_in_words
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
 from mindspeed_mm.checkpoint.sources import WeightSource, has_weight_files, open_weights
@@ -47,8 +48,6 @@ from mindspeed_mm.utils.log import info_rank0
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_FILE = 5_000_000_000  # as on the hub
 _SMALLEST_FILE = 1_000_000_000
-
-Progress = Callable[[int], None]
 
 
 class Fetcher(Protocol):
@@ -183,7 +182,7 @@ def export_from(
     directory: Path,
     small_files: str,
     dtype: torch.dtype | None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> int:
     """Write what `source` holds as a HF directory, in one process and tensor by tensor; returns the number of tensors.
 
@@ -270,7 +269,7 @@ def _write_directory(
     dtype: torch.dtype | None,
     fetcher: Fetcher,
     agreement: Agreement | None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
     layout: PipelineLayout | None = None,
 ) -> None:
     rank, size = (agreement.rank, agreement.size) if agreement else (0, 1)
@@ -338,7 +337,7 @@ def _make_empty(working: Path, inside: Path) -> None:
 
 
 def _write_files(
-    files: list[_File], fetcher: Fetcher, working: Path, rank: int, size: int, progress: Progress | None
+    files: list[_File], fetcher: Fetcher, working: Path, rank: int, size: int, progress: ReportBytes | None
 ) -> None:
     """File i is written by rank i modulo size. Ranks take turns at gathering, and write while others gather."""
     problem: BaseException | None = None
@@ -368,7 +367,7 @@ def _write_files(
 class _Writer:
     """Writes a file in a thread of its own."""
 
-    def __init__(self, working: Path, file: _File, progress: Progress | None) -> None:
+    def __init__(self, working: Path, file: _File, progress: ReportBytes | None) -> None:
         self._file, self._progress = file, progress
         self._path = working / file.name
         self._queue: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=2)

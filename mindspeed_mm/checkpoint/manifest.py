@@ -22,7 +22,7 @@ ALGORITHM = "xxh3_128"
 _FORMAT = 1
 _BLOCK = 8 << 20
 
-Progress = Callable[[int], None]
+ReportBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FileSum:
     checksum: str
 
 
-def sum_file(path: Path, progress: Progress | None = None) -> FileSum:
+def sum_file(path: Path, progress: ReportBytes | None = None) -> FileSum:
     """Read a file block by block.
 
     Args:
@@ -94,8 +94,8 @@ def read_manifest(directory: Path) -> dict[str, FileSum]:
     return {name: _file_sum(path, name, entry) for name, entry in content["files"].items()}
 
 
-def verify(
-    directory: Path, rank: int = 0, size: int = 1, *, checksums: bool = True, progress: Progress | None = None
+def manifest_problems(
+    directory: Path, rank: int = 0, size: int = 1, *, checksums: bool = True, progress: ReportBytes | None = None
 ) -> list[str]:
     """Check the files of a checkpoint against its manifest; the ranks share the reading.
 
@@ -131,7 +131,7 @@ def _share(files: Mapping[str, FileSum], rank: int, size: int) -> list[str]:
     return mine
 
 
-def _compare(path: Path, expected: FileSum, checksums: bool, progress: Progress | None) -> str | None:
+def _compare(path: Path, expected: FileSum, checksums: bool, progress: ReportBytes | None) -> str | None:
     try:
         size = path.stat().st_size
         if size != expected.size:

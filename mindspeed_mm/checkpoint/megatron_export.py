@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, leaf
-from mindspeed_mm.checkpoint.megatron_parts import Part, Shape
+from mindspeed_mm.checkpoint.megatron_parts import Shape, SourceRegion
 
 
 class GatheredParts:
@@ -19,7 +19,7 @@ class GatheredParts:
     """
 
     def __init__(
-        self, parts: Iterable[tuple[Part, torch.Tensor]], shapes: Mapping[str, Shape], group: dist.ProcessGroup
+        self, parts: Iterable[tuple[SourceRegion, torch.Tensor]], shapes: Mapping[str, Shape], group: dist.ProcessGroup
     ) -> None:
         """
         All ranks together.
@@ -30,7 +30,7 @@ class GatheredParts:
             group: for tensors in host memory; of all ranks.
         """
         self._shapes, self._group, self._rank = shapes, group, dist.get_rank(group)
-        self._parts: dict[str, list[tuple[Part, torch.Tensor]]] = {}
+        self._parts: dict[str, list[tuple[SourceRegion, torch.Tensor]]] = {}
         for part, tensor in parts:
             self._parts.setdefault(part.source, []).append((part, tensor))
         own = {n: (found[0][1].dtype, [part.region for part, _ in found]) for n, found in self._parts.items()}

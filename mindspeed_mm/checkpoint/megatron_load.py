@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
-from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import Held, Part, Stepped
+from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron_parts import Held, SourceRegion, Stepped
 from mindspeed_mm.utils.log import notice
 
 
@@ -31,7 +31,7 @@ def read_tensors(
             if owned.main.dtype != h.param.dtype:
                 wanted += [(f"model.{part.source}", part, owned.main.data) for part in parts]
             if with_optimizer:
-                ensure_state(owned)
+                ensure_parameter_state(owned)
                 for name in state_names(owned.group):
                     wanted += [(f"optimizer.{part.source}.{name}", part, owned.state[name]) for part in parts]
         counted = h.made.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
@@ -48,7 +48,9 @@ def read_tensors(
             group["step"] = int(max(counts))
 
 
-def _read(reader: DcpReader, wanted: Sequence[tuple[str, Part, torch.Tensor]], steps: Sequence[str]) -> list[float]:
+def _read(
+    reader: DcpReader, wanted: Sequence[tuple[str, SourceRegion, torch.Tensor]], steps: Sequence[str]
+) -> list[float]:
     """Read parts into the tensors that hold them; returns the values of the scalars `steps`."""
     requests, apart = [], []
     for key, part, tensor in wanted:

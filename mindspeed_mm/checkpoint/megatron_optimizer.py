@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_parts import Span, Stepped
+from mindspeed_mm.checkpoint.megatron_parts import FlatRange, Stepped
 
 
 def is_spread(optimizer: Any) -> bool:
@@ -30,7 +30,7 @@ def stepped_parameters(optimizer: Any) -> dict[nn.Parameter, Stepped]:
     }
 
 
-def _stepped(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, Span]]:
+def _stepped(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, FlatRange]]:
     if isinstance(optimizer, DistributedOptimizer):
         pairs = chain(
             _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -57,7 +57,7 @@ def _pairs(params: list[list[Any]], mains: list[list[Any]]) -> Iterator[tuple[nn
 
 
 @torch.no_grad()
-def ensure_state(stepped: Stepped) -> None:
+def ensure_parameter_state(stepped: Stepped) -> None:
     """Give a parameter the state that its first step would create."""
     for name in state_names(stepped.group):
         if stepped.state.get(name) is None:

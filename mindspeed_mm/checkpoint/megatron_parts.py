@@ -19,12 +19,12 @@ from mindspeed_mm.models.common.megatron_names import Made, same
 from mindspeed_mm.utils.errors import CheckpointError
 
 Shape = tuple[int, ...]
-Span = tuple[int, int]
+FlatRange = tuple[int, int]
 """First element and the one after the last, of a flattened parameter of this rank."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceRegion:
     """A rectangle of a transformers' tensor that this rank holds.
 
     Attributes:
@@ -39,7 +39,7 @@ class Part:
     region: Region
     pieces: tuple[Region, ...]
     shape: Shape
-    span: Span
+    span: FlatRange
 
     @property
     def sizes(self) -> Shape:
@@ -100,7 +100,7 @@ class Held:
         """Whether the tensor-parallel ranks hold different parts."""
         return bool(getattr(self.param, "tensor_model_parallel", False))
 
-    def parts(self, span: Span | None = None) -> list[Part]:
+    def parts(self, span: FlatRange | None = None) -> list[SourceRegion]:
         """The rectangles that this rank's parameter, or elements `span` of it, consists of; neighbours are one."""
         shape = tuple(self.param.shape)
         first, end = span or (0, self.param.numel())
@@ -109,7 +109,7 @@ class Held:
             for source, region, part in self._in_sources(piece):
                 found.setdefault(source, []).append((region, part))
         return [
-            Part(source, region, pieces, shape, (first, end))
+            SourceRegion(source, region, pieces, shape, (first, end))
             for source, pairs in found.items()
             for region, pieces in _joined(pairs)
         ]
@@ -238,7 +238,7 @@ class Stepped:
     """
 
     main: torch.Tensor
-    span: Span
+    span: FlatRange
     group: dict[str, Any]
     state: dict[str, Any]
 
@@ -251,7 +251,7 @@ def to_write(
     tensor_rank: int,
     data_rank: int,
     data_size: int,
-) -> list[tuple[Held, Span]]:
+) -> list[tuple[Held, FlatRange]]:
     """What this rank writes, so that every element is written exactly once by all of them.
 
     Args:
@@ -272,12 +272,14 @@ def to_write(
     return spans
 
 
-def parameters(held: Sequence[Held]) -> list[tuple[Part, torch.Tensor]]:
+def parameters(held: Sequence[Held]) -> list[tuple[SourceRegion, torch.Tensor]]:
     """All that this rank holds of the parameters, part by part."""
     return [(part, h.param.data) for h in held for part in h.parts()]
 
 
-def precise_copies(held: Sequence[Held], stepped: Mapping[nn.Parameter, Stepped]) -> list[tuple[Part, torch.Tensor]]:
+def precise_copies(
+    held: Sequence[Held], stepped: Mapping[nn.Parameter, Stepped]
+) -> list[tuple[SourceRegion, torch.Tensor]]:
     """All that the optimizer holds here of parameters in a higher precision than theirs, part by part."""
     found = []
     for h in held:

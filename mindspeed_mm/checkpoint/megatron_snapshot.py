@@ -9,17 +9,17 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import Held, Part, Shape, Span, Stepped
+from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron_parts import FlatRange, Held, Shape, SourceRegion, Stepped
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.snapshot import Stored
-from mindspeed_mm.checkpoint.stored_pieces import Piece, StoredPieces
+from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
 
 _TRACKER = "tracker."
 
 
 def checkpoint_tensors(
-    mine: Iterable[tuple[Held, Span]],
+    mine: Iterable[tuple[Held, FlatRange]],
     stepped: Mapping[nn.Parameter, Stepped],
     shapes: Mapping[str, Shape],
     *,
@@ -32,7 +32,7 @@ def checkpoint_tensors(
         stepped: what the optimizer steps, by parameter; its state is made if no step has made it yet.
         shapes: of the whole tensors, by transformers' names.
     """
-    pieces: dict[str, list[tuple[Part, torch.Tensor]]] = {}
+    pieces: dict[str, list[tuple[SourceRegion, torch.Tensor]]] = {}
     stored: dict[str, Stored] = {}
     for h, span in mine:
         owned, parts = stepped.get(h.param), h.parts(span)
@@ -41,7 +41,7 @@ def checkpoint_tensors(
             pieces.setdefault(f"model.{part.source}", []).append((part, main))
         if owned is None or not with_optimizer:
             continue
-        ensure_state(owned)
+        ensure_parameter_state(owned)
         for part in parts:
             prefix = f"optimizer.{part.source}."
             for name in state_names(owned.group):
@@ -50,7 +50,7 @@ def checkpoint_tensors(
             if counts_steps(owned.group) and not any(start for start, _ in part.region):
                 stored[f"{prefix}step"] = torch.tensor(float(owned.group.get("step", 0)))
     for key, found in pieces.items():
-        made = [Piece(part.region, partial(part.value, tensor)) for part, tensor in found]
+        made = [StoredRegion(part.region, partial(part.value, tensor)) for part, tensor in found]
         stored[key] = StoredPieces(shapes[found[0][0].source], found[0][1].dtype, made)
     return stored
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.checkpoint import weights
-from mindspeed_mm.checkpoint.dcp import read_state, refuse_misfits
+from mindspeed_mm.checkpoint.dcp import read_state, refuse_state_misfits
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.hf_export import export_gathered
 from mindspeed_mm.checkpoint.lazy import Node, rounded
@@ -23,9 +23,9 @@ from mindspeed_mm.checkpoint.megatron_export import GatheredParts
 from mindspeed_mm.checkpoint.megatron_load import read_tensors
 from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, is_spread, state_names, stepped_parameters
 from mindspeed_mm.checkpoint.megatron_parts import (
+    FlatRange,
     Held,
     Shape,
-    Span,
     Stepped,
     hold,
     parameters,
@@ -129,7 +129,7 @@ class MegatronState:
             for name, entries in self._known.optimizer_entries.items():
                 shape = self._known.shapes[name]
                 wanted |= {f"optimizer.{name}.{e}": () if e == "step" else shape for e in entries}
-        refuse_misfits(reader, wanted, with_optimizer=optimizer, strict=strict)
+        refuse_state_misfits(reader, wanted, with_optimizer=optimizer, strict=strict)
         read_tensors(reader, self._held, self._stepped(), with_optimizer=optimizer)
         if rng:
             restore_tracked_states(restore_random_state(directory, self._world, extra, self._layout))
@@ -215,7 +215,7 @@ class MegatronState:
     def _stepped(self) -> dict[nn.Parameter, Stepped]:
         return {} if self._optimizer is None else stepped_parameters(self._optimizer)
 
-    def _to_write(self) -> list[tuple[Held, Span]]:
+    def _to_write(self) -> list[tuple[Held, FlatRange]]:
         return to_write(
             self._held,
             self._stepped(),

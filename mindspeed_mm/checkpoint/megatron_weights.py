@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
-from mindspeed_mm.checkpoint.megatron_parts import Part
+from mindspeed_mm.checkpoint.megatron_parts import SourceRegion
 from mindspeed_mm.models.transformers.base_model import init_function
 from mindspeed_mm.parallel.materialize import draw_own_parameters
 
 _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
 
 
-def fill(targets: Iterable[tuple[Part, torch.Tensor]], values: Mapping[str, Node], *, in_order: bool = False) -> None:
+def fill(
+    targets: Iterable[tuple[SourceRegion, torch.Tensor]], values: Mapping[str, Node], *, in_order: bool = False
+) -> None:
     """Fill tensors, each rank reading its parts of `values` only.
 
     Args:
@@ -37,7 +39,7 @@ def fill(targets: Iterable[tuple[Part, torch.Tensor]], values: Mapping[str, Node
 
 
 @torch.no_grad()  # a thread of its own has a mode of its own
-def _fill(part: Part, tensor: torch.Tensor, node: Node) -> None:
+def _fill(part: SourceRegion, tensor: torch.Tensor, node: Node) -> None:
     if len(part.pieces) == 1:
         node.read_into(part.region, part.value(tensor))
     else:

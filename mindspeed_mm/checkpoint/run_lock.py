@@ -21,8 +21,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.agreement import Gather, on_first_rank
+from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.run_folder import RunFolder
+from mindspeed_mm.parallel.gather import GatherObjects
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.log import info_rank0, logger
 
@@ -30,7 +31,7 @@ LOCK = "run.lock"
 
 
 @contextmanager
-def hold_run_folder(save: str | None, rank: int, gather: Gather) -> Iterator[RunLock | None]:
+def hold_run_folder(save: str | None, rank: int, gather: GatherObjects) -> Iterator[RunLock | None]:
     """Hold --save's folder while a run writes there, and remove what a killed one left half written.
 
     All ranks together.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mindspeed_mm.checkpoint.agreement import Agreement, Failure, StepFailed, first_line
+from mindspeed_mm.checkpoint.agreement import Agreement, RankFailure, StepFailed, first_line
 from mindspeed_mm.checkpoint.manifest import sum_files, write_manifest
 from mindspeed_mm.checkpoint.run_folder import RunFolder, find_checkpoint, iteration_directory, working_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot
@@ -184,7 +184,7 @@ class CheckpointSaver:
         except StepFailed as failure:
             running.failure = failure
         except Exception as error:  # on this thread nobody else would hear of it
-            running.failure = StepFailed("saving", [Failure(self._ranks.rank, first_line(error))])
+            running.failure = StepFailed("saving", [RankFailure(self._ranks.rank, first_line(error))])
         else:
             running.failure = None
             info_rank0(f"saved checkpoint {folder} ({running.times()})")

@@ -27,7 +27,7 @@ from torch.futures import Future
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
-from mindspeed_mm.checkpoint.stored_pieces import Piece, StoredPieces
+from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
@@ -111,7 +111,7 @@ class TensorSnapshots:
         copies: dict[str, Stored] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, StoredPieces):
-                made = [Piece(p.region, partial(_same, self._copy((name, p.region), p.value()))) for p in tensor]
+                made = [StoredRegion(p.region, partial(_same, self._copy((name, p.region), p.value()))) for p in tensor]
                 copies[name] = StoredPieces(tensor.shape, tensor.dtype, made)
             else:
                 copies[name] = self._copy(name, _local(tensor))

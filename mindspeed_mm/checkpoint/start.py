@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.agreement import Gather
-from mindspeed_mm.checkpoint.manifest import has_manifest, verify
+from mindspeed_mm.checkpoint.manifest import has_manifest, manifest_problems
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
 from mindspeed_mm.configs.hf_directory import hub_advice
+from mindspeed_mm.parallel.gather import GatherObjects
 from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
 from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
@@ -99,7 +99,7 @@ def _older_format(path: Path) -> str:
     )
 
 
-def refuse_damaged(directory: Path, rank: int, size: int, gather: Gather, *, checksums: bool = True) -> None:
+def refuse_damaged(directory: Path, rank: int, size: int, gather: GatherObjects, *, checksums: bool = True) -> None:
     """Check a checkpoint against its manifest, all ranks together, each a part of the files.
 
     Args:
@@ -127,8 +127,8 @@ def refuse_damaged(directory: Path, rank: int, size: int, gather: Gather, *, che
     raise CheckpointError(f"{text}; '{directory.parent}' holds no older one that is whole")
 
 
-def _problems(directory: Path, rank: int, size: int, gather: Gather, checksums: bool) -> list[str]:
+def _problems(directory: Path, rank: int, size: int, gather: GatherObjects, checksums: bool) -> list[str]:
     found: list[str] = []
-    for part in gather(verify(directory, rank, size, checksums=checksums)):
+    for part in gather(manifest_problems(directory, rank, size, checksums=checksums)):
         found += [p for p in part if p not in found]
     return found

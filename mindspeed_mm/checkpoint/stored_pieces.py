@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.lazy import Region
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRegion:
     """A rectangle of a tensor.
 
     Attributes:
@@ -31,7 +31,7 @@ class Piece:
 class StoredPieces:
     """What this rank writes of a tensor; torch's planner asks for it by the names with underscores."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredRegion]) -> None:
         """
         Args:
             shape: of the whole tensor.
@@ -40,7 +40,7 @@ class StoredPieces:
         self.shape, self.dtype = tuple(shape), dtype
         self.pieces = {tuple(start for start, _ in piece.region): piece for piece in pieces}
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[StoredRegion]:
         return iter(self.pieces.values())
 
     def at(self, index: MetadataIndex) -> torch.Tensor:
@@ -50,7 +50,7 @@ class StoredPieces:
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [self._write_item(name, piece) for piece in self.pieces.values()]
 
-    def _write_item(self, name: str, piece: Piece) -> WriteItem:
+    def _write_item(self, name: str, piece: StoredRegion) -> WriteItem:
         start = torch.Size([s for s, _ in piece.region])
         sizes = torch.Size([n for _, n in piece.region])
         data = TensorWriteData(

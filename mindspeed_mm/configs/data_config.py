@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mindspeed_mm.configs.data_rules import (
     COLLATORS,
+    IDLE_DATA_KEYS,
     MODELS_OWN_TEMPLATES,
-    NO_EFFECT,
-    REFUSED,
+    REFUSED_DATA_KEYS,
     SAMPLERS,
     SAMPLERS_NOT_YET,
 )
@@ -398,10 +398,10 @@ def _judge(section: Section, keys: SortedKeys, file: str, start: str = "") -> No
     """Refuse what isn't there yet, and say what has no effect: the parts apart, so that each is said once."""
     no_effect = {start + path: value for path, value in keys.published.items()}
     given = no_effect | _flatten(section, start)
-    raise_all([*refusals(given, REFUSED, file), *_older_limits(given, file)])
+    raise_all([*refusals(given, REFUSED_DATA_KEYS, file), *_older_limits(given, file)])
     loader = [path for path in no_effect if path.startswith("dataloader_param.")]
-    say_no_effect(loader, NO_EFFECT, file)
-    say_no_effect([path for path in no_effect if path not in loader], NO_EFFECT, file)
+    say_no_effect(loader, IDLE_DATA_KEYS, file)
+    say_no_effect([path for path in no_effect if path not in loader], IDLE_DATA_KEYS, file)
 
 
 def _older_limits(given: Mapping[str, Any], file: str) -> list[str]:

@@ -52,7 +52,7 @@ MODELS_OWN_TEMPLATES = (
 
 _BASIC = "dataset_param.basic_parameters"
 
-REFUSED = (
+REFUSED_DATA_KEYS = (
     Refused(f"{_BASIC}.use_pmcc_data", is_on, "this record format is not there; write false"),
     Refused(
         "dataset_param.preprocess_parameters.use_audio_in_video",
@@ -82,7 +82,7 @@ REFUSED = (
     ),
 )
 
-NO_EFFECT = (
+IDLE_DATA_KEYS = (
     NoEffect(
         rf"{_BASIC}\.(preprocessing_batch_size|async_preprocess.*)",
         "rows are prepared in the loader's workers, in order and ahead of time",

@@ -16,8 +16,8 @@ from mindspeed_mm.configs.data_config import (
 from mindspeed_mm.configs.generation_rules import (
     GENERATION_SAMPLERS,
     GENERATION_SAMPLERS_NOT_YET,
-    NO_EFFECT,
-    REFUSED,
+    IDLE_GENERATION_DATA_KEYS,
+    REFUSED_GENERATION_DATA_KEYS,
 )
 from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.other_scripts import GENERATION_TYPES, dataset_type_problem
@@ -286,7 +286,7 @@ class GenerationDataConfig(Section):
             raise ConfigError(problem)
         config, keys = build_section(cls, data, file, "data.json", published_paths("data"), "data")
         given = _given(config)
-        raise_all(refusals({**keys.published, **given}, REFUSED, file))
+        raise_all(refusals({**keys.published, **given}, REFUSED_GENERATION_DATA_KEYS, file))
         inert = ("dataloader_param.priority_mode", "dataloader_param.collate_param.")
         no_effect = [*keys.published, *(path for path in given if path.startswith(inert))]
         tokenizers = config.dataset_param.tokenizer_config or []
@@ -295,7 +295,7 @@ class GenerationDataConfig(Section):
             no_effect += [path for path in given if path.removeprefix("dataset_param.").startswith(_OF_CLIPS)]
             of_use = [f"dataset_param.preprocess_parameters.{key}" for key in ("cfg", "trust_remote_code")]
             no_effect = [path for path in no_effect if path not in of_use]
-        say_no_effect(sorted(no_effect), _OF_FEATURES if kind == "feature" else NO_EFFECT, file)
+        say_no_effect(sorted(no_effect), _OF_FEATURES if kind == "feature" else IDLE_GENERATION_DATA_KEYS, file)
         config._file = file
         return config
 
@@ -309,8 +309,8 @@ _OF_CLIPS = (
     "basic_parameters.data_storage",
 )
 _OF_FEATURES = (
-    *(rule for rule in NO_EFFECT if rule.pattern.startswith("dataloader_param")),
-    NO_EFFECT[-1]._replace(why="it was of use when the features were made"),
+    *(rule for rule in IDLE_GENERATION_DATA_KEYS if rule.pattern.startswith("dataloader_param")),
+    IDLE_GENERATION_DATA_KEYS[-1]._replace(why="it was of use when the features were made"),
 )
 
 

@@ -11,14 +11,14 @@ GENERATION_SAMPLERS_NOT_YET = tuple(name for name in SAMPLERS_NOT_YET if name !=
 
 _PREPROCESS = "dataset_param.preprocess_parameters"
 
-REFUSED = (
+REFUSED_GENERATION_DATA_KEYS = (
     Refused(f"{_PREPROCESS}.use_aesthetic", is_on, "aesthetic scores aren't written into captions; write false"),
     Refused("dataset_param.use_img_from_vid", is_on, "give pictures as rows of their own; write false"),
     Refused("dataset_param.use_img_num", is_on, "give pictures as rows of their own; write 0"),
     Refused("dataset_param.vid_img_fusion_by_splicing", is_on, "give pictures as rows of their own; write false"),
 )
 
-NO_EFFECT = (
+IDLE_GENERATION_DATA_KEYS = (
     NoEffect(rf"{_PREPROCESS}\.(video|image)_reader_type", "PyAV reads videos and Pillow pictures"),
     NoEffect(
         rf"{_PREPROCESS}\.(video_processor_type|image_processer_type)",

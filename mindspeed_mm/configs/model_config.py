@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
-from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, NO_EFFECT, REFUSED
+from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, IDLE_MODEL_KEYS, REFUSED_MODEL_KEYS
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import (
@@ -55,7 +55,7 @@ class ModuleBlock(Section):
     attn_implementation: Attention = Field(None, description="attention kernel of this part; absent = transformers'")
 
 
-class ImageEncoder(Section):
+class ImageEncoderBlock(Section):
     """`image_encoder`."""
 
     vision_encoder: ModuleBlock = Field(ModuleBlock(), description="vision tower")
@@ -167,7 +167,7 @@ class TransformersModelConfig(Section):
         [], description="modules imported first; they may register models"
     )
     attn_implementation: Attention = Field(None, description="attention kernel of every part that names none itself")
-    image_encoder: ImageEncoder = Field(ImageEncoder(), description="vision tower and projector")
+    image_encoder: ImageEncoderBlock = Field(ImageEncoderBlock(), description="vision tower and projector")
     vision_encoder: ModuleBlock = Field(ModuleBlock(), description="the same as image_encoder.vision_encoder")
     vision_projector: ModuleBlock = Field(ModuleBlock(), description="the same as image_encoder.vision_projector")
     audio_encoder: AudioEncoder = Field(AudioEncoder(), description="audio tower")
@@ -268,7 +268,7 @@ class TransformersModelConfig(Section):
         if own_model:
             own, no_effect = own | no_effect, {}  # what they mean there is the user's own affair
         else:
-            problems += refusals({**no_effect, **_raw_values(keys.typed)}, REFUSED, file)
+            problems += refusals({**no_effect, **_raw_values(keys.typed)}, REFUSED_MODEL_KEYS, file)
         config = None
         if not problems:
             config, problems = validate_section(cls, keys.typed, file)
@@ -276,7 +276,7 @@ class TransformersModelConfig(Section):
             problems.append(f"{file}: key 'init_from_hf_path' is missing: the HF directory with the model's config")
         raise_all(problems)
         assert config is not None
-        say_no_effect(no_effect, NO_EFFECT, file)
+        say_no_effect(no_effect, IDLE_MODEL_KEYS, file)
         config._own_keys.update(own)
         config._file = file
         return config

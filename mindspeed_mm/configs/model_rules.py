@@ -17,7 +17,7 @@ ATTENTION_NOT_YET = ("var_len_fa", "native-sparse")
 
 _PART = r"(image_encoder|audio_encoder|text_decoder|vision_encoder|vision_projector)(\.\w+)*"
 
-REFUSED = (
+REFUSED_MODEL_KEYS = (
     Refused(
         "text_decoder.moe_aux_loss_coeff",
         is_not_zero,
@@ -50,7 +50,7 @@ REFUSED = (
     ),
 )
 
-NO_EFFECT = (
+IDLE_MODEL_KEYS = (
     NoEffect(
         rf"{_PART}\.recompute_\w+|recompute(_plan.*)?",
         "recompute comes from fsdp2.yaml's recompute_modules, or from the flags",

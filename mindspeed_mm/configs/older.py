@@ -10,17 +10,17 @@ import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mindspeed_mm.configs.older_keys import OLDER, Kind, Older
+from mindspeed_mm.configs.older_keys import OLDER, Older, SettingKind
 from mindspeed_mm.configs.scalars import read_bool, show
 from mindspeed_mm.utils.log import notice
 
 
 @functools.cache
-def _table(kind: Kind) -> Mapping[str, Older]:
+def _table(kind: SettingKind) -> Mapping[str, Older]:
     return {path: row for row in OLDER if row.kind == kind for path in row.paths()}
 
 
-def older_key(kind: Kind, path: str) -> Older | None:
+def older_key(kind: SettingKind, path: str) -> Older | None:
     """Return what the table holds of a key (dotted path) or flag (without dashes in front); None: it is no older one.
 
     A key inside an object that is older as a whole is older too.
@@ -33,7 +33,7 @@ def older_key(kind: Kind, path: str) -> Older | None:
     return None
 
 
-def settle_older(kind: Kind, unknown: MutableMapping[str, Any], file: str) -> list[str]:
+def settle_older(kind: SettingKind, unknown: MutableMapping[str, Any], file: str) -> list[str]:
     """Take the keys of older releases out of `unknown` (path → value).
 
     Returns:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["flag", "model", "data", "fsdp2"]
+SettingKind = Literal["flag", "model", "data", "fsdp2"]
 #: "built in": nothing depends on it any more; "write": something else is written instead; "absent": it isn't served
 Fate = Literal["built in", "write", "absent"]
 
@@ -24,7 +24,7 @@ class Older:
         is_structure: every value but null says something, false and 0 too.
     """
 
-    kind: Kind
+    kind: SettingKind
     at: str
     names: str
     fate: Fate

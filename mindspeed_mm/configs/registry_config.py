@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = ("file_sha1", "split", "subset", "folder", "load_from")
 _ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 
 
-class Columns(Section):
+class ColumnNames(Section):
     """Names of columns; an absent one is the format's own."""
 
     prompt: str | None = Field(None, description="alpaca: the instruction; the text of a row of plain text")
@@ -65,7 +65,7 @@ class RegistryEntry(Section):
     formatting: Annotated[str, one_of(("alpaca", "sharegpt", "openai", "multimodal_tool"))] = Field(
         "alpaca", description="shape of a row"
     )
-    columns: Columns = Field(Columns(), description="names of columns")
+    columns: ColumnNames = Field(ColumnNames(), description="names of columns")
     tags: Tags = Field(Tags(), description="names inside a turn")
     num_samples: Annotated[int | None, BeforeValidator(read_row_limit)] = Field(
         None, description="upper bound on rows; null or -1 = all"

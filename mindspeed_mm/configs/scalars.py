@@ -19,7 +19,7 @@ _NULL_WORDS = frozenset({"none", "null"})
 _WHOLE_NUMBER = re.compile(r"[+-]?\d+")
 
 #: every accepted spelling of a dtype → its short name, the one that the rest of the package uses
-DTYPE_NAMES = {
+SHORT_DTYPE_NAMES = {
     "bf16": "bf16",
     "bfloat16": "bf16",
     "torch.bfloat16": "bf16",
@@ -82,7 +82,7 @@ def read_float(value: Any) -> float:
 
 def read_dtype(value: Any) -> str:
     """Read a dtype name and return its short form: `bf16`, `fp16` or `fp32`."""
-    name = DTYPE_NAMES.get(value.strip().lower()) if isinstance(value, str) else None
+    name = SHORT_DTYPE_NAMES.get(value.strip().lower()) if isinstance(value, str) else None
     if name is None:
         raise ValueError("expected one of bf16, fp16, fp32")
     return name

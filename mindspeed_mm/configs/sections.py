@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mindspeed_mm.configs.older import settle_older
-from mindspeed_mm.configs.older_keys import Kind
+from mindspeed_mm.configs.older_keys import SettingKind
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_dtype, read_float, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
@@ -158,7 +158,11 @@ def _sort_outside(value: Any, path: str, published: set[str], result: SortedKeys
 
 
 def unknown_key_problems(
-    kind: Kind | None, file: str, unknown: Mapping[str, Any], fields: Iterable[str], published: Iterable[str] = ()
+    kind: SettingKind | None,
+    file: str,
+    unknown: Mapping[str, Any],
+    fields: Iterable[str],
+    published: Iterable[str] = (),
 ) -> list[str]:
     """Return a sentence for each key that nobody knows, and for each of an older release that is refused.
 
@@ -213,7 +217,7 @@ def build_section(
     file: str | None,
     default_file: str,
     published: Iterable[str] = (),
-    kind: Kind | None = None,
+    kind: SettingKind | None = None,
 ) -> tuple[SectionT, SortedKeys]:
     """Make a section of a mapping; the caller says the notices about `SortedKeys.published`.
 

@@ -30,7 +30,7 @@ from mindspeed_mm.configs.sections import (
     unknown_key_problems,
     validate_section,
 )
-from mindspeed_mm.configs.sora_rules import AE_STRUCTURE, NO_EFFECT, REFUSED, STRUCTURE
+from mindspeed_mm.configs.sora_rules import AE_STRUCTURE, IDLE_SORA_KEYS, REFUSED_SORA_KEYS, STRUCTURE
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -309,11 +309,11 @@ class SoRAModelConfig(Section):
         of_ae = {p.removeprefix("ae."): v for p, v in no_effect.items() if AE_STRUCTURE.fullmatch(p)}
         fields = [*key_paths(cls), *(f"text_encoder.{name}" for name in TextEncoderConfig.model_fields)]
         problems = unknown_key_problems("model", file, {**keys.unknown, **unknown}, fields, published)
-        problems += refusals({**data, **keys.published}, REFUSED, file)  # data: "dpo" is an object
+        problems += refusals({**data, **keys.published}, REFUSED_SORA_KEYS, file)  # data: "dpo" is an object
         listed = data.get("text_encoder")
         for item in listed if isinstance(listed, list) else [listed]:
             given = {f"text_encoder.{key}": value for key, value in item.items()} if isinstance(item, dict) else {}
-            problems += refusals(given, REFUSED, file)
+            problems += refusals(given, REFUSED_SORA_KEYS, file)
         config = None
         if not problems:
             config, problems = validate_section(cls, typed, file)
@@ -327,7 +327,7 @@ class SoRAModelConfig(Section):
             place = Path(config.ae.from_pretrained or "")
             if place.suffix == ".safetensors" and not config_beside(place):
                 no_effect = {p: v for p, v in no_effect.items() if p.removeprefix("ae.") not in of_ae}
-        say_no_effect(no_effect, NO_EFFECT, file)
+        say_no_effect(no_effect, IDLE_SORA_KEYS, file)
         if config.enable_encoder_dp:
             notice(
                 f"{file}: no effect here: enable_encoder_dp: no ranks take the same sample, so none encodes it twice"

@@ -22,7 +22,7 @@ AE_STRUCTURE = re.compile(
     r"|downsample_match_channel|upsample_match_channel)"
 )
 
-REFUSED = (
+REFUSED_SORA_KEYS = (
     Refused(
         "predictor.model_type",
         lambda value: value == "flf2v",
@@ -62,7 +62,7 @@ REFUSED = (
     Refused("text_encoder.load_in_8bit", is_on, "text encoders compute in text_encoder.dtype; write false"),
 )
 
-NO_EFFECT = (
+IDLE_SORA_KEYS = (
     NoEffect(r"predictor\.(FPDT.*|attention_async_offload)", "memory is saved by fsdp2.yaml's recompute_modules"),
     NoEffect(r"predictor\.(use_fused_rmsnorm|fp32_calculate)", "the kernels are diffusers' own"),
     NoEffect(r"patch\..*|allow_internal_format", "nothing is patched"),

@@ -27,11 +27,11 @@ from mindspeed_mm.configs.sections import (
     unknown_key_problems,
     validate_section,
 )
-from mindspeed_mm.configs.vlm_rules import NO_EFFECT, REFUSED
+from mindspeed_mm.configs.vlm_rules import IDLE_VLM_KEYS, REFUSED_VLM_KEYS
 from mindspeed_mm.utils.errors import ConfigError
 
-Part = Literal["vision_encoder", "vision_projector", "text_decoder"]
-PART_PATHS: dict[Part, str] = {
+ModelPart = Literal["vision_encoder", "vision_projector", "text_decoder"]
+PART_PATHS: dict[ModelPart, str] = {
     "vision_encoder": "image_encoder.vision_encoder",
     "vision_projector": "image_encoder.vision_projector",
     "text_decoder": "text_decoder",
@@ -89,7 +89,7 @@ class RecomputedBlock(PartBlock):
         return self
 
 
-class VisionEncoder(RecomputedBlock):
+class VLMVisionEncoderBlock(RecomputedBlock):
     """`image_encoder.vision_encoder`."""
 
     num_layers: Count | None = Field(None, description="layers")
@@ -122,10 +122,12 @@ class VisionProjector(PartBlock):
     layernorm_epsilon: Float | None = Field(None, description="epsilon of its norm: 1e-6")
 
 
-class ImageEncoder(Section):
+class VLMImageEncoderBlock(Section):
     """`image_encoder`."""
 
-    vision_encoder: VisionEncoder = Field(VisionEncoder(), description="vision tower; frozen unless freeze is false")
+    vision_encoder: VLMVisionEncoderBlock = Field(
+        VLMVisionEncoderBlock(), description="vision tower; frozen unless freeze is false"
+    )
     vision_projector: VisionProjector = Field(
         VisionProjector(), description="what joins the tower to the language model; trained unless freeze is true"
     )
@@ -157,7 +159,7 @@ class TextDecoder(RecomputedBlock):
     init_method_std: Annotated[Float, Field(gt=0)] | None = Field(None, description="deviation of random weights")
 
 
-_FREEZE: dict[Part, tuple[tuple[str, ...], bool]] = {
+_FREEZE: dict[ModelPart, tuple[tuple[str, ...], bool]] = {
     "vision_encoder": (("image_encoder.vision_encoder.freeze", "freeze_vision_model"), True),
     "vision_projector": (("image_encoder.vision_projector.freeze", "freeze_vision_projection"), False),
     "text_decoder": (("text_decoder.freeze", "freeze_language_model"), False),
@@ -184,7 +186,7 @@ class VLMModelConfig(Section):
     img_context_token_id: Size | None = Field(None, description="token that stands for a part of an image")
     video_token_id: Size | None = Field(None, description="token that stands for a part of a video")
     vision_start_token_id: Size | None = Field(None, description="token before an image or a video")
-    image_encoder: ImageEncoder = Field(ImageEncoder(), description="vision tower and projector")
+    image_encoder: VLMImageEncoderBlock = Field(VLMImageEncoderBlock(), description="vision tower and projector")
     text_decoder: TextDecoder = Field(TextDecoder(), description="language model; trained unless freeze is true")
     freeze_vision_model: Bool | None = Field(None, description="the same as image_encoder.vision_encoder.freeze")
     freeze_vision_projection: Bool | None = Field(None, description="the same as image_encoder.vision_projector.freeze")
@@ -220,7 +222,7 @@ class VLMModelConfig(Section):
         """Whether the language model is frozen; it is not where nothing is said."""
         return self._freezes("text_decoder")
 
-    def _freezes(self, part: Part) -> bool:
+    def _freezes(self, part: ModelPart) -> bool:
         paths, default = _FREEZE[part]
         said = freeze_answer(self, paths)
         return default if said is None else said
@@ -236,7 +238,7 @@ class VLMModelConfig(Section):
             found = getattr(found, name)
         return found
 
-    def pipeline_layers(self, part: Part) -> list[list[int]] | None:
+    def pipeline_layers(self, part: ModelPart) -> list[list[int]] | None:
         """Return a part's layers as [virtual stage][pipeline rank] (one row without virtual stages), or None."""
         given = self.value(f"{PART_PATHS[part]}.pipeline_num_layers")
         if given is None:
@@ -287,11 +289,11 @@ class VLMModelConfig(Section):
         published = published_paths("model")
         keys = sort_keys(cls, data, published)
         problems = unknown_key_problems("model", file, keys.unknown, key_paths(cls), published)
-        problems += refusals({**data, **keys.published, **_loss_values(data)}, REFUSED, file)
+        problems += refusals({**data, **keys.published, **_loss_values(data)}, REFUSED_VLM_KEYS, file)
         config, faults = validate_section(cls, keys.typed, file)
         raise_all(problems + faults)
         assert config is not None
-        say_no_effect([p for p, v in keys.published.items() if v is not None], NO_EFFECT, file)
+        say_no_effect([p for p, v in keys.published.items() if v is not None], IDLE_VLM_KEYS, file)
         config._file = file
         return config
 
@@ -311,11 +313,11 @@ def check_pipeline_layers(
         pipeline, virtual: parallel sizes; virtual is None without interleaving.
         vision_layers, text_layers: numbers of layers in the whole model; vision_layers is None without a tower.
     """
-    totals: dict[Part, int] = {"text_decoder": text_layers}
+    totals: dict[ModelPart, int] = {"text_decoder": text_layers}
     if vision_layers is not None:
         totals |= {"vision_encoder": vision_layers, "vision_projector": 1}
     problems: list[str] = []
-    counts: dict[Part, list[int]] = {}
+    counts: dict[ModelPart, list[int]] = {}
     for part, total in totals.items():
         lists = config.pipeline_layers(part)
         if lists is None:
@@ -356,7 +358,7 @@ def _shape_problem(given: list[Any], lists: Sequence[Sequence[int]], pipeline: i
     return ""
 
 
-def _order_problems(file: str, counts: dict[Part, list[int]], vision_layers: int | None) -> list[str]:
+def _order_problems(file: str, counts: dict[ModelPart, list[int]], vision_layers: int | None) -> list[str]:
     """Vision tower, projector and language layers follow each other in the order of stages."""
     if vision_layers is None:
         return []

@@ -64,7 +64,7 @@ _FIXED = (
 )
 _WITH_FSDP2 = "it is not there yet on the Megatron road; add --use-torch-fsdp2"
 
-REFUSED = (
+REFUSED_VLM_KEYS = (
     *_FIXED,
     Refused(f"{_TEXT}.rope_scaling", _is_other_rope, "only the default rotary positions are there; write null"),
     Refused(f"{_TEXT}.num_moe_experts", is_given, "models with experts are not there yet on the Megatron road"),
@@ -73,7 +73,7 @@ REFUSED = (
     Refused("reward_process", is_on, "reward models are not there; write false"),
     Refused("vision_encoder.freeze", is_given, f"write {_VISION}.freeze"),
     Refused("vision_projector.freeze", is_given, f"write {_PROJECTOR}.freeze"),
-    *(rule for rule in model_rules.REFUSED if rule.path != "freeze"),
+    *(rule for rule in model_rules.REFUSED_MODEL_KEYS if rule.path != "freeze"),
     Refused(
         "freeze",
         is_given,
@@ -81,7 +81,7 @@ REFUSED = (
     ),
 )
 
-NO_EFFECT = (
+IDLE_VLM_KEYS = (
     NoEffect("|".join(rule.path.replace(".", r"\.") for rule in _FIXED), "the model is built so anyway"),
     NoEffect(rf"{_PART}\.(model_id|model_name)", "model_id or the HF directory says which model it is"),
     NoEffect(rf"{_PART}\.(bf16|fp16|params_dtype|dtype)|dtype", "precision comes from --bf16 and --fp16"),

@@ -90,7 +90,7 @@ def build_mm_dataloader(
     from mindspeed_mm.data.collate import Collator
     from mindspeed_mm.data.loader import MMDataLoader
     from mindspeed_mm.data.params import dataloader_param_of
-    from mindspeed_mm.data.plan import Layout
+    from mindspeed_mm.data.plan import BatchLayout
     from mindspeed_mm.data.sampler import PlannedBatches
 
     param = dataloader_param_of(dataloader_param)
@@ -98,7 +98,7 @@ def build_mm_dataloader(
     if process_group is not None:
         dp_rank, dp_size = process_group.rank(), process_group.size()
     capacity = pack_capacity(dataset, batching) if train else None
-    layout = Layout(micro_batch_size, global_batch_size, dp_size)
+    layout = BatchLayout(micro_batch_size, global_batch_size, dp_size)
     planner = build_planner(
         dataset, layout, param, batching, train=train, seed=seed, num_workers=num_workers, capacity=capacity
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.hf_directory import describe_missing_model
-from mindspeed_mm.data.media import Clip, Foreseen, Geometry, Kind
+from mindspeed_mm.data.media import DecodedVideo, Foreseen, Geometry, MediaKind
 from mindspeed_mm.data.processor_steps import check_steps
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import missing_library, require_torchvision
@@ -55,7 +55,7 @@ class DataAdapter(Protocol):
         """Return the processor of the model in `path`, or its tokenizer where it reads text only."""
         ...
 
-    def reads(self, processor: Any) -> tuple[Kind, ...]:
+    def reads(self, processor: Any) -> tuple[MediaKind, ...]:
         """Return the kinds of media that a processor takes."""
         ...
 
@@ -70,11 +70,11 @@ class DataAdapter(Protocol):
         """
         ...
 
-    def video_metadata(self, clip: Clip) -> dict[str, Any]:
+    def video_metadata(self, clip: DecodedVideo) -> dict[str, Any]:
         """Return what the processor is told of a clip, as transformers' VideoMetadata names it."""
         ...
 
-    def video_options(self, clip: Clip) -> dict[str, Any]:
+    def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
         """Return arguments that the processor needs for a clip; those of one call share them."""
         ...
 
@@ -128,9 +128,9 @@ class DefaultAdapter:
         check_steps(processor, options, path)
         return _tiled(processor, options, path)
 
-    def reads(self, processor: Any) -> tuple[Kind, ...]:
+    def reads(self, processor: Any) -> tuple[MediaKind, ...]:
         """Return the kinds that the processor has a part and a placeholder token for."""
-        parts: dict[Kind, tuple[str, ...]] = {
+        parts: dict[MediaKind, tuple[str, ...]] = {
             "image": ("image_processor",),
             "video": ("video_processor",),
             "audio": ("feature_extractor", "audio_processor"),
@@ -190,7 +190,7 @@ class DefaultAdapter:
             patches = part.get_num_of_video_patches(geometry.frames, geometry.height, geometry.width, {})
         return Foreseen(token * (patches // _number(part, "merge_size", 1) ** 2), patches, patches**2 // groups)
 
-    def video_metadata(self, clip: Clip) -> dict[str, Any]:
+    def video_metadata(self, clip: DecodedVideo) -> dict[str, Any]:
         """Tell when each frame is shown, and how fast they follow each other.
 
         transformers takes the number of a frame in its file, and divides it by the file's rate. Files whose frames are
@@ -199,7 +199,7 @@ class DefaultAdapter:
         length = len(clip.timestamps) * TICKS / clip.fps
         return {"total_num_frames": length, "fps": float(TICKS), "frames_indices": in_ticks(clip.timestamps)}
 
-    def video_options(self, clip: Clip) -> dict[str, Any]:
+    def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
         """None are needed."""
         return {}
 

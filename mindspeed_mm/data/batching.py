@@ -12,7 +12,7 @@ from mindspeed_mm.data.grouping import Grouping
 from mindspeed_mm.data.measuring import Measurer
 from mindspeed_mm.data.order import FixedOrder, Order, StreamOrder
 from mindspeed_mm.data.pack_plan import PackPlanner
-from mindspeed_mm.data.plan import Layout, Planner
+from mindspeed_mm.data.plan import BatchLayout, Planner
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -71,7 +71,7 @@ def pack_capacity(dataset: Any, batching: Batching) -> int | None:
 
 def build_planner(
     dataset: Any,
-    layout: Layout,
+    layout: BatchLayout,
     param: DataloaderParam,
     batching: Batching,
     *,

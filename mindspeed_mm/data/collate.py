@@ -10,11 +10,12 @@ import torch
 
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.encode import IGNORE_INDEX, Sample
+from mindspeed_mm.data.encode import TokenSample
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.plan import FILLER
 from mindspeed_mm.data.stacking import stack_media
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import notice
 
 NOTES = "_notes"
@@ -41,7 +42,7 @@ class Collator:
         if not param.ignore_pad_token_for_loss:
             notice("ignore_pad_token_for_loss: false has no effect here, padding is never a target")
 
-    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[TokenSample]) -> dict[str, Any]:
         """Collate samples, one a row.
 
         Args:
@@ -67,7 +68,7 @@ class Collator:
             batch[key] = _stack([_side_values(key, sample) for sample in samples], length, 0)
         return {**batch, **self._media_of(samples), **_host_fields(samples), **_notes_of(samples)}
 
-    def pack(self, rows: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    def pack(self, rows: Sequence[Sequence[TokenSample]]) -> dict[str, Any]:
         """Collate rows of several samples that never see each other.
 
         Args:
@@ -91,7 +92,7 @@ class Collator:
             batch[key] = _stack(_joined(packs, functools.partial(_side_values, key)), length, 0)
         return {**batch, **self._media_of(samples), **_host_fields(samples), **_notes_of(everyone)}
 
-    def _check(self, samples: Sequence[Sample]) -> None:
+    def _check(self, samples: Sequence[TokenSample]) -> None:
         known = {"input_ids", "labels", *_HOST_KEYS, *self._side_keys, *self._media_keys}
         for sample in samples:
             if unknown := sample.keys() - known:
@@ -103,10 +104,10 @@ class Collator:
         multiple = self._param.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
-    def _side_keys_of(self, samples: Sequence[Sample]) -> list[str]:
+    def _side_keys_of(self, samples: Sequence[TokenSample]) -> list[str]:
         return [key for key in self._side_keys if any(key in sample for sample in samples)]
 
-    def _media_of(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    def _media_of(self, samples: Sequence[TokenSample]) -> dict[str, torch.Tensor]:
         return stack_media(samples, self._media_keys, self._padded_keys)
 
     def _pad_id(self) -> int:
@@ -120,30 +121,30 @@ class Collator:
         return value
 
 
-def _is_real(sample: Sample) -> bool:
+def _is_real(sample: TokenSample) -> bool:
     return int(sample.get("num_rows", 1)) > 0
 
 
-def _side_values(key: str, sample: Sample) -> torch.Tensor:
+def _side_values(key: str, sample: TokenSample) -> torch.Tensor:
     value = sample.get(key)
     return torch.zeros_like(sample["input_ids"]) if value is None else value
 
 
-def _labels_in_pack(sample: Sample) -> torch.Tensor:
+def _labels_in_pack(sample: TokenSample) -> torch.Tensor:
     labels = sample["labels"].clone()
     labels[:1] = IGNORE_INDEX
     return labels
 
 
-def _documents(pack: Sequence[Sample]) -> torch.Tensor:
+def _documents(pack: Sequence[TokenSample]) -> torch.Tensor:
     return torch.cat([torch.full_like(sample["input_ids"], number) for number, sample in enumerate(pack, start=1)])
 
 
-def _joined(packs: Sequence[Sequence[Sample]], take: Callable[[Sample], torch.Tensor]) -> list[torch.Tensor]:
+def _joined(packs: Sequence[Sequence[TokenSample]], take: Callable[[TokenSample], torch.Tensor]) -> list[torch.Tensor]:
     return [torch.cat([take(sample) for sample in pack]) for pack in packs]
 
 
-def _host_fields(samples: Sequence[Sample]) -> dict[str, Any]:
+def _host_fields(samples: Sequence[TokenSample]) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_rows": sum(int(sample.get("num_rows", 1)) for sample in samples)}
     if all("row_id" in sample for sample in samples):
         ids = [int(sample["row_id"]) if _is_real(sample) else FILLER for sample in samples]

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from mindspeed_mm.data.media import Kind, MediaRef
-from mindspeed_mm.data.messages import Part, RowFault, shown
+from mindspeed_mm.data.media import MediaKind, MediaRef
+from mindspeed_mm.data.messages import MessagePart, RowFault, short_repr
 
 #: type of a typed part → the medium it stands for
-_PART_KINDS: Mapping[str, Kind] = {
+_PART_KINDS: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
     "video": "video",
@@ -26,7 +26,7 @@ _BAD_CONTENT = "content can't be read"
 _BAD_MEDIUM = "a medium is named in no known way"
 
 
-def read_parts(content: Any) -> list[Part]:
+def read_parts(content: Any) -> list[MessagePart]:
     """Return the content of a turn as parts; null is empty text.
 
     A typed medium without a path of its own is a `MediaRef` with an empty path: it takes the next one of its column.
@@ -36,11 +36,11 @@ def read_parts(content: Any) -> list[Part]:
     if content is None:
         return [""]
     if not isinstance(content, list):
-        raise RowFault(f"expected text or a list of typed parts, found {shown(content)}", _BAD_CONTENT)
+        raise RowFault(f"expected text or a list of typed parts, found {short_repr(content)}", _BAD_CONTENT)
     return [_read_part(item) for item in content]
 
 
-def _read_part(item: Any) -> Part:
+def _read_part(item: Any) -> MessagePart:
     if isinstance(item, str):
         return item
     kind = item.get("type") if isinstance(item, dict) else None
@@ -49,13 +49,13 @@ def _read_part(item: Any) -> Part:
     if not isinstance(kind, str) or kind not in _PART_KINDS:
         known = ", ".join(_PART_KINDS)
         raise RowFault(
-            f"expected parts such as {{'type': 'text', 'text': …}} or of type {known}, found {shown(item)}",
+            f"expected parts such as {{'type': 'text', 'text': …}} or of type {known}, found {short_repr(item)}",
             _BAD_CONTENT,
         )
     return _read_typed_medium(item, kind, _PART_KINDS[kind])
 
 
-def _read_typed_medium(item: Mapping[str, Any], kind: str, medium: Kind) -> MediaRef:
+def _read_typed_medium(item: Mapping[str, Any], kind: str, medium: MediaKind) -> MediaRef:
     value = next((item[key] for key in (kind, medium, "path", "url", "bytes") if item.get(key)), None)
     if value is None:
         return MediaRef(medium)
@@ -70,7 +70,7 @@ def _read_typed_medium(item: Mapping[str, Any], kind: str, medium: Kind) -> Medi
     return read_medium(value, medium)
 
 
-def read_media(value: Any, kind: Kind, fps: Any = None) -> list[MediaRef]:
+def read_media(value: Any, kind: MediaKind, fps: Any = None) -> list[MediaRef]:
     """Return the media that a column names.
 
     Args:
@@ -88,7 +88,7 @@ def read_media(value: Any, kind: Kind, fps: Any = None) -> list[MediaRef]:
     return [read_medium(item, kind, rate) for item, rate in zip(items, rates, strict=True)]
 
 
-def read_medium(item: Any, kind: Kind, fps: Any = None) -> MediaRef:
+def read_medium(item: Any, kind: MediaKind, fps: Any = None) -> MediaRef:
     """Return one medium (see `read_media`); `fps` counts for a clip given as pictures that has none of its own."""
     if isinstance(item, str):
         return _named(item, kind)
@@ -106,7 +106,7 @@ def read_medium(item: Any, kind: Kind, fps: Any = None) -> MediaRef:
             ref = _named(named, kind)
             return MediaRef(kind, ref.path, ref.content, fps=own)
     example = " or a list of pictures" if kind == "video" else ""
-    raise RowFault(f"expected the path of {_ARTICLES[kind]} {kind}{example}, found {shown(item)}", _BAD_MEDIUM)
+    raise RowFault(f"expected the path of {_ARTICLES[kind]} {kind}{example}, found {short_repr(item)}", _BAD_MEDIUM)
 
 
 _ARTICLES = {"image": "an", "video": "a", "audio": "an"}
@@ -127,7 +127,7 @@ def _read_fps(value: Any) -> float | None:
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
-        raise RowFault(f"frames a second: expected a number above 0, found {shown(value)}", _BAD_MEDIUM)
+        raise RowFault(f"frames a second: expected a number above 0, found {short_repr(value)}", _BAD_MEDIUM)
     return number
 
 
@@ -135,20 +135,21 @@ def _read_fps(value: Any) -> float | None:
 _BASE64_BEGINNINGS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 
 
-def _named(name: str, kind: Kind) -> MediaRef:
+def _named(name: str, kind: MediaKind) -> MediaRef:
     """A path, `file://` path or data: URI."""
     scheme = name[:8].lower()
     if scheme.startswith("data:"):
         head, comma, data = name.partition(",")
         if not comma:
-            raise RowFault(f"a data: URI without data: {shown(name)}", _BAD_MEDIUM)
+            raise RowFault(f"a data: URI without data: {short_repr(name)}", _BAD_MEDIUM)
         content = _decode_base64(data, kind) if ";base64" in head else unquote(data).encode("latin-1", "replace")
         return MediaRef(kind, "<data>", content)
     if scheme.startswith("file://"):
         return MediaRef(kind, unquote(name[7:]))
     if scheme.startswith(("http://", "https://")):
         raise RowFault(
-            f"{shown(name)} is on the network, and nothing is fetched while training; download it and write its path",
+            f"{short_repr(name)} is on the network, and nothing is fetched while training; download it and write "
+            "its path",
             "a medium is on the network",
         )
     if _is_base64(name):
@@ -164,7 +165,7 @@ def _is_base64(name: str) -> bool:
     return len(name) > 4096 or (len(name) > 64 and name.startswith(_BASE64_BEGINNINGS) and "." not in name)
 
 
-def _decode_base64(data: str, kind: Kind) -> bytes:
+def _decode_base64(data: str, kind: MediaKind) -> bytes:
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:

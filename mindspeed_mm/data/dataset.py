@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.encode import TOO_LONG, Encoder, Prepared, Sample
+from mindspeed_mm.data.encode import TOO_LONG, Encoder, Prepared, TokenSample
 from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
@@ -150,10 +150,10 @@ class RecordDataset(Dataset):
         """Whether there is a row of this number; a stream is searched as far as it."""
         return self.source.has(index) if self.indices is None else 0 <= index < len(self.indices)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         return self.get(index)
 
-    def get(self, index: int, piece: int = 0, room: int | None = None) -> Sample:
+    def get(self, index: int, piece: int = 0, room: int | None = None) -> TokenSample:
         """Return a sample.
 
         Args:
@@ -242,7 +242,7 @@ class RecordDataset(Dataset):
             raise IndexError(f"row {index} of {len(self.indices)}")
         return int(self.indices[index])
 
-    def _filler(self) -> Sample:
+    def _filler(self) -> TokenSample:
         return {**self.encoder.filler(), "num_rows": torch.tensor(0)}
 
     def _unforeseen(self, row: int, error: Exception) -> DataError:

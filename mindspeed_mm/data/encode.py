@@ -25,13 +25,13 @@ from mindspeed_mm.data.targets import find_turns
 from mindspeed_mm.data.templates import ChatTemplate, Turn, chat_template_of
 from mindspeed_mm.data.tokens import Decoded, Tokenizer, Tokens
 from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.text import map_texts
 
-IGNORE_INDEX = -100
 #: reason of the one fault that never ends a run: the row is left out, counted and named
 TOO_LONG = "longer than the length limit"
 
-Sample = dict[str, torch.Tensor]
+TokenSample = dict[str, torch.Tensor]
 
 
 class MediaSource(Protocol):
@@ -135,7 +135,7 @@ class Encoder:
                 return value
         raise ConfigError(f"{self.path}: the tokenizer has no padding token; give collate_param.pad_id")
 
-    def filler(self) -> Sample:
+    def filler(self) -> TokenSample:
         """A text of two padding tokens without targets: it stands where a batch has no row."""
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
         return self._typed({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, torch.zeros_like(ids))
@@ -176,7 +176,7 @@ class Encoder:
             TOO_LONG,
         )
 
-    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> Sample:
+    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> TokenSample:
         """Decode the media of a prepared row and put the sample together.
 
         Raises:
@@ -314,7 +314,7 @@ class Encoder:
         written, ended = (int(self.tokenizer.tokenizer.convert_tokens_to_ids(name)) for name in names)
         return written, ended
 
-    def _typed(self, sample: Sample, types: torch.Tensor) -> Sample:
+    def _typed(self, sample: TokenSample, types: torch.Tensor) -> TokenSample:
         return {**sample, self.adapter.token_keys[0]: types} if self._types_tokens else sample
 
     def _as_template_input(self, message: Message, where: Place) -> dict[str, Any]:

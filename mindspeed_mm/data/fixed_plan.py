@@ -14,7 +14,7 @@ from mindspeed_mm.data.grouping import Grouping
 from mindspeed_mm.data.measuring import Measurer
 from mindspeed_mm.data.media import SampleSize
 from mindspeed_mm.data.order import Order
-from mindspeed_mm.data.plan import FILLER, GlobalBatch, Layout
+from mindspeed_mm.data.plan import FILLER, BatchLayout, GlobalBatch
 from mindspeed_mm.utils.errors import DataError
 
 _Sizes = list[list[SampleSize]]
@@ -78,7 +78,7 @@ class FixedPlanner:
     def __init__(
         self,
         order: Order,
-        layout: Layout,
+        layout: BatchLayout,
         drop_last: bool = True,
         measurer: Measurer | None = None,
         grouping: Grouping | None = None,

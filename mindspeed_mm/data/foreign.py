@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from mindspeed_mm.data.plan import Layout
+from mindspeed_mm.data.plan import BatchLayout
 from mindspeed_mm.data.user_order import DataSetOrder, FirstStates, LoaderOrder, length_of
 from mindspeed_mm.data.user_rows import DrawnBatch, SeededRows, SeededStream, stream_key, with_our_workers
-from mindspeed_mm.data.workers import as_it_is, next_batch, shut_down, start
+from mindspeed_mm.data.workers import as_it_is, next_batch, shut_down, start_loader
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.seeds import host_seeded, number_of
@@ -36,7 +36,7 @@ class UserLoader(ABC):
         training: False for evaluation.
     """
 
-    def __init__(self, layout: Layout, rank: int, seed: int, training: bool) -> None:
+    def __init__(self, layout: BatchLayout, rank: int, seed: int, training: bool) -> None:
         self.layout = layout
         self.rank = rank
         self.consumed_samples = 0
@@ -123,7 +123,7 @@ class IndexedLoader(UserLoader):
         self,
         loader: DataLoader,
         order: DataSetOrder | LoaderOrder,
-        layout: Layout,
+        layout: BatchLayout,
         rank: int,
         seed: int,
         training: bool,
@@ -171,7 +171,7 @@ class IndexedLoader(UserLoader):
         twin = self._twin([DrawnBatch(indices, self._epoch, 0)] * 2)
         if self.num_workers:
             twin.__dict__.update(num_workers=1, persistent_workers=False)
-        running = start(twin)
+        running = start_loader(twin)
         found = [next_batch(running, self.num_workers) for _ in range(2)]
         shut_down(running)
         return found
@@ -186,7 +186,7 @@ class IndexedLoader(UserLoader):
         if not self._loader.persistent_workers or self._running is None:
             self.close()
             self._reading = self._twin(_Restarting(self._drawn))
-        self._running = running = start(self._reading)
+        self._running = running = start_loader(self._reading)
         while True:
             batch = next_batch(running, self.num_workers)
             yield batch, *self._ahead.popleft()
@@ -253,7 +253,7 @@ class StreamLoader(UserLoader):
         layout, rank, seed, training: As in `UserLoader`.
     """
 
-    def __init__(self, loader: Any, layout: Layout, rank: int, seed: int, training: bool) -> None:
+    def __init__(self, loader: Any, layout: BatchLayout, rank: int, seed: int, training: bool) -> None:
         super().__init__(layout, rank, seed, training)
         self.dataset = getattr(loader, "dataset", None)
         self.num_workers = loader.num_workers if isinstance(loader, DataLoader) else 0
@@ -348,7 +348,7 @@ class StreamLoader(UserLoader):
         with host_seeded(number_of(self._seed, f"epoch {epoch}")):
             # samplers draw their order when the first batch is asked for
             is_torch = isinstance(self._stream, DataLoader)
-            running: Any = start(self._stream) if is_torch else iter(self._stream)
+            running: Any = start_loader(self._stream) if is_torch else iter(self._stream)
             self._running = running
             batch = self._next(running)
         for number in itertools.count(1):

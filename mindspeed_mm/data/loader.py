@@ -13,7 +13,7 @@ from mindspeed_mm.data.collate import NOTES
 from mindspeed_mm.data.notes import Note, NoteCounter
 from mindspeed_mm.data.rows import BatchRows
 from mindspeed_mm.data.sampler import PlannedBatches
-from mindspeed_mm.data.workers import next_batch, shut_down, start, torch_loader, warm_up
+from mindspeed_mm.data.workers import next_batch, shut_down, start_loader, torch_loader, warm_up
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 
@@ -107,7 +107,7 @@ class MMDataLoader:
                 persistent_workers=self._param.persistent_workers,
                 pin_memory=self._param.pin_memory and not accelerator.current().is_host,
             )
-        self._running = start(self._loader)  # workers that are alive are used again
+        self._running = start_loader(self._loader)  # workers that are alive are used again
         self._turn += 1
         return self._batches(self._running, self._turn)
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.workers import Failure, next_batch, shut_down, start, torch_loader, warm_up
+from mindspeed_mm.data.workers import WorkerFailure, next_batch, shut_down, start_loader, torch_loader, warm_up
 from mindspeed_mm.utils.errors import MMError
 
 _CHUNK = 32
@@ -79,7 +79,7 @@ class _Measured(Dataset):
         try:
             return [self._dataset.measure(row) for row in rows]
         except MMError as error:
-            return Failure(str(error))
+            return WorkerFailure(str(error))
 
 
 class Measurer:
@@ -133,7 +133,7 @@ class Measurer:
 
         warm_up(self._dataset)
         loader = torch_loader(_Measured(self._dataset), chunks(), self._num_workers, seed=0, prefetch_factor=8)
-        running = start(loader)
+        running = start_loader(loader)
         try:
             while not self.is_complete:
                 try:

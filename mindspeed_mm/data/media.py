@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-Kind = Literal["image", "video", "audio"]
-KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+MediaKind = Literal["image", "video", "audio"]
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MediaRef:
         fps: if the row says so: frames a second of a clip given as pictures; frames to take a second of a video.
     """
 
-    kind: Kind
+    kind: MediaKind
     path: str = ""
     content: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
@@ -44,7 +44,7 @@ class Geometry:
         times: of each frame, the second at which it is shown; empty: evenly at `fps`.
     """
 
-    kind: Kind
+    kind: MediaKind
     height: int = 0
     width: int = 0
     frames: int = 0
@@ -59,7 +59,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Clip:
+class DecodedVideo:
     """A decoded video.
 
     Attributes:

@@ -12,7 +12,7 @@ import numpy as np
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.audio import SoundFacts, SoundRule, look_sound, read_sound
 from mindspeed_mm.data.images import WIDEST_RATIO, PixelLimits, fit_size, image_size, read_image
-from mindspeed_mm.data.media import Clip, Geometry, MediaRef
+from mindspeed_mm.data.media import DecodedVideo, Geometry, MediaRef
 from mindspeed_mm.data.media_files import MediaFile, find_media
 from mindspeed_mm.data.video import FrameRule, VideoFacts, look_video, plan_frames, read_clip
 
@@ -131,7 +131,7 @@ class MediaReader:
         width, height = _fitted(file, facts.width, facts.height, self._video, "video")
         return Geometry("video", height, width, plan.count, plan.fps, times=plan.told)
 
-    def open(self, ref: MediaRef, folders: Sequence[str], where: object) -> Image.Image | Clip | np.ndarray:
+    def open(self, ref: MediaRef, folders: Sequence[str], where: object) -> Image.Image | DecodedVideo | np.ndarray:
         """Decode a medium.
 
         Args:
@@ -140,7 +140,7 @@ class MediaReader:
             where: The row, for messages.
 
         Returns:
-            An RGB picture, a `Clip`, or a sound: [samples] float32 between -1 and 1.
+            An RGB picture, a `DecodedVideo`, or a sound: [samples] float32 between -1 and 1.
 
         Raises:
             BadSample: As `look`, and where decoding fails.
@@ -197,14 +197,14 @@ class MediaReader:
         times = tuple(min(number, taken - 1) * total // taken / fps for number in range(count))
         return Geometry("video", height, width, count, fps * taken / total, times=times)
 
-    def _open_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> Clip:
+    def _open_pictures(self, ref: MediaRef, files: Sequence[MediaFile]) -> DecodedVideo:
         geometry = self._look_pictures(ref, files)
         size = geometry.width, geometry.height
         images = np.empty((geometry.frames, geometry.height, geometry.width, 3), np.uint8)
         for number, file in enumerate(files):
             images[number] = np.asarray(read_image(file, size, self._fast, self._most))
         images[len(files) :] = images[len(files) - 1]
-        return Clip(images, geometry.times, geometry.fps, ref.fps or self._pictures_fps, len(ref.frames))
+        return DecodedVideo(images, geometry.times, geometry.fps, ref.fps or self._pictures_fps, len(ref.frames))
 
 
 def _fitted(file: MediaFile, width: int, height: int, limits: PixelLimits, kind: str) -> tuple[int, int]:

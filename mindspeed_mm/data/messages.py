@@ -9,7 +9,7 @@ from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.utils.text import shorten
 
-Part = str | MediaRef
+MessagePart = str | MediaRef
 
 
 class RowFault(Exception):
@@ -36,7 +36,7 @@ class Message:
     """
 
     role: str
-    parts: list[Part]
+    parts: list[MessagePart]
     train: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -77,6 +77,6 @@ class Conversation:
         return [medium for message in self.messages for medium in message.media]
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value of a row for a message, cut at 120 characters."""
     return shorten(repr(value))

@@ -14,7 +14,7 @@ from mindspeed_mm.data.measuring import Measurer
 from mindspeed_mm.data.media import SampleSize
 from mindspeed_mm.data.order import FixedOrder, Order
 from mindspeed_mm.data.packing import choose_packs
-from mindspeed_mm.data.plan import GlobalBatch, Layout
+from mindspeed_mm.data.plan import BatchLayout, GlobalBatch
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 
@@ -57,7 +57,7 @@ class PackPlanner:
     def __init__(
         self,
         order: Order,
-        layout: Layout,
+        layout: BatchLayout,
         capacity: int,
         measurer: Measurer,
         costs: CostModel | None = None,

@@ -20,21 +20,24 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from mindspeed_mm.data.media import KINDS, Kind, MediaRef
-from mindspeed_mm.data.messages import Message, Part, RowFault
+from mindspeed_mm.data.media import KINDS, MediaKind, MediaRef
+from mindspeed_mm.data.messages import Message, MessagePart, RowFault
 
 #: roles whose tags place the media where there are as many of these
 _ASKING_ROLES = frozenset({"user", "tool"})
 MISMATCH = "placeholders and media don't match"
 
 
-def media_tags() -> dict[Kind, str]:
+def media_tags() -> dict[MediaKind, str]:
     """Return the tag of each medium."""
     return {kind: os.environ.get(f"{kind.upper()}_PLACEHOLDER") or f"<{kind}>" for kind in KINDS}
 
 
 def place_media(
-    messages: Sequence[Message], media: Mapping[Kind, list[MediaRef]], tags: Mapping[Kind, str], leads: bool = False
+    messages: Sequence[Message],
+    media: Mapping[MediaKind, list[MediaRef]],
+    tags: Mapping[MediaKind, str],
+    leads: bool = False,
 ) -> None:
     """Put the media of a row's columns where its turns say, in place.
 
@@ -58,7 +61,7 @@ def place_media(
         _replace_tags(messages, by_tag, tags, roles)
 
 
-def _placing_roles(messages: Sequence[Message], kind: Kind, wanted: int, tag: str, leads: bool) -> frozenset[str]:
+def _placing_roles(messages: Sequence[Message], kind: MediaKind, wanted: int, tag: str, leads: bool) -> frozenset[str]:
     """The roles of the turns whose tags stand for the media of a kind."""
     everyone = frozenset(message.role for message in messages)
     asked, found = _count(messages, tag, _ASKING_ROLES), _count(messages, tag, everyone)
@@ -74,7 +77,7 @@ def _placing_roles(messages: Sequence[Message], kind: Kind, wanted: int, tag: st
     )
 
 
-def _place_typed(messages: Sequence[Message], kind: Kind, refs: list[MediaRef]) -> None:
+def _place_typed(messages: Sequence[Message], kind: MediaKind, refs: list[MediaRef]) -> None:
     """Give the typed parts without a path those of the column; a column that repeats the parts' own paths is fine."""
     parts = [part for message in messages for part in message.media if part.kind == kind]
     waiting = [part for part in parts if _waits(part)]
@@ -127,9 +130,9 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 def _replace_tags(
     messages: Sequence[Message],
-    media: Mapping[Kind, list[MediaRef]],
-    tags: Mapping[Kind, str],
-    roles: Mapping[Kind, frozenset[str]],
+    media: Mapping[MediaKind, list[MediaRef]],
+    tags: Mapping[MediaKind, str],
+    roles: Mapping[MediaKind, frozenset[str]],
 ) -> None:
     supply = {kind: iter(refs) for kind, refs in media.items()}
     for message in messages:
@@ -137,7 +140,7 @@ def _replace_tags(
         if not kinds:
             continue
         pattern = _any_of(tuple(kinds))
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         for part in message.parts:
             if not isinstance(part, str):
                 parts.append(part)

@@ -17,13 +17,13 @@ FILLER = -1
 
 #: a sample: row of the data set (-1: a filler), and which piece of it where a row gives several, or the bucket that it
 #: is cut to; and the epoch, where the data set asks for it
-Piece = tuple[int, ...]
+PlannedSample = tuple[int, ...]
 #: a row of a micro-batch: one sample, or the samples of a pack
-PlannedRow = list[Piece]
+PlannedRow = list[PlannedSample]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Sizes of a batch.
 
     Attributes:
@@ -90,7 +90,7 @@ class GlobalBatch:
 class Planner(Protocol):
     """Makes global batches from a position on."""
 
-    layout: Layout
+    layout: BatchLayout
     order: Order
 
     @property

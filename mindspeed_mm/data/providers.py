@@ -24,9 +24,8 @@ from mindspeed_mm.data.fixed_plan import Balance
 from mindspeed_mm.data.foreign import IndexedLoader, StreamLoader, UserLoader
 from mindspeed_mm.data.loader import MMDataLoader
 from mindspeed_mm.data.model_match import read_model_config
-from mindspeed_mm.data.plan import Layout
+from mindspeed_mm.data.plan import BatchLayout
 from mindspeed_mm.data.rank_check import (
-    Gather,
     check_sampler,
     check_stream,
     require_micro_batch_size,
@@ -36,6 +35,7 @@ from mindspeed_mm.data.rank_check import (
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.data.usable import refuse_unusable, require_media_packages
 from mindspeed_mm.data.user_order import DataSetOrder, LoaderOrder
+from mindspeed_mm.parallel.gather import GatherObjects
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -194,7 +194,7 @@ def build_run_data(
     provider: DataProvider,
     run: Run,
     start: DataStart,
-    gather: Gather | None = None,
+    gather: GatherObjects | None = None,
 ) -> RunData:
     """Call the provider and bring its answer into form.
 
@@ -288,12 +288,12 @@ def _wanted_samples(run: Run) -> list[int]:
 
 
 def _as_loader(
-    data: Any, run: Run, start: DataStart, gather: Gather | None, *, training: bool
+    data: Any, run: Run, start: DataStart, gather: GatherObjects | None, *, training: bool
 ) -> MMDataLoader | UserLoader:
     if isinstance(data, MMDataLoader):
         return data
     what, per_batch, seed = "training" if training else "validation", run.batch.micro_batch_size, run.process.seed
-    common = (Layout(per_batch, run.batch.global_batch_size, start.size), start.rank, seed, training)
+    common = (BatchLayout(per_batch, run.batch.global_batch_size, start.size), start.rank, seed, training)
     whole_only = run.parallel.pipeline_model_parallel_size > 1  # stages exchange tensors of one size
     loader: UserLoader
     if isinstance(data, DataLoader):

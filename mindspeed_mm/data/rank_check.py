@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_mm.data.foreign import IndexedLoader, StreamLoader
 from mindspeed_mm.data.user_order import LoaderOrder
+from mindspeed_mm.parallel.gather import GatherObjects
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -41,9 +42,6 @@ class RankRecord:
     content: str | None = None
 
 
-Gather = Callable[[Any], list[Any]]
-
-
 def check_sampler(loader: IndexedLoader, what: str) -> None:
     """Check that a sampler which knows ranks takes this data-parallel rank's part.
 
@@ -62,7 +60,7 @@ def check_sampler(loader: IndexedLoader, what: str) -> None:
         )
 
 
-def settle_parts(loader: IndexedLoader, what: str, gather: Gather, training: bool) -> None:
+def settle_parts(loader: IndexedLoader, what: str, gather: GatherObjects, training: bool) -> None:
     """Settle, together with all ranks, who reads what of a map-style data set.
 
     Samplers of torch that know nothing of ranks give every rank the same order, which the ranks then share. They do so
@@ -118,13 +116,13 @@ def settle_parts(loader: IndexedLoader, what: str, gather: Gather, training: boo
     loader.share(False, _smallest(counts, what, training), None if None in rows else sum(map(int, rows)))  # type: ignore[arg-type]
 
 
-def settle_length(loader: StreamLoader, what: str, gather: Gather, training: bool) -> None:
+def settle_length(loader: StreamLoader, what: str, gather: GatherObjects, training: bool) -> None:
     """Let all ranks count the steps of an epoch alike."""
     records = gather(RankRecord(loader.rank, None, loader.micro_batches))
     loader.share(_smallest([each.micro_batches for each in records], what, training))
 
 
-def check_stream(loader: StreamLoader, what: str, gather: Gather) -> None:
+def check_stream(loader: StreamLoader, what: str, gather: GatherObjects) -> None:
     """Check that ranks don't all read the same stream, by its first micro-batch.
 
     Raises:

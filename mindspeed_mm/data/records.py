@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.contents import read_media
-from mindspeed_mm.data.media import Kind, MediaRef
+from mindspeed_mm.data.media import MediaKind, MediaRef
 from mindspeed_mm.data.messages import Conversation, Message, RowFault
 from mindspeed_mm.data.placeholders import media_tags, place_media
 from mindspeed_mm.data.places import Place
@@ -17,7 +17,7 @@ from mindspeed_mm.utils.text import map_texts, whole_characters
 
 __all__ = ["Conversation", "Message", "RecordReader"]
 
-_MEDIA_COLUMNS: tuple[tuple[Kind, str], ...] = (("image", "images"), ("video", "videos"), ("audio", "audios"))
+_MEDIA_COLUMNS: tuple[tuple[MediaKind, str], ...] = (("image", "images"), ("video", "videos"), ("audio", "audios"))
 # Rows with clips given as pictures say their frames a second in one of these.
 _FPS_COLUMNS = ("video_fps", "fps")
 
@@ -136,7 +136,7 @@ class RecordReader:
             messages, read_tools(row.get(attr.tools) if attr.tools else None, attr.tools), where, rejected
         )
 
-    def _media(self, row: Mapping[str, Any]) -> dict[Kind, list[MediaRef]]:
+    def _media(self, row: Mapping[str, Any]) -> dict[MediaKind, list[MediaRef]]:
         if lost := sorted(column for column in self._unread & row.keys() if row[column]):
             raise RowFault(
                 f"column '{lost[0]}' holds media, and none of the first rows of the file, which the names of its "
@@ -144,7 +144,7 @@ class RecordReader:
                 "audios), or set that to null to leave it out",
                 UNREAD_COLUMN,
             )
-        media: dict[Kind, list[MediaRef]] = {}
+        media: dict[MediaKind, list[MediaRef]] = {}
         for kind, column in self._columns:
             if value := row.get(column):
                 fps = next((row[name] for name in _FPS_COLUMNS if row.get(name)), None) if kind == "video" else None

@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.data.collate import Collator
-from mindspeed_mm.data.encode import IGNORE_INDEX
 from mindspeed_mm.data.plan import FILLER, PlannedRow
 from mindspeed_mm.data.user_rows import DrawnBatch
-from mindspeed_mm.data.workers import Failure
+from mindspeed_mm.data.workers import WorkerFailure
 from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.sample_random import sample_key
 from mindspeed_mm.utils.seeds import host_seeded, seed_host
 
@@ -38,14 +38,14 @@ class BatchRows(Dataset):
         self._is_ours = getattr(dataset, "has_fillers", False)
 
     def __getitems__(self, batch: DrawnBatch) -> Any:
-        """Return a micro-batch of `PlannedRow`s, or the `Failure` that one of its rows caused."""
+        """Return a micro-batch of `PlannedRow`s, or the `WorkerFailure` that one of its rows caused."""
         try:
             if self._is_ours:
                 return self._made(batch.indices)
             with host_seeded(sample_key(self._seed, batch.place, -1)):
                 return self._made(batch.indices, batch.place)
         except MMError as error:
-            return Failure(str(error))
+            return WorkerFailure(str(error))
 
     def _made(self, rows: Sequence[PlannedRow], place: int | None = None) -> Any:
         samples = []

@@ -15,7 +15,7 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\ue0f1probe\ue0f2"
 
 Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 
 class Turn(NamedTuple):
@@ -60,13 +60,13 @@ class ChatTemplate:
         """Return the text of a conversation. Template errors come through as Jinja raises them."""
         return self._render(messages, tools, add_generation_prompt, marks=False)[0]
 
-    def render_marked(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[Span]]:
+    def render_marked(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[TextSpan]]:
         """Return the text and the character spans of its `{% generation %}` blocks."""
         return self._render(messages, tools, False, marks=True)
 
     def _render(
         self, messages: Messages, tools: Sequence[Any] | None, add_generation_prompt: bool, marks: bool
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, list[TextSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, spans = render_jinja_template(

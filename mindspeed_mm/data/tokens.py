@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.media import KINDS, Clip, Foreseen, Geometry, Kind
+from mindspeed_mm.data.media import KINDS, DecodedVideo, Foreseen, Geometry, MediaKind
 from mindspeed_mm.data.stacking import as_tensor, stack_media
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.versions import installed_version
@@ -24,11 +24,11 @@ from mindspeed_mm.utils.versions import installed_version
 # where it has to stay text, its tokens are made of the plain text.
 _FIRST_PRIVATE = 0xF0000
 
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
+TokenColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
 Move = tuple[tuple[int, int], str]  # a placeholder's span in the text before, and what is written there
 Decoded = Any  # PIL.Image | Clip | float32 array
 
-_ARGUMENTS: Mapping[Kind, tuple[str, str]] = {
+_ARGUMENTS: Mapping[MediaKind, tuple[str, str]] = {
     "image": ("images", "images_kwargs"),
     "video": ("videos", "videos_kwargs"),
     "audio": ("audio", "audio_kwargs"),
@@ -88,7 +88,7 @@ class Tokenizer:
         groups = [f"(?P<{kind}>{re.escape(self._media_tokens[kind])})" for kind in self.reads]
         groups += [f"(?P<typed>[{''.join(self._literal)}])"] if self._literal else []
         self._placeholder = re.compile("|".join(groups) or "(?!)")
-        self._trusted: dict[Kind, bool] = {}
+        self._trusted: dict[MediaKind, bool] = {}
         self._kinds: dict[int, int] = {}
         for number, kind in enumerate(KINDS, start=1):
             self._kinds.update(dict.fromkeys(media_token_ids(processor, kind), number))
@@ -102,11 +102,11 @@ class Tokenizer:
         """Put private characters for the special tokens that a person typed into a message."""
         return self._typed.sub(lambda match: self._private[match.group()], text) if self._typed.search(text) else text
 
-    def count(self, kind: Kind, text: str) -> int:
+    def count(self, kind: MediaKind, text: str) -> int:
         """Return how many placeholders of a kind a rendered text has."""
         return sum(match.lastgroup == kind for match in self._placeholder.finditer(text))
 
-    def find_media(self, text: str, written: Mapping[Kind, str]) -> list[tuple[int, int]]:
+    def find_media(self, text: str, written: Mapping[MediaKind, str]) -> list[tuple[int, int]]:
         """Return where media stand in a rendered text, the marks around them included: spans [start, end).
 
         Args:
@@ -142,7 +142,7 @@ class Tokenizer:
         ids, end = self(self.hide(text), specials=True).ids, self.tokenizer.eos_token_id
         return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
 
-    def __call__(self, text: str, media: Sequence[tuple[Kind, str]] = (), specials: bool | None = None) -> Tokens:
+    def __call__(self, text: str, media: Sequence[tuple[MediaKind, str]] = (), specials: bool | None = None) -> Tokens:
         """Tokenise a rendered text.
 
         Args:
@@ -185,7 +185,7 @@ class Tokenizer:
         tokens.types = self._types(tokens.ids)
         return tokens
 
-    def process(self, media: Sequence[tuple[Kind, Decoded]]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def process(self, media: Sequence[tuple[MediaKind, Decoded]]) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Make tensors of decoded media.
 
         Args:
@@ -212,7 +212,7 @@ class Tokenizer:
                 texts[number] = text
         return self.stack(parts), texts
 
-    def _call_of(self, kind: Kind, content: Decoded) -> tuple[Kind, dict[str, Any]]:
+    def _call_of(self, kind: MediaKind, content: Decoded) -> tuple[MediaKind, dict[str, Any]]:
         """What media that the processor gets in one call have in common."""
         return kind, self.adapter.video_options(content) if kind == "video" else {}
 
@@ -220,7 +220,7 @@ class Tokenizer:
         """Put media tensors, made in the order of the row, together."""
         return stack_media(parts, (key for part in parts for key in part), self.adapter.padded_keys)
 
-    def _process(self, kind: Kind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _process(self, kind: MediaKind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
         if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "_process_images"):
             # the images alone: what the processor does besides is known already
             made, texts = self.processor._process_images(list(items), **self._image_call())
@@ -235,11 +235,11 @@ class Tokenizer:
             )
         return self._tensors(kind, result), [move["replacement"] for move in moves[0]]
 
-    def _tensors(self, kind: Kind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _tensors(self, kind: MediaKind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         known = self.adapter.media_keys[kind]
         return {key: as_tensor(made[key]) for key in known if made.get(key) is not None}
 
-    def _whole(self, text: list[str], media: Mapping[Kind, Sequence[Decoded]]) -> Any:
+    def _whole(self, text: list[str], media: Mapping[MediaKind, Sequence[Decoded]]) -> Any:
         """Call the whole processor."""
         arguments: dict[str, Any] = {}
         for kind, items in media.items():
@@ -258,12 +258,12 @@ class Tokenizer:
         """Arguments for images, spelt out: before transformers 5.23 a processor ignores its own `images_kwargs`."""
         return {**(getattr(self.processor, "images_kwargs", None) or {}), **self._image_options}
 
-    def _metadata(self, clips: Sequence[Clip]) -> list[Any]:
+    def _metadata(self, clips: Sequence[DecodedVideo]) -> list[Any]:
         from transformers.video_utils import VideoMetadata
 
         return [VideoMetadata(**self.adapter.video_metadata(clip)) for clip in clips]
 
-    def _is_right(self, kind: Kind) -> bool:
+    def _is_right(self, kind: MediaKind) -> bool:
         """Whether what is foreseen of this kind is what the whole processor gives.
 
         Raises:
@@ -311,7 +311,7 @@ class Tokenizer:
         bos = self.tokenizer.bos_token
         return bos is None or not text.startswith(bos)
 
-    def _encode(self, segments: Sequence[str], specials: bool | None) -> list[Columns]:
+    def _encode(self, segments: Sequence[str], specials: bool | None) -> list[TokenColumns]:
         self._backend.no_truncation()
         self._backend.no_padding()
         encodings = [self._backend.encode(segment, add_special_tokens=False) for segment in segments]
@@ -339,21 +339,21 @@ class Tokenizer:
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
 
 
-def media_token_ids(processor: Any, kind: Kind) -> list[int]:
+def media_token_ids(processor: Any, kind: MediaKind) -> list[int]:
     """Return the ids of the tokens that a processor writes for a medium; none where it has none of that kind."""
     found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
     found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number
     return [token for token in found if isinstance(token, int)]
 
 
-def _specimen(kind: Kind, sampling_rate: int) -> tuple[Decoded, Geometry]:
+def _specimen(kind: MediaKind, sampling_rate: int) -> tuple[Decoded, Geometry]:
     """A small medium of odd sizes, and its geometry."""
     if kind == "image":
         from PIL import Image
 
         return Image.new("RGB", (61, 45), (90, 120, 30)), Geometry("image", 45, 61)
     if kind == "video":
-        clip = Clip(np.zeros((4, 45, 61, 3), dtype=np.uint8), (0.0, 0.5, 1.0, 1.5), 2.0, 2.0, 4)
+        clip = DecodedVideo(np.zeros((4, 45, 61, 3), dtype=np.uint8), (0.0, 0.5, 1.0, 1.5), 2.0, 2.0, 4)
         return clip, Geometry("video", 45, 61, frames=4, fps=2.0)
     samples = sampling_rate + 37
     return np.zeros(samples, dtype=np.float32), Geometry("audio", samples=samples)
@@ -367,12 +367,12 @@ def _expand(segment: str, moves: Sequence[Move]) -> str:
     return "".join((*written, segment[at:]))
 
 
-def _joined(first: Columns, second: Columns) -> Columns:
+def _joined(first: TokenColumns, second: TokenColumns) -> TokenColumns:
     ids, starts, ends, types = (np.concatenate(pair) for pair in zip(first, second, strict=True))
     return ids, starts, ends, types
 
 
-def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
+def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenColumns:
     table = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = table[:, 0].copy(), table[:, 1]
     # Tokens of trimmed space get an empty span at its end: they stand for the character before it.
@@ -381,7 +381,7 @@ def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Columns:
     return np.asarray(ids, dtype=np.int64), starts, ends, np.zeros_like(starts)
 
 
-def _unexpanded(columns: Columns, moves: Sequence[Move]) -> Columns:
+def _unexpanded(columns: TokenColumns, moves: Sequence[Move]) -> TokenColumns:
     """Bring positions in a text with expanded media back to the text before."""
     ids, starts, ends, types = columns
     if not moves:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.contents import list_of_text, read_parts
-from mindspeed_mm.data.messages import Message, RowFault, shown
+from mindspeed_mm.data.messages import Message, RowFault, short_repr
 from mindspeed_mm.utils.errors import did_you_mean
 
 _BAD_TURN = "a turn can't be read"
@@ -50,7 +50,7 @@ def as_text(value: Any, column: str | None) -> str:
         RowFault: It holds something else.
     """
     if not isinstance(value, str):
-        raise RowFault(f"column '{column}': expected text, found {shown(value)}", _BAD_COLUMN)
+        raise RowFault(f"column '{column}': expected text, found {short_repr(value)}", _BAD_COLUMN)
     return value
 
 
@@ -72,7 +72,7 @@ class TurnReader:
             raise RowFault(missing_column("messages", self.attr, row), MISSING_COLUMN)
         turns = list_of_text(row.get(column)) if column in row else []
         if not isinstance(turns, list) or (column in row and not turns):
-            raise RowFault(f"column '{column}': expected a list of turns, found {shown(turns)}", _BAD_COLUMN)
+            raise RowFault(f"column '{column}': expected a list of turns, found {short_repr(turns)}", _BAD_COLUMN)
         messages = self._turns(turns)
         return messages + self.answer(row, "response") if self.attr.response else messages
 
@@ -91,14 +91,14 @@ class TurnReader:
             near = did_you_mean(role_tag, turn, used=[content_tag]) if isinstance(turn, dict) else ""
             raise RowFault(
                 f"expected an object with keys '{role_tag}' and '{content_tag}' (attr.role_tag, attr.content_tag), "
-                f"found {shown(turn)}{near}",
+                f"found {short_repr(turn)}{near}",
                 _BAD_TURN,
             )
         tag = turn[role_tag]
         role = self._roles.get(tag) if isinstance(tag, str) else None
         if role is None:
             raise RowFault(
-                f"unknown role {shown(tag)}{did_you_mean(str(tag), self._roles)}; expected one of: "
+                f"unknown role {short_repr(tag)}{did_you_mean(str(tag), self._roles)}; expected one of: "
                 f"{', '.join(self._roles)} (attr.user_tag, attr.assistant_tag, …)",
                 "unknown role",
             )
@@ -133,7 +133,7 @@ class TurnReader:
         for pair in history or ():
             if not isinstance(pair, list) or len(pair) != 2:
                 raise RowFault(
-                    f"column '{attr.history}': expected [question, answer] pairs, found {shown(pair)}", _BAD_COLUMN
+                    f"column '{attr.history}': expected [question, answer] pairs, found {short_repr(pair)}", _BAD_COLUMN
                 )
             messages.append(Message("user", [as_text(pair[0], attr.history)]))
             messages.append(Message("assistant", [as_text(pair[1], attr.history)]))
@@ -161,7 +161,7 @@ class TurnReader:
         if isinstance(value, dict):
             value = [value]
         if not isinstance(value, list):
-            raise RowFault(f"column '{column}': expected text or turns, found {shown(value)}", _BAD_COLUMN)
+            raise RowFault(f"column '{column}': expected text or turns, found {short_repr(value)}", _BAD_COLUMN)
         try:
             return self._turns(value)
         except RowFault as fault:
@@ -195,7 +195,7 @@ def read_tools(value: Any, column: str | None) -> list[Any] | None:
     value = value if isinstance(value, list) else [value]
     if not all(isinstance(tool, dict) for tool in value):
         raise RowFault(
-            f"column '{column}': expected a list of tool schemas, found {shown(value)}", "tools can't be read"
+            f"column '{column}': expected a list of tool schemas, found {short_repr(value)}", "tools can't be read"
         )
     return [_without_nulls(tool) for tool in value]
 
@@ -206,7 +206,7 @@ def _loss_flag(turn: Mapping[str, Any]) -> bool:
         if value is None:
             continue
         if value not in (0, 1):
-            raise RowFault(f"'{key}' is {shown(value)}; expected 0, 1, true or false", _BAD_TURN)
+            raise RowFault(f"'{key}' is {short_repr(value)}; expected 0, 1, true or false", _BAD_TURN)
         return bool(value)
     return True
 
@@ -221,7 +221,7 @@ def _calls_in_text(content: Any) -> list[dict[str, Any]]:
         try:
             value = json.loads(content)
         except ValueError as error:
-            message = f"a tool call that isn't valid JSON: {error}; found {shown(content)}"
+            message = f"a tool call that isn't valid JSON: {error}; found {short_repr(content)}"
             raise RowFault(message, _BAD_CALL) from None
     return _plain_calls(value)
 
@@ -231,7 +231,7 @@ def _plain_calls(calls: Any) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowFault(f"expected a tool call with 'name' and 'arguments', found {shown(call)}", _BAD_CALL)
+            raise RowFault(f"expected a tool call with 'name' and 'arguments', found {short_repr(call)}", _BAD_CALL)
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # templates write text arguments as they are

@@ -31,7 +31,7 @@ import numpy as np
 from mindspeed_mm.configs.data_config import MEDIA_MAX_PIXELS
 from mindspeed_mm.data.containers import Deadline, decode, header_seconds, open_container, packets_of, use_one_thread
 from mindspeed_mm.data.frames import REORDERED, FrameSource
-from mindspeed_mm.data.media import Clip
+from mindspeed_mm.data.media import DecodedVideo
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.log import notice
 
@@ -223,7 +223,9 @@ def count_frames(file: MediaFile, timeout: float) -> VideoLength:
     return VideoLength(seconds, count, True, last, begins)
 
 
-def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[int, int], timeout: float) -> Clip:
+def read_clip(
+    file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[int, int], timeout: float
+) -> DecodedVideo:
     """Decode the planned frames.
 
     Args:
@@ -264,7 +266,7 @@ def read_clip(file: MediaFile, facts: VideoFacts, plan: FramePlan, size: tuple[i
         what = f"is damaged: {plan.wanted - good} of {plan.wanted} wanted frames repeat the last good one"
         notice(f"{file.where}: {file.label} {what} (this is said once)", "video damaged")
     images[there:] = images[there - 1]
-    return Clip(images, plan.told, plan.fps, 1 / length.spacing, length.frames)
+    return DecodedVideo(images, plan.told, plan.fps, 1 / length.spacing, length.frames)
 
 
 def _reached(times: Sequence[float], end: float, length: VideoLength) -> int:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from mindspeed_mm.utils.errors import DataError
 
 
-class Failure:
+class WorkerFailure:
     """What went wrong in a worker: exceptions lose their type and gain a traceback on the way to the main process."""
 
     def __init__(self, message: str) -> None:
@@ -118,7 +118,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
-def start(loader: DataLoader) -> Iterator[Any]:
+def start_loader(loader: DataLoader) -> Iterator[Any]:
     """Start a torch loader; a worker's death is then found when its batch is asked for.
 
     torch's own SIGCHLD handler would raise wherever the main thread is, in the middle of writing a checkpoint, too.
@@ -148,7 +148,7 @@ def next_batch(running: Iterator[Any], num_workers: int) -> Any:
             f"a data worker died ({type(error).__name__}: {error}); if memory ran out, use fewer --num-workers "
             "or smaller images"
         ) from error
-    if isinstance(batch, Failure):
+    if isinstance(batch, WorkerFailure):
         raise DataError(batch.message)
     return batch
 

@@ -25,7 +25,7 @@ from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.encode_ahead import EncodeAhead
-from mindspeed_mm.models.predictor.family import PredictorFamily, find_family
+from mindspeed_mm.models.predictor.family import PredictorFamily, find_predictor_family
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.models.sora_layout import pipeline_layout
 from mindspeed_mm.models.transformers.base_model import adapt_class
@@ -284,7 +284,7 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
             )
         said = read_json(path)
     class_name = said.get("_class_name") if said is not None else None
-    family_class = find_family(described.model_id, class_name, file)
+    family_class = find_predictor_family(described.model_id, class_name, file)
     task = _task(config, family_class)
     if described.config is not None:
         structure = dict(described.config)

@@ -22,7 +22,7 @@ from mindspeed_mm.utils.errors import ConfigError
 _PROCESSORS = ("image_processor", "feature_extractor")  # as pipelines call them
 
 
-class ImageEncoder:
+class FrozenImageEncoder:
     """A vision encoder of transformers with its image processor."""
 
     def __init__(self, model: Any, processor: Any) -> None:
@@ -62,7 +62,7 @@ class FrozenParts:
 
     ae: Autoencoder | None = None
     captions: CaptionEncoder | None = None
-    image_encoder: ImageEncoder | None = None
+    image_encoder: FrozenImageEncoder | None = None
 
     def to(self, device: torch.device) -> None:
         """Move everything."""
@@ -114,7 +114,7 @@ def open_parts(
     return parts
 
 
-def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_code: bool = False) -> ImageEncoder:
+def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_code: bool = False) -> FrozenImageEncoder:
     """Load an encoder of pictures, with the image processor in its directory or beside it.
 
     Args:
@@ -145,7 +145,7 @@ def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_co
             f"{' or '.join(_PROCESSORS)} beside it"
         )
     model.requires_grad_(False)
-    return ImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place), **remote))
+    return FrozenImageEncoder(model.eval(), transformers.AutoImageProcessor.from_pretrained(str(place), **remote))
 
 
 def image_processor_directory(encoder: Path) -> Path | None:

@@ -17,20 +17,21 @@ from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
-from mindspeed_mm.models.common.loss import IGNORE_INDEX, LossOptions, Targets, finish_loss, select_targets
-from mindspeed_mm.models.common.megatron_family import MegatronFamily, find_family
+from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.megatron_family import MegatronFamily, find_megatron_family
 from mindspeed_mm.models.common.megatron_layers import SampleLengths
 from mindspeed_mm.models.common.megatron_names import Made
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_model, language_config
-from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
+from mindspeed_mm.models.text_decoder.names import DecoderShape, decoder_tensor
 from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.twin import meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import info_rank0
 
 _MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -114,7 +115,7 @@ class VLModel(MegatronModule):
                 pre_process=stage.has_embedding,
                 post_process=stage.has_head,
             )
-        self._shape = Shape(text_config.num_key_value_heads, sizes.tensor)
+        self._shape = DecoderShape(text_config.num_key_value_heads, sizes.tensor)
 
     @classmethod
     def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
@@ -131,7 +132,7 @@ class VLModel(MegatronModule):
         sizes = context.sizes or ParallelSizes()
         described = VLMModelConfig.from_dict(config)
         hf_config = described.hf_config()
-        family = find_family(hf_config.model_type)
+        family = find_megatron_family(hf_config.model_type)
         if not vp_stage:
             check_first_weights(
                 cls.__name__,

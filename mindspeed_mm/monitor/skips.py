@@ -20,7 +20,7 @@ _WHY = {
 }
 
 
-class Outcome(Protocol):
+class StepOutcome(Protocol):
     """What became of a step."""
 
     @property
@@ -69,11 +69,11 @@ class SkipWatch:
         self.last_trained = iteration
         self._limit, self._gather, self._data, self._last_good = limit, gather, data, last_good
         self._row_rank, self._smallest_scale = row_rank, smallest_scale
-        self._waiting: tuple[int, Callable[[], Outcome], list[int] | None] | None = None
+        self._waiting: tuple[int, Callable[[], StepOutcome], list[int] | None] | None = None
         self._in_a_row, self._without_targets = 0, 0
         self._has_trained = iteration > 0
 
-    def add(self, iteration: int, outcome: Callable[[], Outcome], row_ids: list[int] | None) -> None:
+    def add(self, iteration: int, outcome: Callable[[], StepOutcome], row_ids: list[int] | None) -> None:
         """Look at the step before, and remember this one.
 
         Args:
@@ -120,12 +120,12 @@ class SkipWatch:
         why, rows = _WHY[outcome().skip_reason], self._rows_of(self._gather(row_ids if self._row_rank else None))
         raise TrainingError(f"nothing was trained: every step was skipped, the last, {iteration}, as {why}; {rows}")
 
-    def _is_search(self, step: Outcome) -> bool:
+    def _is_search(self, step: StepOutcome) -> bool:
         smallest = self._smallest_scale
         is_overflow = step.skip_reason == "not finite" and math.isfinite(step.loss)
         return is_overflow and smallest is not None and step.loss_scale > smallest
 
-    def _tell(self, iteration: int, step: Outcome, row_ids: list[int] | None) -> None:
+    def _tell(self, iteration: int, step: StepOutcome, row_ids: list[int] | None) -> None:
         """Say it at the first one in a row, and whenever their number has doubled; end the run where it is time."""
         number, epoch = self._in_a_row, self._data.global_batches_per_epoch
         is_last = 0 < self._limit <= number

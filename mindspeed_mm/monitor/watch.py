@@ -17,7 +17,7 @@ from mindspeed_mm.monitor.row_log import RowLog
 FIRST_STEPS = 10
 
 
-class Outcome(Protocol):
+class LoggedOutcome(Protocol):
     """What became of a step."""
 
     @property
@@ -76,7 +76,9 @@ class Watch:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
         return iteration <= FIRST_STEPS or iteration % self._log_interval == 0 or iteration == self._train_iters
 
-    def add(self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], Outcome]) -> None:
+    def add(
+        self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], LoggedOutcome]
+    ) -> None:
         """Add a step to the interval, and write down its rows.
 
         Args:
@@ -198,7 +200,7 @@ class Watch:
         self._started = time.perf_counter()
         self._paused = self._started
         self._steps = 0
-        self._outcomes: list[Callable[[], Outcome]] = []
+        self._outcomes: list[Callable[[], LoggedOutcome]] = []
         self._counts = BatchCounts()
         self._flops: float | None = 0.0
         self._imbalance = 0.0

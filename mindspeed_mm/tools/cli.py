@@ -40,14 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="say what this machine can train with, and what hinders it")
     data = commands.add_parser("data", help="look at data sets").add_subparsers(dest="action", required=True)
-    data_check.add_arguments(data.add_parser("check", help="read a data set without a model: rows, lengths, faults"))
+    data_check.add_check_arguments(
+        data.add_parser("check", help="read a data set without a model: rows, lengths, faults")
+    )
     extract = data.add_parser("extract-features", help="make latents and text states of clips before training")
-    feature_extraction.add_arguments(extract)
+    feature_extraction.add_extraction_arguments(extract)
     options = parser.parse_args(argv)
     try:
         if options.command == "doctor":
             return doctor()
-        return (feature_extraction if options.action == "extract-features" else data_check).run(options)
+        if options.action == "extract-features":
+            return feature_extraction.extract_features(options)
+        return data_check.check_data(options)
     except MMError as error:
         print(f"{kind_of(error)}: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 @dataclass
-class ClipFacts:
+class CheckedClip:
     """What a row becomes.
 
     Attributes:
@@ -33,7 +33,7 @@ class ClipFacts:
     note: str = ""
 
 
-def run(options: argparse.Namespace, content: Any, folder: Path) -> int:
+def check_clips(options: argparse.Namespace, content: Any, folder: Path) -> int:
     """Check the data of a data.json; print what was found, and write report.json.
 
     Args:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, content: Any, folder: Path) -> int:
         raise ConfigError(f"--rows {options.rows}: expected at least 1")
     count = min(options.rows or total, total)
     wanted = np.unique(np.linspace(0, total - 1, count).astype(int)).tolist()
-    facts: list[ClipFacts] = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
+    facts: list[CheckedClip] = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = _summarise(facts, dataset, total, options.global_batch_size)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
@@ -98,20 +98,20 @@ class _Facts:
     def __len__(self) -> int:
         return -(-len(self._wanted) // CHUNK)
 
-    def __getitem__(self, chunk: int) -> list[ClipFacts]:
+    def __getitem__(self, chunk: int) -> list[CheckedClip]:
         return [self._of(index) for index in self._wanted[chunk * CHUNK : (chunk + 1) * CHUNK]]
 
-    def _of(self, index: int) -> ClipFacts:
+    def _of(self, index: int) -> CheckedClip:
         try:
             bucket = self._dataset.measure(index)[0].bucket
             if self._decode:
                 self._dataset.get(index, bucket)
         except BadSample as error:
-            return ClipFacts(fault=error.reason, note=str(error))
-        return ClipFacts(bucket=bucket)
+            return CheckedClip(fault=error.reason, note=str(error))
+        return CheckedClip(bucket=bucket)
 
 
-def _summarise(facts: Sequence[ClipFacts], dataset: Any, rows: int, batch: int) -> dict[str, Any]:
+def _summarise(facts: Sequence[CheckedClip], dataset: Any, rows: int, batch: int) -> dict[str, Any]:
     """`rows`, `looked_at`, `samples`, `buckets` (shape → samples, tokens of one), `steps_per_epoch`, `left_out`."""
     found = Counter(row.bucket for row in facts if row.bucket is not None)
     faults = Counter(row.fault for row in facts if row.fault is not None)

@@ -25,7 +25,7 @@ from typing import Any, get_type_hints
 
 import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.configs.hf_directory import describe_missing_model
-from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify
+from mindspeed_mm.tools.inspect_weights import info, progress_bar, size_words, verify_weights
 from mindspeed_mm.tools.published_converters import refuse_unknown
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.utils.extras import require_extra
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     from jsonargparse import ArgumentParser
 
-    functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify}
+    functions: dict[str, Callable[..., int]] = {"info": info, "verify": verify_weights}
     words = list(sys.argv[1:] if argv is None else argv)
     directions_of = {converter_class.__name__: methods for converter_class, methods in CONVERTERS.items()}
     try:

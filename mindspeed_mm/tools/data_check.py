@@ -52,7 +52,7 @@ class RowFacts:
     note: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("data_json", help="data.json of a run")
     parser.add_argument("--mm-model", help="of clips and pictures: model.json, which says what shapes it takes")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", help="folder for report.json and lengths.png; absent = beside data.json")
 
 
-def run(options: argparse.Namespace) -> int:
+def check_data(options: argparse.Namespace) -> int:
     """Check the data of a data.json; print what was found, and write report.json and lengths.png.
 
     Returns:
@@ -86,7 +86,7 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
 
     content = read_json(options.data_json)
     if is_generation_data(content):
-        return clip_check.run(options, content, folder)
+        return clip_check.check_clips(options, content, folder)
     config = DataConfig.from_dict(content, file=options.data_json)
     refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)

@@ -50,7 +50,7 @@ def info(directory: str, all: bool = False) -> int:
     return 0
 
 
-def verify(directory: str) -> int:
+def verify_weights(directory: str) -> int:
     """Check that a checkpoint or a HF directory is whole: every file there, nothing cut, content as it was written.
 
     Args:
@@ -91,7 +91,7 @@ def _problems(folder: Path) -> tuple[list[str], str]:
 
     if manifest.has_manifest(folder):
         with progress_bar(str(folder), _folder_bytes(folder)) as advance:
-            return manifest.verify(folder, progress=advance), "sizes and checksums of manifest.json"
+            return manifest.manifest_problems(folder, progress=advance), "sizes and checksums of manifest.json"
     if is_dcp(folder):
         return _dcp_problems(folder), "no manifest.json: files are there and long enough"
     try:

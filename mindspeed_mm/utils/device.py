@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.utils.dtypes import DTYPE_NAMES, to_torch_dtype
+from mindspeed_mm.utils.dtypes import TORCH_DTYPES, to_torch_dtype
 
 
 def _what_torch_sees() -> torch.device:
@@ -49,7 +49,7 @@ def move_to_device(
         device: None: the device of this process, as MM_DEVICE or what is there decides.
         dtype: of floating-point tensors, or its name (bf16, fp16, fp32); None: unchanged.
     """
-    if isinstance(device, torch.dtype) or device in DTYPE_NAMES:
+    if isinstance(device, torch.dtype) or device in TORCH_DTYPES:
         device, dtype = None, device
     return _moved(value, _default() if device is None else torch.device(device), to_torch_dtype(dtype))
 

@@ -6,7 +6,7 @@ import torch
 
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
-DTYPE_NAMES = {
+TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
@@ -23,6 +23,6 @@ def to_torch_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if name is None or isinstance(name, torch.dtype):
         return name
     short = str(name).strip().lower().removeprefix("torch.")
-    if short not in DTYPE_NAMES:
-        raise ConfigError(f"dtype '{name}' is unknown; expected bf16, fp16 or fp32{did_you_mean(short, DTYPE_NAMES)}")
-    return DTYPE_NAMES[short]
+    if short not in TORCH_DTYPES:
+        raise ConfigError(f"dtype '{name}' is unknown; expected bf16, fp16 or fp32{did_you_mean(short, TORCH_DTYPES)}")
+    return TORCH_DTYPES[short]

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Clip, Geometry, MediaRef
+from mindspeed_mm.data.media import DecodedVideo, Geometry, MediaRef
 from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
 from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.transformers.adapters import find_adapter
@@ -245,7 +245,7 @@ def test_clips_given_as_pictures(tmp_path: Path) -> None:
     for options, fps, expected in (({}, None, 2.0), ({"video_fps": 5.0}, None, 5.0), ({"video_fps": 5.0}, 8.0, 8.0)):
         reader, ref = Row(tmp_path, **options).reader, MediaRef("video", frames=frames, fps=fps)
         clip, foreseen = reader.open(ref, [str(tmp_path)], ROW), reader.look(ref, [str(tmp_path)], ROW)
-        assert isinstance(clip, Clip) and clip.fps == foreseen.fps == expected
+        assert isinstance(clip, DecodedVideo) and clip.fps == foreseen.fps == expected
         assert clip.frames[:, 0, 0, 0].tolist() == [80, 160, 240, 240] and foreseen.frames == 4
     with pytest.raises(BadSample, match=r"f9\.png"):
         Row(tmp_path).reader.look(

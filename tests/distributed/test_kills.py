@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.checkpoint.manifest import verify
+from mindspeed_mm.checkpoint.manifest import manifest_problems
 from mindspeed_mm.checkpoint.run_folder import checkpoints, find_checkpoint, has_checkpoint
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
@@ -99,7 +99,7 @@ class Run:
     def check(self) -> None:
         """What is visible is whole, and the tracker names one of it."""
         for path in self.folder.glob("iter_*"):
-            assert verify(path) == [] and (path / ".metadata").is_file()
+            assert manifest_problems(path) == [] and (path / ".metadata").is_file()
         if checkpoints(self.folder):
             saved = find_checkpoint(self.folder)
             assert saved in checkpoints(self.folder)[:2]  # killed between folder and tracker: the one before is named

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.lazy import whole
-from mindspeed_mm.checkpoint.manifest import verify
+from mindspeed_mm.checkpoint.manifest import manifest_problems
 from mindspeed_mm.checkpoint.run_folder import find_checkpoint
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
@@ -151,7 +151,7 @@ def test_in_the_background_as_at_once(ranks2: RankPool, tmp_path: Path) -> None:
     for iteration in (1, 2):
         folders = [root / f"iter_{iteration:07d}" for root in roots]
         assert_same_checkpoint(*folders)
-        assert verify(folders[1]) == []
+        assert manifest_problems(folders[1]) == []
         files = json.loads((folders[1] / "manifest.json").read_text())["files"]
         assert {*files, "manifest.json"} == {p.name for p in folders[1].iterdir()}
         assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.json", "rng_00001.safetensors"} <= files.keys()
@@ -191,7 +191,7 @@ def plans_made(root: str, sharding_size: int | str) -> int:
 def test_replicas_share_the_writing_and_the_plan_is_made_once(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(plans_made, str(tmp_path), 1) == [1, 0]
     folder = find_checkpoint(tmp_path).directory
-    assert verify(folder) == []
+    assert manifest_problems(folder) == []
     reader = DcpReader(folder)
     sizes = dict.fromkeys(("__0_0.distcp", "__1_0.distcp"), 0)
     for index, where in reader.metadata.storage_data.items():
@@ -440,7 +440,7 @@ def test_a_full_disk(
     assert (f"'{run / 'iter_0000002'}'; training goes on" in text) == (then == "continue")
     assert "Traceback" not in text
     saved = find_checkpoint(run)
-    assert verify(saved.directory) == []
+    assert manifest_problems(saved.directory) == []
     assert saved.iteration == 2
     assert [p.name for p in run.glob(".*")] == []
     done = len([record for record in read_metrics(run / "metrics.jsonl") if "loss" in record])

@@ -240,11 +240,11 @@ def test_random_values_are_asked_for(megatron_pools: dict[int, RankPool], qwen3_
 
 def unknown_family(hf_dir: str) -> str:
     start()
-    from mindspeed_mm.models.common.megatron_family import find_family
+    from mindspeed_mm.models.common.megatron_family import find_megatron_family
     from mindspeed_mm.utils.errors import ConfigError
 
     with pytest.raises(ConfigError) as error:
-        find_family("internvl")
+        find_megatron_family("internvl")
     return str(error.value)
 
 

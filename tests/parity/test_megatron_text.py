@@ -31,7 +31,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.loss import select_targets
     from mindspeed_mm.models.text_decoder.gpt import build_language_model
-    from mindspeed_mm.models.text_decoder.names import Shape, decoder_tensor
+    from mindspeed_mm.models.text_decoder.names import DecoderShape, decoder_tensor
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
 
     sizes = ParallelSizes(tensor=tensor_parallel, sequence_parallel=sequence_parallel)
     model = build_language_model(config, sizes, tied=config.tie_word_embeddings)
-    shape = Shape(config.num_key_value_heads, tensor_parallel)
+    shape = DecoderShape(config.num_key_value_heads, tensor_parallel)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
     def read(name: str, region: Any) -> torch.Tensor:

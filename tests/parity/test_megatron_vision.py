@@ -264,11 +264,11 @@ def lay_out() -> tuple[Any, Any]:
     from mindspeed_mm import accelerator
 
     accelerator.prepare_megatron()
-    from mindspeed_mm.models.vision.qwen2_5_vl import Layout
+    from mindspeed_mm.models.vision.qwen2_5_vl import PatchLayout
 
     found = []
     for grids in ([[1, 40, 42]], [[1, 8, 8], [2, 4, 6], [1, 8, 8]]):
-        segments = Layout.of_grids(torch.tensor(grids), small_config(**SHALLOW), torch.device("cpu")).segments
+        segments = PatchLayout.of_grids(torch.tensor(grids), small_config(**SHALLOW), torch.device("cpu")).segments
         found.append([(part.groups, part.order is None) for part in (segments.windows, segments.whole)])
     return found[0], found[1]
 

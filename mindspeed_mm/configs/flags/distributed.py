@@ -17,7 +17,7 @@ _TENSOR = no_effect(fsdp2="there is one tensor-parallel rank")
 _PIPELINE = no_effect(fsdp2="there is one pipeline stage")
 _SELECTIVE = no_effect(fsdp2=NO_SELECTIVE_RECOMPUTE)
 
-Backend = Literal[
+CollectiveBackends = Literal[
     "nccl",
     "gloo",
     "hccl",
@@ -32,9 +32,9 @@ Backend = Literal[
 class DistributedArguments:
     """Processes and parallel sizes."""
 
-    distributed_backend: Annotated[Backend, flag("collectives; nccl becomes gloo where there is no accelerator")] = (
-        "nccl"
-    )
+    distributed_backend: Annotated[
+        CollectiveBackends, flag("collectives; nccl becomes gloo where there is no accelerator")
+    ] = "nccl"
     distributed_timeout_minutes: Annotated[int, flag("a collective that takes longer ends the run", minimum=1)] = 10
     local_rank: Annotated[int | None, flag("rank on this node; torchrun sets it in the environment", minimum=0)] = None
     context_parallel_size: Annotated[int, flag("must be 1: context parallelism is not there yet", minimum=1)] = 1

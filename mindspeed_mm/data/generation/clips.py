@@ -33,7 +33,7 @@ _ALL_FRAMES = FrameRule(fps=1e6, min_frames=1, max_frames=1 << 40, multiple=1)
 
 
 @dataclass(frozen=True)
-class ClipFacts:
+class ClipGeometry:
     """What decides the shape of a clip.
 
     Attributes:
@@ -51,7 +51,7 @@ class ClipFacts:
 
 
 @dataclass(frozen=True)
-class Clip:
+class OpenedClip:
     """A clip or a picture that has been looked at.
 
     Attributes:
@@ -64,7 +64,7 @@ class Clip:
 
     row: Annotation
     file: MediaFile
-    facts: ClipFacts
+    facts: ClipGeometry
     found: VideoFacts | None
     size: tuple[int, int]
 
@@ -79,7 +79,7 @@ class ClipReader:
     def __init__(self, param: GenerationPreprocessParameters) -> None:
         self._param = param
 
-    def facts(self, row: Annotation, file: MediaFile) -> ClipFacts:
+    def facts(self, row: Annotation, file: MediaFile) -> ClipGeometry:
         """Return what decides a clip's shape: from its row where that says everything, else from the file's header.
 
         Raises:
@@ -93,7 +93,7 @@ class ClipReader:
         assert row.frames is not None and row.fps is not None
         return _cut(row, file, row.width, row.height, VideoLength(row.frames / row.fps, row.frames, True))
 
-    def look(self, row: Annotation, file: MediaFile) -> Clip:
+    def look(self, row: Annotation, file: MediaFile) -> OpenedClip:
         """Read a file's header.
 
         Raises:
@@ -101,12 +101,12 @@ class ClipReader:
         """
         if row.ref.kind == "image":
             width, height = image_size(file, self._param.media_max_pixels)
-            return Clip(row, file, _cut(row, file, width, height, None), None, (width, height))
+            return OpenedClip(row, file, _cut(row, file, width, height, None), None, (width, height))
         found = look_video(file, _ALL_FRAMES, self._param.media_timeout, self._param.media_max_pixels)
         facts = _cut(row, file, found.width, found.height, found.length)
-        return Clip(row, file, facts, found, (found.width, found.height))
+        return OpenedClip(row, file, facts, found, (found.width, found.height))
 
-    def step(self, facts: ClipFacts, wanted: int) -> float:
+    def step(self, facts: ClipGeometry, wanted: int) -> float:
         """Return the seconds from one taken frame to the next, of a clip that shall give `wanted` frames."""
         param = self._param
         least = facts.spacing * param.speed_factor
@@ -117,13 +117,13 @@ class ClipReader:
             step = max(least, (facts.seconds - _TINY) / wanted)
         return step
 
-    def frames(self, facts: ClipFacts, wanted: int) -> int:
+    def frames(self, facts: ClipGeometry, wanted: int) -> int:
         """Return how many frames a clip can give, at most `wanted`."""
         if not facts.spacing:
             return 1
         return min(wanted, max(1, math.ceil(facts.seconds / self.step(facts, wanted) - 1e-4)))
 
-    def times(self, facts: ClipFacts, wanted: int, place: float | None) -> list[float]:
+    def times(self, facts: ClipGeometry, wanted: int, place: float | None) -> list[float]:
         """Return the seconds, in the file, at which the frames of a clip are shown.
 
         Args:
@@ -142,7 +142,7 @@ class ClipReader:
             begin = facts.spacing * (places // 2 if place is None else int(place * places))
         return [facts.begin + begin + number * step for number in range(wanted)]
 
-    def read(self, clip: Clip, bucket: Bucket, place: float | None, covers: bool) -> np.ndarray:
+    def read(self, clip: OpenedClip, bucket: Bucket, place: float | None, covers: bool) -> np.ndarray:
         """Decode the frames of a clip.
 
         Args:
@@ -174,17 +174,17 @@ class ClipReader:
         return read_clip(clip.file, clip.found, plan, size, self._param.media_timeout).frames[:, rows, columns]
 
 
-def _cut(row: Annotation, file: MediaFile, width: int, height: int, length: VideoLength | None) -> ClipFacts:
+def _cut(row: Annotation, file: MediaFile, width: int, height: int, length: VideoLength | None) -> ClipGeometry:
     """The part of a file that a row names; without a length it is a picture."""
     try:
         left, right, top, bottom = crop_of(row.crop, width, height)
     except ValueError as error:
         raise file.fault(str(error), "crop out of the picture") from None
     if length is None:
-        return ClipFacts(right - left, bottom - top)
+        return ClipGeometry(right - left, bottom - top)
     begin, end = 0.0, length.seconds
     if row.cut is not None:
         begin, end = length.begin(row.cut[0]), length.begin(row.cut[1])
         if begin >= end:
             raise file.fault(f"has {length.frames} frames, and 'cut' is {list(row.cut)}", "cut out of the clip")
-    return ClipFacts(right - left, bottom - top, begin, end - begin, length.spacing)
+    return ClipGeometry(right - left, bottom - top, begin, end - begin, length.spacing)

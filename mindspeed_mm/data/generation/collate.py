@@ -11,12 +11,12 @@ from mindspeed_mm.data.collate import NOTES
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.utils.errors import DataError
 
-Sample = dict[str, Any]
+GenerationSample = dict[str, Any]
 
 _CLIPS = ("video", "latents", "latents_std")
 
 
-def collate(samples: Sequence[Sample]) -> dict[str, Any]:
+def collate(samples: Sequence[GenerationSample]) -> dict[str, Any]:
     """Put samples together.
 
     Args:

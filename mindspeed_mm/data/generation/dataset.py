@@ -16,8 +16,8 @@ from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.generation.annotations import read_annotation
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.captions import choose, clean, is_left_out
-from mindspeed_mm.data.generation.clips import TOO_SHORT, ClipFacts, ClipReader
-from mindspeed_mm.data.generation.collate import Sample, collate
+from mindspeed_mm.data.generation.clips import TOO_SHORT, ClipGeometry, ClipReader
+from mindspeed_mm.data.generation.collate import GenerationSample, collate
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.generation.transforms import check_values, covered, transformed
 from mindspeed_mm.data.media import SampleSize
@@ -63,10 +63,10 @@ class ShapedDataset(Dataset, ABC):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> GenerationSample:
         return self.get(index, self.bucket_of(index) or 0)
 
-    def get(self, index: int, piece: int = 0, epoch: int = 0) -> Sample:
+    def get(self, index: int, piece: int = 0, epoch: int = 0) -> GenerationSample:
         """Return a sample.
 
         Args:
@@ -130,7 +130,7 @@ class ShapedDataset(Dataset, ABC):
         """Name a row, for messages."""
         return self._name(self._row(index))
 
-    def collate_fn(self, samples: list[Sample]) -> dict[str, Any]:
+    def collate_fn(self, samples: list[GenerationSample]) -> dict[str, Any]:
         """Put samples of one bucket together."""
         return collate(samples)
 
@@ -151,7 +151,7 @@ class ShapedDataset(Dataset, ABC):
             raise IndexError(f"row {index} of {len(self.indices)}")
         return int(self.indices[index])
 
-    def _finished(self, sample: Sample, index: int, key: int, bucket: int) -> Sample:
+    def _finished(self, sample: GenerationSample, index: int, key: int, bucket: int) -> GenerationSample:
         tokens = self.rule.tokens(*self.shapes[bucket])
         return {**sample, "row_id": index, "sample_key": key, "num_tokens": tokens}
 
@@ -172,11 +172,11 @@ class ShapedDataset(Dataset, ABC):
         """The number of a row's bucket."""
 
     @abstractmethod
-    def _make(self, row: int, bucket: int, key: int) -> Sample:
+    def _make(self, row: int, bucket: int, key: int) -> GenerationSample:
         """A row as a sample of a bucket."""
 
     @abstractmethod
-    def _filler(self, bucket: int) -> Sample:
+    def _filler(self, bucket: int) -> GenerationSample:
         """A sample of a bucket that nothing is trained on."""
 
 
@@ -242,7 +242,7 @@ class GenerationDataset(ShapedDataset):
         annotation = read_annotation(self.source.row(row), self._pictures_only, place)
         return annotation, find_media(annotation.ref, self.source.folders(row), place)
 
-    def _judge(self, row: int, file: MediaFile, facts: ClipFacts) -> int:
+    def _judge(self, row: int, file: MediaFile, facts: ClipGeometry) -> int:
         """The bucket of a clip; BadSample if data.json leaves it out."""
         param, shapes = self.dataset_param.preprocess_parameters, self.shapes
         if facts.width * facts.height < param.min_hxw:
@@ -258,7 +258,7 @@ class GenerationDataset(ShapedDataset):
             raise file.fault(f"gives {frames} frames of {most} (drop_short_ratio {share:g})", "short clip dropped")
         return bucket
 
-    def _check_ratio(self, file: MediaFile, facts: ClipFacts, bucket: Bucket) -> None:
+    def _check_ratio(self, file: MediaFile, facts: ClipGeometry, bucket: Bucket) -> None:
         limit = self.dataset_param.preprocess_parameters.hw_aspect_thr
         if limit is None:
             return
@@ -272,7 +272,7 @@ class GenerationDataset(ShapedDataset):
                 "sides too unequal",
             )
 
-    def _make(self, row: int, bucket: int, key: int) -> Sample:
+    def _make(self, row: int, bucket: int, key: int) -> GenerationSample:
         annotation, file = self._open(row)
         clip = self._reader.look(annotation, file)
         self._judge(row, file, clip.facts)
@@ -290,5 +290,5 @@ class GenerationDataset(ShapedDataset):
         param = self.dataset_param
         return clean(caption, param.text_preprocess_methods) if param.enable_text_preprocessing else caption
 
-    def _filler(self, bucket: int) -> Sample:
+    def _filler(self, bucket: int) -> GenerationSample:
         return {"video": torch.zeros(3, *self.shapes[bucket]), "caption": ""}

@@ -13,7 +13,7 @@ from mindspeed_mm.configs.generation_data import GenerationDatasetParam
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.data.generation.buckets import Bucket, LatentTable
 from mindspeed_mm.data.generation.captions import is_left_out
-from mindspeed_mm.data.generation.collate import Sample
+from mindspeed_mm.data.generation.collate import GenerationSample
 from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.data.generation.feature_files import EMPTY, FeatureReader
 from mindspeed_mm.data.generation.rule import GenerationRule
@@ -139,13 +139,13 @@ class FeatureDataset(ShapedDataset):
     def _bucket(self, row: int) -> int:
         return int(self.reader.shapes[row])
 
-    def _make(self, row: int, bucket: int, key: int) -> Sample:
+    def _make(self, row: int, bucket: int, key: int) -> GenerationSample:
         try:
             tensors = self.reader.read(row)
         except DataError as error:
             raise BadSample(str(error), _DAMAGED) from None
         left_out = is_left_out(key, self.text_dropout)
-        sample: Sample = dict(tensors)
+        sample: GenerationSample = dict(tensors)
         if self._captions is not None:
             sample["caption"] = "" if left_out else self._captions[row]
         elif left_out:
@@ -153,7 +153,7 @@ class FeatureDataset(ShapedDataset):
         own, wanted = self.shapes[self._bucket(row)], self.shapes[bucket]
         return sample if own == wanted else _cut(sample, own, wanted, self.rule)
 
-    def _filler(self, bucket: int) -> Sample:
+    def _filler(self, bucket: int) -> GenerationSample:
         """Zeros of the shapes that a sample has, and the states of an empty caption."""
         own = bucket if bucket < self.shapes.own else 0
         states = self._states_of_nothing()
@@ -161,7 +161,7 @@ class FeatureDataset(ShapedDataset):
             name: states[name] if name in states else torch.zeros_like(tensor)
             for name, tensor in self._example(own).items()
         }
-        sample: Sample = dict(tensors) if self._captions is None else {**tensors, "caption": ""}
+        sample: GenerationSample = dict(tensors) if self._captions is None else {**tensors, "caption": ""}
         return _cut(sample, self.shapes[own], self.shapes[bucket], self.rule, grows=True)
 
     def _example(self, bucket: int) -> dict[str, torch.Tensor]:
@@ -173,7 +173,9 @@ class FeatureDataset(ShapedDataset):
         return self.reader.read(last)
 
 
-def _cut(sample: Sample, own: Bucket, wanted: Bucket, rule: GenerationRule, grows: bool = False) -> Sample:
+def _cut(
+    sample: GenerationSample, own: Bucket, wanted: Bucket, rule: GenerationRule, grows: bool = False
+) -> GenerationSample:
     """Cut latents, and conditions on the same grid, to a shape: its first frames, the middle of its picture.
 
     Args:

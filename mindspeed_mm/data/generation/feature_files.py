@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.data.generation.buckets import Bucket
+from mindspeed_mm.data.stacking import Tensors
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.files import fsync_path
 
@@ -37,8 +38,6 @@ _SHARD = re.compile(r"\.?features-(\d+)-(\d+)\.safetensors(\.tmp)?")
 _INDEX = re.compile(r"index-(\d+)\.jsonl")
 _OPEN_FILES = 64
 _SINGLE = ("latents", "latents_std")
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 class FeatureWriter:

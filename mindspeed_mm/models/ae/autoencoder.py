@@ -17,7 +17,7 @@ from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
 #: published name → diffusers class
-PUBLISHED = {
+PUBLISHED_AUTOENCODERS = {
     "wan_video_vae": "AutoencoderKLWan",
     "hunyuanvideo_15_vae": "AutoencoderKLHunyuanVideo15",
     "autoencoder_kl_hunyuanvideo": "AutoencoderKLHunyuanVideo",
@@ -152,12 +152,12 @@ def open_autoencoder(
     """
     import diffusers
 
-    name = PUBLISHED.get(config.model_id or "", config.model_id)
+    name = PUBLISHED_AUTOENCODERS.get(config.model_id or "", config.model_id)
     dtype = to_torch_dtype(config.dtype) or torch.float32
     if name == "pixel":
         return Autoencoder(_pixel(config.config or {}, file).to(dtype), config)
     if name is not None and name not in CLASSES:
-        known = ("pixel", *PUBLISHED, *CLASSES)
+        known = ("pixel", *PUBLISHED_AUTOENCODERS, *CLASSES)
         raise ConfigError(
             f"{file}: 'ae.model_id' is '{config.model_id}'; expected one of {', '.join(known)}"
             f"{did_you_mean(name, known)}"
@@ -195,7 +195,7 @@ def _of_file(
     make: Callable[[Path, Any, Mapping[str, Any], str], Any], path: Path, config: AeConfig, file: str, default: str
 ) -> Any:
     """What `make` makes of a lone file, its diffusers class and the arguments of that."""
-    named = PUBLISHED.get(config.model_id or "", config.model_id)
+    named = PUBLISHED_AUTOENCODERS.get(config.model_id or "", config.model_id)
     if named is not None and named not in CLASSES:
         _check_class(named, config, path, file)
     said, structure = class_and_structure(path, config, named, default, file)
@@ -213,7 +213,7 @@ def _on_meta(path: Path, model_class: Any, structure: Mapping[str, Any], file: s
 
 
 def _check_class(said: str, config: AeConfig, path: Path, file: str) -> None:
-    name = PUBLISHED.get(config.model_id or "", config.model_id)
+    name = PUBLISHED_AUTOENCODERS.get(config.model_id or "", config.model_id)
     if name is not None and said != name:
         raise ConfigError(
             f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, "

@@ -25,8 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed_mm.configs.model_config import LossType
-
-IGNORE_INDEX = -100
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 
 ComputeMode = Literal["default", "chunk", "dynamic_chunk"]
 

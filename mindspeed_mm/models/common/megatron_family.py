@@ -34,7 +34,7 @@ class MegatronFamily:
     positions: Callable[[Any, dict[str, Any]], Any] | None = None
 
 
-def find_family(model_type: str) -> MegatronFamily:
+def find_megatron_family(model_type: str) -> MegatronFamily:
     """Return what the family folder of a HF `model_type` says.
 
     Raises:

@@ -24,7 +24,7 @@ _RECIPES = "_constructor_recipes"
 
 
 @dataclass
-class Recipe:
+class ParameterRecipe:
     """How a constructor fills a parameter.
 
     Attributes:
@@ -68,7 +68,7 @@ def has_recipes(module: nn.Module) -> bool:
 @torch.no_grad()
 def initialize_from_recipes(module: nn.Module) -> None:
     """Fill the parameters that `module` itself holds as its constructor would have; those without recipe are left."""
-    recipes: dict[str, Recipe] = getattr(module, _RECIPES, {})
+    recipes: dict[str, ParameterRecipe] = getattr(module, _RECIPES, {})
     for name, param in module._parameters.items():
         if param is not None and name in recipes:
             recipes[name].fill(param)
@@ -80,7 +80,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # by storage, as `param.data` and slices are other tensors; the parameter is kept, so its storage stays its own
-        self._known: dict[int, tuple[nn.Parameter, Recipe]] = {}
+        self._known: dict[int, tuple[nn.Parameter, ParameterRecipe]] = {}
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Any:
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         if not param.is_meta:
             real = param.detach()
             param = nn.Parameter(torch.empty_like(real, device="meta"), requires_grad=param.requires_grad)
-            self._known[_storage(param)] = (param, Recipe(None if _is_marked(real) else real))
+            self._known[_storage(param)] = (param, ParameterRecipe(None if _is_marked(real) else real))
         known = self._known.get(_storage(param))
         if known is not None:
             module.__dict__.setdefault(_RECIPES, {})[name] = known[1]

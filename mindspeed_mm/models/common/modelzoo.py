@@ -13,7 +13,7 @@ from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
 
-T = TypeVar("T", bound=type)
+_T = TypeVar("_T", bound=type)
 
 
 class ModelHub:
@@ -26,14 +26,14 @@ class ModelHub:
     MODEL_MAPPINGS: ClassVar[dict[str, type]] = {}
 
     @classmethod
-    def register(cls, model_id: str, model_class: T | None = None) -> Any:
+    def register(cls, model_id: str, model_class: _T | None = None) -> Any:
         """Register `model_class` under `model_id`; without a class, return a decorator that does.
 
         Raises:
             ConfigError: the id belongs to another class already.
         """
 
-        def add(new: T) -> T:
+        def add(new: _T) -> _T:
             old = cls.MODEL_MAPPINGS.get(model_id)
             if old is not None and (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
                 raise ConfigError(
@@ -166,6 +166,6 @@ def likely_architecture(model_type: str) -> str | None:
     return None
 
 
-def register_model(model_id: str) -> Callable[[T], T]:
+def register_model(model_id: str) -> Callable[[_T], _T]:
     """Decorator form of `ModelHub.register`."""
     return ModelHub.register(model_id)

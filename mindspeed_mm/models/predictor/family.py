@@ -195,7 +195,7 @@ def families() -> dict[str, type[PredictorFamily]]:
     return dict(_families)
 
 
-def find_family(model_id: str | None, class_name: str | None, file: str) -> type[PredictorFamily]:
+def find_predictor_family(model_id: str | None, class_name: str | None, file: str) -> type[PredictorFamily]:
     """Return the family of a model_id, else of a diffusers class.
 
     Args:

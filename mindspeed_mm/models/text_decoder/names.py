@@ -20,7 +20,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """What the way of joining tensors depends on.
 
     Attributes:
@@ -32,7 +32,7 @@ class Shape:
     tensor_parallel: int
 
 
-def decoder_tensor(name: str, shape: Shape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
+def decoder_tensor(name: str, shape: DecoderShape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
     """Say how a tensor of the decoder is made.
 
     Args:

@@ -14,7 +14,7 @@ from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
 
 #: published model_id → the classes of transformers that it may be; none: whatever the directory holds
-PUBLISHED: dict[str, tuple[str, ...]] = {
+PUBLISHED_TEXT_ENCODERS: dict[str, tuple[str, ...]] = {
     "UMT5": ("UMT5EncoderModel",),
     "T5": ("T5EncoderModel",),
     "MT5": ("MT5EncoderModel",),
@@ -104,7 +104,7 @@ def _find_class(directory: Path, model_id: str | None, expected: Any, where: str
     said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     kind = str(said.get("model_type", ""))
     names = [str(name) for name in said.get("architectures") or [] if hasattr(transformers, name)]
-    if model_id is not None and model_id not in PUBLISHED:
+    if model_id is not None and model_id not in PUBLISHED_TEXT_ENCODERS:
         return _named(model_id, kind, directory, where)
     indexed = _indexed(directory)
     if indexed is not None and hasattr(transformers, indexed):
@@ -113,7 +113,7 @@ def _find_class(directory: Path, model_id: str | None, expected: Any, where: str
         found = expected
     else:
         found = getattr(transformers, _ENCODERS.get(kind) or next(iter(names), "AutoModel"))
-    wanted = PUBLISHED.get(model_id or "", ())
+    wanted = PUBLISHED_TEXT_ENCODERS.get(model_id or "", ())
     if wanted and found.__name__ not in wanted:
         raise ConfigError(
             f"{where}: 'model_id' is '{model_id}' ({' or '.join(wanted)}), but '{directory}' holds a {found.__name__} "
@@ -128,10 +128,10 @@ def _named(model_id: str, kind: str, directory: Path, where: str) -> Any:
 
     found: Any = getattr(transformers, model_id, None)
     if not hasattr(found, "config_class"):
-        known = (*PUBLISHED, *_ENCODERS.values(), "CLIPTextModel", "CLIPTextModelWithProjection")
+        known = (*PUBLISHED_TEXT_ENCODERS, *_ENCODERS.values(), "CLIPTextModel", "CLIPTextModelWithProjection")
         raise ConfigError(
-            f"{where}: 'model_id' is '{model_id}'; expected one of {', '.join(PUBLISHED)}, or a class of transformers"
-            f"{did_you_mean(model_id, known)}"
+            f"{where}: 'model_id' is '{model_id}'; expected one of {', '.join(PUBLISHED_TEXT_ENCODERS)}, or a "
+            f"class of transformers{did_you_mean(model_id, known)}"
         )
     own = getattr(found.config_class, "model_type", kind)
     if _root(own) != _root(kind):

@@ -109,7 +109,7 @@ def block_spec(whole: bool) -> ModuleSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PatchLayout:
     """Where a micro-batch's patches are, on the device.
 
     The tower's own order of patches has those of a window one after the other, and windows of equal length together.
@@ -129,7 +129,7 @@ class Layout:
     angles: torch.Tensor
 
     @classmethod
-    def of_grids(cls, grid_thw: torch.Tensor, hf_config: Any, device: torch.device) -> Layout:
+    def of_grids(cls, grid_thw: torch.Tensor, hf_config: Any, device: torch.device) -> PatchLayout:
         """Lay out images and videos; everything is computed on the host.
 
         Args:
@@ -270,7 +270,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         received, self._input = self._input, None
         source = received if pixel_values is None else pixel_values
         assert source is not None
-        layout = Layout.of_grids(grid_thw, self.hf_config, source.device)
+        layout = PatchLayout.of_grids(grid_thw, self.hf_config, source.device)
         if len(source) != len(layout.patches):
             raise DataError(f"{len(source)} patches came with grids {grid_thw.tolist()}, of {len(layout.patches)}")
         hidden = source
@@ -282,7 +282,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
             return hidden
         return Reorder.apply(self.vision_projector(hidden), layout.back, layout.forth)
 
-    def _run_blocks(self, blocks: TransformerBlock, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _run_blocks(self, blocks: TransformerBlock, hidden: torch.Tensor, layout: PatchLayout) -> torch.Tensor:
         recomputed = blocks.config.recompute_granularity == "full"
         if recomputed and not hidden.requires_grad and any(p.requires_grad for p in blocks.parameters()):
             # Megatron-core's recomputation has a backward pass only if its input has one

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if flags.output is not None:
         refuse_unwritable(Path(flags.output).parent, "--output")
-    figures = evaluate(flags)
+    figures = evaluate_generation(flags)
     width = max(len(name) for name in figures)
     for name, value in figures.items():
         if not isinstance(value, list):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(flags: EvaluationFlags) -> dict[str, Any]:
+def evaluate_generation(flags: EvaluationFlags) -> dict[str, Any]:
     """Compute what the flags ask for.
 
     Returns:
@@ -135,13 +135,13 @@ def _write_features(words: Sequence[str]) -> int:
         return 0
     from safetensors.torch import save_file
 
-    from mindspeed_mm.tasks.generation.features import VisionModel, find_media, media_features
+    from mindspeed_mm.tasks.generation.features import VisionModel, list_media, media_features
 
     directory = needed(flags.model, "--model", "the directory of a vision model")
     output = Path(needed(flags.output, "--output", "the .safetensors file to write"))
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output is '{output}'; expected a file that ends in .safetensors")
-    files = find_media(needed(flags.media, "--media", "a folder of pictures and videos"))
+    files = list_media(needed(flags.media, "--media", "a folder of pictures and videos"))
     refuse_unwritable(output.parent, "--output")
     features = media_features(VisionModel(directory), files, frames=flags.frames)
     output.parent.mkdir(parents=True, exist_ok=True)

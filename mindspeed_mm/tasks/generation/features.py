@@ -100,7 +100,7 @@ def media_features(model: VisionModel, paths: Sequence[Path], *, frames: int = 8
     return torch.stack([model.pictures(_frames(path, frames)).mean(0) for path in paths])
 
 
-def find_media(place: str | Path) -> list[Path]:
+def list_media(place: str | Path) -> list[Path]:
     """Pictures and videos: those that a folder's samples.jsonl names, else all in it; or those of a text file's lines.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.configs.hf_directory import describe_missing_model
-from mindspeed_mm.configs.scalars import DTYPE_NAMES
+from mindspeed_mm.configs.scalars import SHORT_DTYPE_NAMES
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
@@ -176,7 +176,7 @@ def open_pipeline(
 def _dtype(said: str | None) -> torch.dtype:
     if said is None:
         said = "fp32" if accelerator.current().is_host else "bf16"
-    made = to_torch_dtype(DTYPE_NAMES.get(said, said))
+    made = to_torch_dtype(SHORT_DTYPE_NAMES.get(said, said))
     assert made is not None
     return made
 

@@ -31,7 +31,7 @@ class SoraFeature(Section):
     extract_text_feature: Bool = Field(True, description="captions become text states; false = as --only video")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_extraction_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("--mm-model", required=True, help="model.json: which frozen parts encode")
     parser.add_argument("--mm-data", required=True, help="data.json of the clips (t2v, i2v, t2i)")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, script: str = "get_sora_feature.p
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(_parse(words, script), family)
+        return extract_features(_parse(words, script), family)
     except MMError as error:
         print(f"{kind_of(error)}: {error}", file=sys.stderr)
         return 1
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, script: str = "get_sora_feature.p
 
 def _parse(words: Sequence[str], script: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=script, allow_abbrev=False)
-    add_arguments(parser)
+    add_extraction_arguments(parser)
     training = build_parser(GROUPS)
     for action in parser._actions:
         if not set(action.option_strings) & training._option_string_actions.keys():
@@ -85,11 +85,11 @@ def _parse(words: Sequence[str], script: str) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, family: str | None = None) -> int:
+def extract_features(options: argparse.Namespace, family: str | None = None) -> int:
     """Extract the features of a data set; several processes (torchrun) share the rows.
 
     Args:
-        options: what `add_arguments` declares.
+        options: what `add_extraction_arguments` declares.
         family: predictor of a model.json that describes none.
 
     Returns:

@@ -17,9 +17,9 @@ from mindspeed_mm.data.generation.build import build_generation_datasets
 from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.data.generation.feature_files import FeatureWriter, not_finite
 from mindspeed_mm.data.generation.rule import GenerationRule
-from mindspeed_mm.data.workers import Failure, forked, next_batch, start, start_worker, warm_up
+from mindspeed_mm.data.workers import WorkerFailure, forked, next_batch, start_loader, start_worker, warm_up
 from mindspeed_mm.models.sora_encode import SampleEncoder
-from mindspeed_mm.tools.feature_extraction.progress import Progress
+from mindspeed_mm.tools.feature_extraction.progress import ExtractionProgress
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError, DataError, MMError
 from mindspeed_mm.utils.log import logger, notice
@@ -109,7 +109,7 @@ class Extraction:
         share = len(range(self._rank, len(self._dataset), self._world_size))
         started = time.perf_counter()
         waiting: dict[int, list[dict[str, Any]]] = {}
-        with self._writer as writer, Progress("features", len(rows), shown=self._rank == 0) as progress:
+        with self._writer as writer, ExtractionProgress("features", len(rows), shown=self._rank == 0) as progress:
             if self._needs_text and self._rank == 0:
                 # as many at once as other captions: kernels may round otherwise for one than for several
                 states = self._encoder.encode_captions([""] * self._batch_size)
@@ -140,7 +140,7 @@ class Extraction:
             warm_up(self._dataset)
         options = {"worker_init_fn": start_worker, "prefetch_factor": 2, **forked(workers)} if workers else {}
         loader: Any = DataLoader(_Rows(self._dataset, rows), batch_size=None, num_workers=workers, **options)
-        running = start(loader)
+        running = start_loader(loader)
         for _ in rows:
             yield next_batch(running, workers)
 
@@ -204,10 +204,10 @@ class _Rows(Dataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: int) -> dict[str, Any] | Failure:
+    def __getitem__(self, place: int) -> dict[str, Any] | WorkerFailure:
         index = self._rows[place]
         try:
             bucket = self._dataset.bucket_of(index) or 0
             return {**self._dataset.get(index, bucket), "row": index, "bucket": bucket}
         except MMError as error:
-            return Failure(str(error))
+            return WorkerFailure(str(error))

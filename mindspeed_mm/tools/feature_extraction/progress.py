@@ -9,7 +9,7 @@ from mindspeed_mm.utils.log import logger
 _SECONDS = 30.0
 
 
-class Progress:
+class ExtractionProgress:
     """Counts rows.
 
     Args:
@@ -32,7 +32,7 @@ class Progress:
         self._bar = Bar(*columns, console=console)
         self._task = self._bar.add_task(what, total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ExtractionProgress:
         if self._shown and self._on_terminal:
             self._bar.start()
         return self

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.checkpoint import manifest
-from mindspeed_mm.checkpoint.manifest import MANIFEST, has_manifest, read_manifest, sum_files, verify, write_manifest
+from mindspeed_mm.checkpoint.manifest import (
+    MANIFEST,
+    has_manifest,
+    manifest_problems,
+    read_manifest,
+    sum_files,
+    write_manifest,
+)
 from mindspeed_mm.utils.errors import CheckpointError
 
 SIZES = {"__0_0.distcp": 70_000, "__1_0.distcp": 50_000, ".metadata": 300, "state.json": 20, "empty": 0}
@@ -36,7 +43,7 @@ def changed(folder: Path, change: Any) -> None:
 
 def test_a_whole_checkpoint_has_no_problems(folder: Path) -> None:
     read: list[int] = []
-    assert verify(folder, progress=read.append) == []
+    assert manifest_problems(folder, progress=read.append) == []
     assert sum(read) == sum(SIZES.values()) and max(read) == 1 << 14
     content = json.loads((folder / MANIFEST).read_text())
     assert content["iteration"] == 6
@@ -54,18 +61,18 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
     content = bytearray(path.read_bytes())
     content[33_000] ^= 1
     path.write_bytes(content)
-    (problem,) = verify(folder)
+    (problem,) = manifest_problems(folder)
     assert str(path) in problem and "its content has changed" in problem
     entry = json.loads((folder / MANIFEST).read_text())["files"]["__1_0.distcp"]
     assert f"expected {entry['xxh3_128']}" in problem
-    assert verify(folder, checksums=False) == []  # sizes alone can't tell
+    assert manifest_problems(folder, checksums=False) == []  # sizes alone can't tell
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_cut_and_a_missing_file_are_found(folder: Path, checksums: bool) -> None:
     (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-1])
     (folder / "state.json").unlink()
-    assert sorted(verify(folder, checksums=checksums)) == [
+    assert sorted(manifest_problems(folder, checksums=checksums)) == [
         f"'{folder / '__0_0.distcp'}' holds 69999 bytes; expected 70000",
         f"'{folder / 'state.json'}' is missing; expected a file of 20 bytes",
     ]
@@ -74,7 +81,7 @@ def test_a_cut_and_a_missing_file_are_found(folder: Path, checksums: bool) -> No
 def test_a_folder_in_place_of_a_file_is_a_problem(folder: Path) -> None:
     (folder / "empty").unlink()
     (folder / "empty").mkdir()
-    (problem,) = verify(folder)
+    (problem,) = manifest_problems(folder)
     assert str(folder / "empty") in problem
 
 
@@ -84,7 +91,7 @@ def test_a_name_that_leaves_the_folder_is_refused(folder: Path, name: str, monke
     entry = {"bytes": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"}
     changed(folder, lambda content: content["files"].update({name: entry}))
     monkeypatch.setattr(manifest, "sum_file", lambda *a: pytest.fail("a file was opened"))
-    (problem,) = verify(folder)
+    (problem,) = manifest_problems(folder)
     assert f"names the file {name!r}" in problem and "refused" in problem
 
 
@@ -102,7 +109,7 @@ def test_a_name_that_leaves_the_folder_is_refused(folder: Path, name: str, monke
 )
 def test_a_manifest_that_lacks_something_is_a_problem(folder: Path, change: Any, words: str) -> None:
     changed(folder, change)
-    (problem,) = verify(folder)
+    (problem,) = manifest_problems(folder)
     assert str(folder / MANIFEST) in problem and words in problem
     with pytest.raises(CheckpointError):
         read_manifest(folder)
@@ -111,7 +118,7 @@ def test_a_manifest_that_lacks_something_is_a_problem(folder: Path, change: Any,
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
 def test_a_torn_manifest_is_a_problem(folder: Path, content: bytes) -> None:
     (folder / MANIFEST).write_bytes(content)
-    (problem,) = verify(folder, rank=1, size=2)
+    (problem,) = manifest_problems(folder, rank=1, size=2)
     assert str(folder / MANIFEST) in problem
 
 
@@ -122,10 +129,10 @@ def test_ranks_share_the_reading(folder: Path) -> None:
         def count(size: int, rank: int = rank) -> None:
             read[rank] += size
 
-        assert verify(folder, rank, 2, progress=count) == []
+        assert manifest_problems(folder, rank, 2, progress=count) == []
     assert sum(read) == sum(SIZES.values())
     assert min(read) >= 50_000
     (folder / "__0_0.distcp").unlink()
     (folder / "__1_0.distcp").unlink()
-    found = [verify(folder, rank, 2) for rank in (0, 1)]
+    found = [manifest_problems(folder, rank, 2) for rank in (0, 1)]
     assert [len(problems) for problems in found] == [1, 1]

@@ -184,11 +184,11 @@ def test_mistakes(keys: dict[str, Any], parts: list[str]) -> None:
 
 def test_every_rule_is_of_use() -> None:
     paths = published_paths("model") - set(key_paths(VLMModelConfig))
-    rules = vlm_rules.NO_EFFECT
+    rules = vlm_rules.IDLE_VLM_KEYS
     used = {next(rule for rule in rules if re.fullmatch(rule.pattern, path)) for path in paths}
     assert used == set(rules)
     known = published_paths("model")
-    for rule in vlm_rules.REFUSED:
+    for rule in vlm_rules.REFUSED_VLM_KEYS:
         assert any(path == rule.path or path.startswith(rule.path + ".") for path in known), rule.path
 
 

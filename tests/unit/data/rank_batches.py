@@ -8,7 +8,7 @@ import numpy as np
 
 from mindspeed_mm.data.fixed_plan import FixedPlanner
 from mindspeed_mm.data.order import FixedOrder
-from mindspeed_mm.data.plan import Layout
+from mindspeed_mm.data.plan import BatchLayout
 from mindspeed_mm.data.sampler import PlannedBatches
 
 
@@ -43,7 +43,7 @@ class RankBatches:
         drop_last: bool = True,
         consumed_samples: int = 0,
     ) -> None:
-        layout = Layout(micro_batch_size, global_batch_size, dp_size)
+        layout = BatchLayout(micro_batch_size, global_batch_size, dp_size)
         self._order = FixedOrder(num_rows, shuffle, seed)
         self._planner = FixedPlanner(self._order, layout, drop_last)
         self._planner.go_to({"position": consumed_samples})

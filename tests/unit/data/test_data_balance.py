@@ -15,7 +15,7 @@ from mindspeed_mm.data.fixed_plan import Balance, FixedPlanner
 from mindspeed_mm.data.grouping import Grouping
 from mindspeed_mm.data.order import FixedOrder, StreamOrder
 from mindspeed_mm.data.pack_plan import PackPlanner
-from mindspeed_mm.data.plan import FILLER, GlobalBatch, Layout
+from mindspeed_mm.data.plan import FILLER, BatchLayout, GlobalBatch
 from tests.unit.data.data_rows import flat
 from tests.unit.data.fake_data import FakeRows, long_tail, measurer, take
 
@@ -31,7 +31,7 @@ def mixed(rows: int, longest: int = 4096) -> FakeRows:
     return FakeRows(lengths, longest, patches=patches.tolist())
 
 
-def fixed(dataset: FakeRows, layout: Layout, **options: Any) -> FixedPlanner:
+def fixed(dataset: FakeRows, layout: BatchLayout, **options: Any) -> FixedPlanner:
     order = StreamOrder(dataset.has_row, 16) if dataset.streamed else FixedOrder(len(dataset))
     return FixedPlanner(order, layout, options.pop("drop_last", True), measurer(dataset), **options)
 
@@ -84,7 +84,7 @@ def test_micro_batches_of_a_rank() -> None:
 def test_ranks_have_as_much_to_do(ranks: int) -> None:
     """A simulation: most loaded rank over the mean, at most 1.05 with balance and far above without."""
     dataset = mixed(40 * ranks * 16)
-    layout = Layout(2, ranks * 16, ranks)
+    layout = BatchLayout(2, ranks * 16, ranks)
 
     def imbalance(plan: Any) -> float:
         most = [
@@ -95,7 +95,7 @@ def test_ranks_have_as_much_to_do(ranks: int) -> None:
     without = imbalance(fixed(dataset, layout))
     assert without > 1.3
     assert imbalance(fixed(dataset, layout, balance=Balance(ranks=True), costs=COSTS)) <= 1.05
-    packed = PackPlanner(FixedOrder(len(dataset)), Layout(1, ranks * 4, ranks), 4096, measurer(dataset), COSTS)
+    packed = PackPlanner(FixedOrder(len(dataset)), BatchLayout(1, ranks * 4, ranks), 4096, measurer(dataset), COSTS)
     assert imbalance(packed) <= 1.05
 
 
@@ -103,7 +103,7 @@ def test_ranks_have_as_much_to_do(ranks: int) -> None:
 def test_ranks_wait_less_in_every_micro_step(ranks: int) -> None:
     """What counts where each micro-batch gathers weights: the sum over micro-steps of the slowest rank's."""
     dataset = mixed(40 * ranks * 16)
-    layout = Layout(1, ranks * 8, ranks)
+    layout = BatchLayout(1, ranks * 8, ranks)
 
     def waits(plan: Any) -> float:
         return float(
@@ -120,16 +120,16 @@ def test_ranks_wait_less_in_every_micro_step(ranks: int) -> None:
         for balance in (Balance(), Balance(ranks=True), Balance(micro_batches=True))
     )
     assert over_ranks < 1.6 < within < 0.85 * without
-    packed = PackPlanner(FixedOrder(len(dataset)), Layout(1, ranks * 4, ranks), 4096, measurer(dataset), COSTS)
+    packed = PackPlanner(FixedOrder(len(dataset)), BatchLayout(1, ranks * 4, ranks), 4096, measurer(dataset), COSTS)
     assert waits(packed) < 1.06
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_balance_keeps_the_rows_of_every_global_batch(drop_last: bool) -> None:
     dataset = mixed(50)
-    plain = fixed(dataset, Layout(2, 8), drop_last=drop_last)
+    plain = fixed(dataset, BatchLayout(2, 8), drop_last=drop_last)
     for balance in (Balance(ranks=True), Balance(micro_batches=True)):
-        for layout in (Layout(2, 8, 2), Layout(1, 8, 4), Layout(8, 8, 1)):
+        for layout in (BatchLayout(2, 8, 2), BatchLayout(1, 8, 4), BatchLayout(8, 8, 1)):
             balanced = fixed(dataset, layout, drop_last=drop_last, balance=balance, costs=COSTS)
             for one, other in zip(take(plain.batches(), 20), take(balanced.batches(), 20)):
                 assert sorted(rows_of(one)) == sorted(rows_of(other))
@@ -141,7 +141,7 @@ def test_balance_keeps_the_rows_of_every_global_batch(drop_last: bool) -> None:
 
 def test_nothing_is_measured_without_need() -> None:
     dataset = mixed(100)
-    take(fixed(dataset, Layout(1, 10)).batches(), 30)
+    take(fixed(dataset, BatchLayout(1, 10)).batches(), 30)
     assert dataset.measured == []
 
 
@@ -155,7 +155,7 @@ def test_groups_hold_every_row_once_and_resume(grouping: Grouping, streamed: boo
     lengths = [10 + row % 17 for row in range(419)]  # not a multiple of 4, and more than a window of 50 batches
     dataset = FakeRows(lengths, patches=[row % 13 for row in range(419)], streamed=streamed)
     options = {"grouping": grouping, "drop_last": drop_last}
-    whole = take(fixed(dataset, Layout(1, 4, 2), **options).batches(), 330)
+    whole = take(fixed(dataset, BatchLayout(1, 4, 2), **options).batches(), 330)
     per_epoch = 104 if drop_last else 105
     for epoch in range(3):
         rows = flat(rows_of(batch) for batch in whole[epoch * per_epoch : (epoch + 1) * per_epoch])
@@ -163,7 +163,7 @@ def test_groups_hold_every_row_once_and_resume(grouping: Grouping, streamed: boo
         assert len(set(real)) == len(real) == (416 if drop_last else 419)
         assert rows.count(FILLER) == (0 if drop_last else 1)
     for stop in (3, 51, 103, 104, 105, 200):
-        again = fixed(dataset, Layout(4, 4), **options)
+        again = fixed(dataset, BatchLayout(4, 4), **options)
         again.go_to(json.loads(json.dumps(whole[stop - 1].state)))
         for one, other in zip(take(again.batches(), 60), whole[stop:]):
             assert sorted(rows_of(one)) == sorted(rows_of(other))
@@ -173,7 +173,7 @@ def test_rows_of_like_length_share_a_global_batch() -> None:
     dataset = mixed(4000)
     padding = []
     for grouping in (None, Grouping("alike", "tokens")):
-        batches = take(fixed(dataset, Layout(1, 16), grouping=grouping).batches(), 100)
+        batches = take(fixed(dataset, BatchLayout(1, 16), grouping=grouping).batches(), 100)
         lengths = np.array([[dataset.lengths[row] for row in rows_of(batch)] for batch in batches])
         padding.append(1 - lengths.sum() / (16 * lengths.max(1).sum()))
     assert padding[1] < 0.1 < 0.5 < padding[0]
@@ -186,7 +186,7 @@ def test_pictures_are_bucketed_or_spread() -> None:
     assert dataset.patches is not None
     spreads = []
     for grouping in (Grouping("alike", "patches"), None, Grouping("even", "patches")):
-        batches = take(fixed(dataset, Layout(1, 16), grouping=grouping).batches(), 50)
+        batches = take(fixed(dataset, BatchLayout(1, 16), grouping=grouping).batches(), 50)
         sums = [sum(dataset.patches[row] for row in rows_of(batch)) for batch in batches]
         spreads.append(np.std(sums) / np.mean(sums))
     assert spreads[0] > 2 * spreads[1] > 20 * spreads[2]
@@ -196,13 +196,13 @@ def test_pictures_are_bucketed_or_spread() -> None:
 def test_streamed_rows_in_plain_order(drop_last: bool) -> None:
     """An epoch ends where the data do, and any position is found again."""
     dataset = FakeRows([1] * 22, streamed=True)
-    whole = take(fixed(dataset, Layout(1, 4, 2), drop_last=drop_last).batches(), 24)
+    whole = take(fixed(dataset, BatchLayout(1, 4, 2), drop_last=drop_last).batches(), 24)
     per_epoch = 5 if drop_last else 6
     for epoch in range(4):
         rows = sorted(flat(rows_of(batch) for batch in whole[epoch * per_epoch : (epoch + 1) * per_epoch]))
         assert len(set(rows)) == (20 if drop_last else 23) and rows.count(FILLER) == (0 if drop_last else 2)
     for stop in range(1, 20):
-        again = fixed(dataset, Layout(2, 4), drop_last=drop_last)
+        again = fixed(dataset, BatchLayout(2, 4), drop_last=drop_last)
         again.go_to(whole[stop - 1].state)
         assert [sorted(rows_of(b)) for b in take(again.batches(), 4)] == [
             sorted(rows_of(b)) for b in whole[stop : stop + 4]
@@ -212,17 +212,17 @@ def test_streamed_rows_in_plain_order(drop_last: bool) -> None:
 def test_the_same_state_after_packs_and_without(drop_last: bool = True) -> None:
     """A checkpoint with packs read by a run without goes on at the next global batch, and the other way round."""
     dataset = FakeRows(long_tail(100, 1000), 1000)
-    packed = PackPlanner(FixedOrder(100), Layout(1, 2), 1000, measurer(dataset))
+    packed = PackPlanner(FixedOrder(100), BatchLayout(1, 2), 1000, measurer(dataset))
     states = [batch.state for batch in itertools.islice(packed.batches(), 40)]
     for state in states:
         position = state["packing"]["next"]
-        plan = fixed(dataset, Layout(1, 8))
+        plan = fixed(dataset, BatchLayout(1, 8))
         plan.go_to(state)
         first = [row for row, _ in flat(take(plan.batches(), 1)[0].rows)]
         epoch, place = divmod(position, 100)
         epoch, place = (epoch + 1, 0) if place > 88 else (epoch, -(-place // 8) * 8)
         assert first == FixedOrder(100).rows_of(epoch)[place : place + 8].tolist()
-    plain = fixed(dataset, Layout(1, 8))
+    plain = fixed(dataset, BatchLayout(1, 8))
     for number, batch in enumerate(take(plain.batches(), 30), start=1):
         packed.go_to(batch.state)
         epoch, batches = divmod(number, 12)

@@ -21,9 +21,9 @@ from mindspeed_mm.configs.data_config import CollateParam, DataloaderParam
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 from mindspeed_mm.data.collate import NOTES, Collator
-from mindspeed_mm.data.encode import Sample
+from mindspeed_mm.data.encode import TokenSample
 from mindspeed_mm.data.notes import Note
-from mindspeed_mm.data.workers import Failure
+from mindspeed_mm.data.workers import WorkerFailure
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.fake_accelerator import fake_accelerator
 from tests.unit.data.data_rows import flat, talk
@@ -38,12 +38,12 @@ def rows(images: list[str]) -> list[dict[str, Any]]:
     return [talk("<image>" * (i % 3) + f"row {i}", "word " * (i + 1), images=images[: i % 3]) for i in range(6)]
 
 
-def _collate(samples: list[Sample], **param: Any) -> dict[str, Any]:
+def _collate(samples: list[TokenSample], **param: Any) -> dict[str, Any]:
     dataset = SimpleNamespace(pad_token_id=9)
     return Collator(DefaultAdapter(), CollateParam(**param), dataset)(samples)
 
 
-def _sample(length: int, **more: torch.Tensor) -> Sample:
+def _sample(length: int, **more: torch.Tensor) -> TokenSample:
     ids = torch.arange(1, length + 1)
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
@@ -124,7 +124,7 @@ def test_a_batch_goes_through_pinned_memory_as_it_is(param: Any, rows: list[Any]
         assert torch.equal(pinned[key], value) if isinstance(value, torch.Tensor) else pinned[key] == value
         assert type(pinned[key]) is type(value)
     assert fake.log == ["pin"] * sum(isinstance(value, torch.Tensor) for value in batch.values())
-    failure = Failure("a row is odd")
+    failure = WorkerFailure("a row is odd")
     assert pin_memory(failure) is failure
 
 
@@ -299,7 +299,7 @@ class _Threads(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TokenSample:
         threads = torch.tensor([torch.get_num_threads()] * 2)
         return {"input_ids": threads, "labels": threads.clone()}
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
-from mindspeed_mm.data.media import Clip, Geometry, MediaRef
+from mindspeed_mm.data.media import DecodedVideo, Geometry, MediaRef
 from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
 from mindspeed_mm.utils.errors import BadSample
 from tests.support.clips import numbered_frame, read_number, tone, write_clip, write_sound, write_wav
@@ -25,8 +25,8 @@ def _reader(limits: MediaLimits = QWEN, **options: Any) -> MediaReader:
     return MediaReader(PreprocessParameters(model_name_or_path="model", **options), limits)
 
 
-def _geometry(opened: Image.Image | Clip | np.ndarray) -> Geometry:
-    if isinstance(opened, Clip):
+def _geometry(opened: Image.Image | DecodedVideo | np.ndarray) -> Geometry:
+    if isinstance(opened, DecodedVideo):
         assert opened.frames.dtype == np.uint8 and len(opened.timestamps) == len(opened.frames)
         assert list(opened.timestamps) == sorted(opened.timestamps)
         return Geometry("video", *opened.frames.shape[1:3], opened.frames.shape[0], opened.fps, times=opened.timestamps)
@@ -102,13 +102,17 @@ def test_a_clip_of_pictures(tmp_path: Path) -> None:
         Image.fromarray(numbered_frame(number, *size)).save(tmp_path / f"{number}.png")
     refs = tuple(MediaRef("image", f"{number}.png") for number in range(8))
     clip = _reader().open(MediaRef("video", frames=refs[:3]), [str(tmp_path)], ROW)
-    assert isinstance(clip, Clip) and clip.frames.shape == (4, 64, 128, 3) and clip.fps == clip.source_fps == 2.0
+    assert (
+        isinstance(clip, DecodedVideo) and clip.frames.shape == (4, 64, 128, 3) and clip.fps == clip.source_fps == 2.0
+    )
     assert [read_number(frame) for frame in clip.frames] == [0, 1, 2, 2]
     assert list(clip.timestamps) == [0.0, 0.5, 1.0, 1.0]
     clip = _reader(video_fps=5.0).open(MediaRef("video", frames=refs[:3]), [str(tmp_path)], ROW)
-    assert isinstance(clip, Clip) and clip.fps == 5.0, "data.json's"
+    assert isinstance(clip, DecodedVideo) and clip.fps == 5.0, "data.json's"
     clip = _reader(video_fps=5.0, video_maxlen=4).open(MediaRef("video", frames=refs, fps=8.0), [str(tmp_path)], ROW)
-    assert isinstance(clip, Clip) and (clip.fps, clip.source_fps, clip.source_frames) == (4.0, 8.0, 8), "the row's own"
+    assert isinstance(clip, DecodedVideo) and (clip.fps, clip.source_fps, clip.source_frames) == (4.0, 8.0, 8), (
+        "the row's own"
+    )
     assert [read_number(frame) for frame in clip.frames] == [0, 2, 4, 6]
     assert list(clip.timestamps) == [0.0, 0.25, 0.5, 0.75]
 

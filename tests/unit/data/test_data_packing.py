@@ -14,7 +14,7 @@ from mindspeed_mm.data.cost import CostModel
 from mindspeed_mm.data.order import FixedOrder, StreamOrder
 from mindspeed_mm.data.pack_plan import PackPlanner
 from mindspeed_mm.data.packing import best_fit_decreasing, choose_packs
-from mindspeed_mm.data.plan import GlobalBatch, Layout
+from mindspeed_mm.data.plan import BatchLayout, GlobalBatch
 from mindspeed_mm.utils.errors import DataError
 from tests.unit.data.fake_data import FakeRows, long_tail, measurer, take
 
@@ -22,7 +22,7 @@ CAPACITY = 1000
 
 
 def planner(
-    dataset: FakeRows, layout: Layout, capacity: int = CAPACITY, num_workers: int = 0, **options: Any
+    dataset: FakeRows, layout: BatchLayout, capacity: int = CAPACITY, num_workers: int = 0, **options: Any
 ) -> PackPlanner:
     if dataset.streamed:
         order: Any = StreamOrder(dataset.has_row, 16)
@@ -59,7 +59,7 @@ def test_every_sample_comes_once_and_fits(streamed: bool) -> None:
     """Rows of several pieces too; nothing is dropped at an epoch's end."""
     lengths: list[Any] = [*long_tail(300, CAPACITY), [300, 300, 50], [1000, 1]]
     dataset = FakeRows(lengths, CAPACITY, streamed=streamed)
-    plan = planner(dataset, Layout(1, 4, 2))
+    plan = planner(dataset, BatchLayout(1, 4, 2))
     samples = [(row, piece) for row in range(len(lengths)) for piece in range(len(dataset.pieces(row)))]
     seen: Counter[tuple[int, int]] = Counter()
     batches = plan.batches()
@@ -80,7 +80,7 @@ def test_little_stays_empty_and_nothing_starves() -> None:
     """On long-tailed mixes at most 1 % is padding; a sample waits for a few global batches at most."""
     for seed, median, spread, size in ((0, 250, 1.0, 1), (1, 900, 1.3, 1), (2, 900, 1.3, 4), (3, 250, 0.7, 64)):
         dataset = FakeRows(long_tail(20_000, 4096, seed, median, spread), 4096)
-        plan = planner(dataset, Layout(1, size), 4096)
+        plan = planner(dataset, BatchLayout(1, size), 4096)
         filled, waited = [], []
         for batch in itertools.islice(plan.batches(), max(8, 200 // size)):
             filled += tokens(dataset, batch)
@@ -101,9 +101,14 @@ def test_resume_continues_with_the_same_packs(streamed: bool, stop: int) -> None
     """K05: from plain numbers that went through JSON, on other ranks, micro-batches and workers."""
     lengths: list[Any] = [*long_tail(60, CAPACITY), [600, 600, 7], 0, [400, 0, 2]]
     fresh = lambda: FakeRows(lengths, CAPACITY, streamed=streamed)  # noqa: E731
-    whole = take(planner(fresh(), Layout(2, 8, 2)).batches(), stop + 12)
+    whole = take(planner(fresh(), BatchLayout(2, 8, 2)).batches(), stop + 12)
     state = json.loads(json.dumps(whole[stop - 1].state))
-    for layout, workers in ((Layout(2, 8, 2), 0), (Layout(1, 8, 8), 0), (Layout(8, 8, 1), 1), (Layout(1, 8, 4), 2)):
+    for layout, workers in (
+        (BatchLayout(2, 8, 2), 0),
+        (BatchLayout(1, 8, 8), 0),
+        (BatchLayout(8, 8, 1), 1),
+        (BatchLayout(1, 8, 4), 2),
+    ):
         again = planner(fresh(), layout, num_workers=workers)
         again.go_to(state)
         assert again.state() == state
@@ -114,10 +119,10 @@ def test_resume_continues_with_the_same_packs(streamed: bool, stop: int) -> None
 
 def test_a_resume_measures_what_waits_and_what_follows_only() -> None:
     lengths = long_tail(4000, CAPACITY)
-    plan = planner(FakeRows(lengths, CAPACITY), Layout(1, 4))
+    plan = planner(FakeRows(lengths, CAPACITY), BatchLayout(1, 4))
     state = take(plan.batches(), 100)[-1].state
     dataset = FakeRows(lengths, CAPACITY)
-    again = planner(dataset, Layout(1, 4))
+    again = planner(dataset, BatchLayout(1, 4))
     again.go_to(state)
     take(again.batches(), 1)
     rows = again.order.rows_at([position for position, _ in state["packing"]["pending"]])
@@ -127,7 +132,7 @@ def test_a_resume_measures_what_waits_and_what_follows_only() -> None:
 
 def test_what_gives_no_sample_is_counted_by_row_and_reason() -> None:
     dataset = FakeRows([0 if row % 10 == 3 else 100 for row in range(500)], CAPACITY)
-    plan = planner(dataset, Layout(1, 1))
+    plan = planner(dataset, BatchLayout(1, 1))
     left_out = [item for batch in take(plan.batches(), 3) for item in batch.left_out]
     assert left_out and len(left_out) == len(set(left_out))
     assert all(row % 10 == 3 and why == f"fault {row % 2}" for row, why in left_out)
@@ -136,14 +141,16 @@ def test_what_gives_no_sample_is_counted_by_row_and_reason() -> None:
 def test_data_without_any_sample_end_the_run() -> None:
     """Instead of looking through epoch after epoch for ever."""
     with pytest.raises(DataError, match=r"no row of the data gives a sample; row \d: fault [01]"):
-        take(planner(FakeRows([0] * 5, CAPACITY), Layout(1, 1)).batches(), 1)
+        take(planner(FakeRows([0] * 5, CAPACITY), BatchLayout(1, 1)).batches(), 1)
 
 
 def test_few_rows_are_not_read_for_epochs_ahead() -> None:
     """Copies of a row would wait together, and another row come much less often."""
     lengths = [90, 110, 250, 300, 40, 170, 520]
     counts: Counter[int] = Counter()
-    for number, batch in enumerate(take(planner(FakeRows(lengths, CAPACITY), Layout(1, 1)).batches(), 30), start=1):
+    for number, batch in enumerate(
+        take(planner(FakeRows(lengths, CAPACITY), BatchLayout(1, 1)).batches(), 30), start=1
+    ):
         counts.update(row for pack in batch.rows for row, _ in pack)
         assert len(counts) == 7 or number < 5
         assert max(counts.values()) - min(counts[row] for row in range(7)) <= 3
@@ -151,7 +158,7 @@ def test_few_rows_are_not_read_for_epochs_ahead() -> None:
 
 def test_few_rows_longer_than_a_pack_fill_all_packs() -> None:
     """They are cut when they are made, and count as what they are cut to."""
-    batch = take(planner(FakeRows([2 * CAPACITY] * 3), Layout(1, 8)).batches(), 1)[0]
+    batch = take(planner(FakeRows([2 * CAPACITY] * 3), BatchLayout(1, 8)).batches(), 1)[0]
     assert len(batch.rows) == 8 and all(len(pack) == 1 for pack in batch.rows)
 
 
@@ -159,26 +166,26 @@ def test_few_rows_longer_than_a_pack_fill_all_packs() -> None:
 def test_everything_that_waits_is_found_again(options: dict[str, int], said: list[str]) -> None:
     """Also where more waits than a global batch needs."""
     dataset = FakeRows(long_tail(400, CAPACITY), CAPACITY)
-    whole = take(planner(dataset, Layout(1, 1), **options).batches(), 30)
+    whole = take(planner(dataset, BatchLayout(1, 1), **options).batches(), 30)
     for stop in (1, 12):
-        again = planner(dataset, Layout(1, 1), **options)
+        again = planner(dataset, BatchLayout(1, 1), **options)
         again.go_to(whole[stop - 1].state)
         assert [batch.rows for batch in take(again.batches(), 15)] == [batch.rows for batch in whole[stop : stop + 15]]
     assert said == []
     state = whole[0].state["packing"]
-    again = planner(dataset, Layout(1, 1), **options)
+    again = planner(dataset, BatchLayout(1, 1), **options)
     again.go_to({"packing": {**state, "pending": [*state["pending"], [state["next"], 3]]}})
     take(again.batches(), 1)
     assert [line for line in said if line.startswith("1 sample(s) that waited to be packed")]
 
 
 def test_dynamic_batching_reads_ahead_as_far_as_it_is_told() -> None:
-    plan = planner(FakeRows([10] * 5000, CAPACITY), Layout(1, 1), least_waiting=4000)
+    plan = planner(FakeRows([10] * 5000, CAPACITY), BatchLayout(1, 1), least_waiting=4000)
     take(plan.batches(), 1)
     assert plan.state()["packing"]["next"] == 4000
     dataset = FakeRows([2000] * 100)  # longer than a pack: cut to it when it is made
     first = FixedOrder(100).rows_of(0)[:2].tolist()
-    assert take(planner(dataset, Layout(1, 2)).batches(), 1)[0].rows == [[(row, 0)] for row in first]
+    assert take(planner(dataset, BatchLayout(1, 2)).batches(), 1)[0].rows == [[(row, 0)] for row in first]
 
 
 def test_packs_of_like_cost() -> None:
@@ -188,7 +195,7 @@ def test_packs_of_like_cost() -> None:
     costs = CostModel(per_token=1.0, per_patch=1.0)
     worst: dict[bool, list[float]] = {True: [], False: []}
     for known, values in worst.items():
-        plan = planner(dataset, Layout(1, 8, 8), costs=costs if known else None)
+        plan = planner(dataset, BatchLayout(1, 8, 8), costs=costs if known else None)
         for batch in take(plan.batches(), 20):
             spent = [sum(costs.cost(dataset.measure(row)[0]) for row, _ in pack) for pack in batch.rows]
             values.append(float(max(spent) / np.mean(spent)))

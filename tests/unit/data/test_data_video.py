@@ -13,7 +13,7 @@ from PIL import Image
 
 from mindspeed_mm.data.containers import open_container, packets_of
 from mindspeed_mm.data.frames import FrameSource
-from mindspeed_mm.data.media import Clip, MediaRef
+from mindspeed_mm.data.media import DecodedVideo, MediaRef
 from mindspeed_mm.data.media_files import find_media
 from mindspeed_mm.data.video import FrameRule, VideoFacts, VideoLength, look_video, plan_frames, read_clip
 from mindspeed_mm.utils.errors import BadSample
@@ -26,7 +26,7 @@ def _rule(fps: float = 2.0, least: int = 1, most: int = 768, multiple: int = 1) 
     return FrameRule(fps, least, most, multiple)
 
 
-def _read(path: Path, rule: FrameRule, timeout: float = 60.0) -> Clip:
+def _read(path: Path, rule: FrameRule, timeout: float = 60.0) -> DecodedVideo:
     file = find_media(MediaRef("video", str(path)), [""], ROW)
     facts = look_video(file, rule, timeout)
     plan = plan_frames(facts, rule)

@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.hf_export import export_from
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.audio import SoundFacts, SoundRule
-from mindspeed_mm.data.media import Clip
+from mindspeed_mm.data.media import DecodedVideo
 from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.modelzoo import ModelHub
@@ -111,7 +111,7 @@ def test_each_clip_is_told_its_own_rate(hf_dir: Path) -> None:
     """Two groups of frames follow each other after two frames' time, whatever the clips beside."""
     processor = ADAPTER.load_processor(str(hf_dir), PreprocessParameters(model_name_or_path=str(hf_dir)))
     frames = np.zeros((4, 64, 64, 3), dtype=np.uint8)
-    clips = [Clip(frames, [number / fps for number in range(4)], fps, fps, 4) for fps in (2.0, 1.0, 1.0, 4.0)]
+    clips = [DecodedVideo(frames, [number / fps for number in range(4)], fps, fps, 4) for fps in (2.0, 1.0, 1.0, 4.0)]
     tensors, texts = Tokenizer(processor, ADAPTER, {}).process([("video", clip) for clip in clips])
     assert tensors["video_second_per_grid"].tolist() == [1.0, 2.0, 2.0, 0.5]
     assert len(tensors["video_grid_thw"]) == len(texts) == 4

@@ -19,7 +19,7 @@ from transformers import AutoProcessor
 from mindspeed_mm.configs.data_config import DatasetParam, PreprocessParameters
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.collate import Collator
-from mindspeed_mm.data.media import Clip, Geometry
+from mindspeed_mm.data.media import DecodedVideo, Geometry
 from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
@@ -190,7 +190,7 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
     assert foreseen is not None
     if geometry.kind == "video":
         assert [int(second) for second in re.findall(r"\d+", foreseen.text)] == expected
-        content: Any = Clip(np.zeros((6, 56, 56, 3), np.uint8), geometry.timestamps, 1.5, 1.5, 6)
+        content: Any = DecodedVideo(np.zeros((6, 56, 56, 3), np.uint8), geometry.timestamps, 1.5, 1.5, 6)
     elif geometry.kind == "image":
         content = Image.new("RGB", (geometry.width, geometry.height))
     else:
@@ -204,7 +204,7 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
     ids=["an image among text", "a video among images"],
 )
 def test_glm_media_need_types(media: dict[str, torch.Tensor], why: str) -> None:
-    from mindspeed_mm.models.transformers.glm4v.batches import one_tower_pass
+    from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
 
     with pytest.raises(DataError, match=f"mm_token_type_ids.*{why}"):
-        one_tower_pass(None, {"input_ids": torch.ones(1, 4, dtype=torch.int64), **media})
+        glm4v_tower_pass(None, {"input_ids": torch.ones(1, 4, dtype=torch.int64), **media})

@@ -117,7 +117,7 @@ DOORS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "a video that was made": (lambda folder: read_frames(folder / "x.mp4"), "av", "video", "x.mp4"),
     "a parquet file": (lambda folder: ParquetFile(str(folder / "x.parquet")), "pyarrow", "tables", "a parquet file"),
     "cleaned captions": (lambda _: captions.clean("a", ("basic_clean",)), "ftfy", "generation", "basic_clean"),
-    "features": (lambda _: command.run(SimpleNamespace()), "diffusers", "generation", "extraction"),  # type: ignore[arg-type]
+    "features": (lambda _: command.extract_features(SimpleNamespace()), "diffusers", "generation", "extraction"),  # type: ignore[arg-type]
     "samples": (lambda _: inference.main(["--load", str(ROOT)]), "diffusers", "generation", "makes images or videos"),
 }
 

@@ -26,7 +26,7 @@ from mindspeed_mm.data.contents import _named
 from mindspeed_mm.data.generation.annotations import read_annotation
 from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.data.media_files import find_media
-from mindspeed_mm.data.messages import RowFault, shown
+from mindspeed_mm.data.messages import RowFault, short_repr
 from mindspeed_mm.utils.errors import ConfigError, MMError
 from mindspeed_mm.utils.text import shorten
 
@@ -75,7 +75,7 @@ def test_what_is_cut_keeps_both_ends() -> None:
     assert shorten("short") == "short"
     cut = shorten("begin" + LONG + "end", 100)
     assert len(cut) == 100 and cut.startswith("begin") and cut.endswith("end") and "[1,050,008 characters]" in cut
-    assert len(shown(LONG)) <= 120
+    assert len(short_repr(LONG)) <= 120
     error = ConfigError(f"model.json: first {LONG}\nmodel.json: second")
     assert str(error).startswith("model.json: first") and str(error).endswith("\nmodel.json: second")
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.megatron_family import find_family
+from mindspeed_mm.models.common.megatron_family import find_megatron_family
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
 from mindspeed_mm.tools import cli
@@ -103,9 +103,9 @@ def test_a_family_that_needs_a_newer_transformers_is_not_in_the_way_of_others(
     """The Megatron backend looks for its families without importing those that it doesn't train."""
     install("transformers", "5.22.2")
     monkeypatch.delitem(sys.modules, "mindspeed_mm.models.transformers.qwen2_5_omni", raising=False)
-    assert find_family("qwen3").decoder == "model."
+    assert find_megatron_family("qwen3").decoder == "model."
     with pytest.raises(ConfigError, match=r"'gemma3' has no .* have one: qwen2, qwen2_5_vl, qwen3; others train"):
-        find_family("gemma3")
+        find_megatron_family("gemma3")
 
 
 def test_torch_npu_beside_another_torch_is_told_first(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.deepseek_vl import TRAITS
 
 
-def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
     """Run both towers and the aligner on one picture of zeros, of the only sizes that they take → [tokens, hidden]."""
     config = model.config
     low, high = (
@@ -35,7 +35,7 @@ DeepseekVLHybridForConditionalGeneration.traits = dataclasses.replace(  # type: 
     towers=(
         dataclasses.replace(
             TRAITS.towers[0],
-            run_dummy=run_smallest_image,
+            run_dummy=_run_one_picture,
             beside=("model.aligner", *_HIGH, "model.high_res_vision_alpha"),
         ),
     ),

@@ -8,8 +8,8 @@ from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.models.transformers.glm4v.batches import one_tower_pass
-from mindspeed_mm.models.transformers.qwen2_5_vl import run_smallest_image
+from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
+from mindspeed_mm.models.transformers.qwen2_5_vl import run_one_patch
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
 
 TRAITS = FamilyTraits(
@@ -20,9 +20,9 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_smallest_image),),
+    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
     packed_positions=packed_positions,
-    one_tower_pass=one_tower_pass,
+    one_tower_pass=glm4v_tower_pass,
 )
 
 Glm4vForConditionalGeneration = adapt_class(HFGlm4v)

@@ -10,7 +10,7 @@ from mindspeed_mm.models.transformers.qwen2_5_vl import batches as qwen2_5_vl
 from mindspeed_mm.utils.errors import DataError
 
 
-def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Hand the frames of videos over as images, whose token they share; their positions are computed before.
 
     transformers counts every image token for either kind, so that it takes no micro-batch with both.

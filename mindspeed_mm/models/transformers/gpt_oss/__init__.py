@@ -15,7 +15,7 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 
 
-def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The masks of both kinds of layers, from restarting positions, which the model itself makes without them.
 
     Args:
@@ -36,5 +36,5 @@ def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GptOssForCausalLM = adapt_class(HFGptOss)
-GptOssForCausalLM.traits = dataclasses.replace(TEXT_TRAITS, packed_masks=packed_masks)  # type: ignore[attr-defined]
+GptOssForCausalLM.traits = dataclasses.replace(TEXT_TRAITS, packed_masks=_packed_masks)  # type: ignore[attr-defined]
 ModelHub.register("gpt_oss", GptOssForCausalLM)

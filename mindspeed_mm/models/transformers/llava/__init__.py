@@ -14,7 +14,7 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
 
 
-def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
     """Run tower and projector on one picture of zeros → [tokens, hidden].
 
     The tower takes pictures of one size, which is therefore the smallest.
@@ -37,7 +37,7 @@ TOWER = Tower(
     "model.vision_tower",
     ("image",),
     ("pixel_values",),
-    run_smallest_image,
+    _run_one_picture,
     beside=("model.multi_modal_projector",),
     patches_per_row=patches_per_picture,
 )

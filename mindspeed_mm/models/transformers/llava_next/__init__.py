@@ -13,7 +13,7 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
 
 
-def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+def run_smallest_tiling(model: Any, device: torch.device) -> torch.Tensor:
     """Run tower, projector and row sign on the smallest picture, which is shown whole and in tiles → [tokens, hidden].
 
     The picture has the shape of the smallest arrangement of tiles, of which it takes every one.
@@ -30,6 +30,6 @@ def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
 LlavaNextForConditionalGeneration = adapt_class(HFLlavaNext)
 LlavaNextForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
     TRAITS,
-    towers=(dataclasses.replace(TOWER, run_dummy=run_smallest_image, beside=(*TOWER.beside, "model.image_newline")),),
+    towers=(dataclasses.replace(TOWER, run_dummy=run_smallest_tiling, beside=(*TOWER.beside, "model.image_newline")),),
 )
 ModelHub.register("llava_next", LlavaNextForConditionalGeneration)

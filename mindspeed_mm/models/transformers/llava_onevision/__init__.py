@@ -11,7 +11,7 @@ from transformers import LlavaOnevisionForConditionalGeneration as HFLlavaOnevis
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
-from mindspeed_mm.models.transformers.llava_next import run_smallest_image
+from mindspeed_mm.models.transformers.llava_next import run_smallest_tiling
 
 
 def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
@@ -26,7 +26,7 @@ def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
 # rank makes both passes, on a dummy where it has no such medium; the tower rests when there is neither.
 _BOTH = dataclasses.replace(TOWER, modalities=("image", "video"), beside=(*TOWER.beside, "model.image_newline"))
 _TOWERS = (
-    dataclasses.replace(_BOTH, run_dummy=run_smallest_image),
+    dataclasses.replace(_BOTH, run_dummy=run_smallest_tiling),
     dataclasses.replace(_BOTH, input_keys=("pixel_values_videos",), run_dummy=run_smallest_video),
 )
 

@@ -13,7 +13,7 @@ from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
 
 
-def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+def _run_two_patches(model: Any, device: torch.device) -> torch.Tensor:
     """Run tower and projector on a picture of two merged patches of zeros → [2, hidden]; of one it takes none."""
     config = model.config
     side = config.vision_config.patch_size * config.spatial_merge_size
@@ -24,6 +24,6 @@ def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
 
 Mistral3ForConditionalGeneration = adapt_class(HFMistral3)
 Mistral3ForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
-    TRAITS, towers=(dataclasses.replace(TOWER, run_dummy=run_smallest_image, patches_per_row=lambda config: 1),)
+    TRAITS, towers=(dataclasses.replace(TOWER, run_dummy=_run_two_patches, patches_per_row=lambda config: 1),)
 )
 ModelHub.register("mistral3", Mistral3ForConditionalGeneration)

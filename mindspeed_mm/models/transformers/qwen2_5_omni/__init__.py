@@ -11,8 +11,8 @@ from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.models.transformers.qwen2_5_omni.batches import one_tower_pass, packed_positions
-from mindspeed_mm.models.transformers.qwen2_5_vl import run_smallest_image
+from mindspeed_mm.models.transformers.qwen2_5_omni.batches import omni_packed_positions, omni_tower_pass
+from mindspeed_mm.models.transformers.qwen2_5_vl import run_one_patch
 from mindspeed_mm.utils.versions import require_release
 
 # Every Omni family's folder imports this one, its data module included.
@@ -51,10 +51,10 @@ TRAITS = FamilyTraits(
     },
     towers=(
         AUDIO_TOWER,
-        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_smallest_image),
+        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),
     ),
-    packed_positions=packed_positions,
-    one_tower_pass=one_tower_pass,
+    packed_positions=omni_packed_positions,
+    one_tower_pass=omni_tower_pass,
 )
 
 Qwen2_5OmniThinker = adapt_class(HFThinker)

@@ -14,7 +14,7 @@ from mindspeed_mm.utils.errors import DataError
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
-def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
+def omni_packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
     """Position in its sample of every token, then time, height and width as transformers computes them of it alone.
 
     Args:
@@ -37,7 +37,7 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
     return torch.cat([text.unsqueeze(0), samples.put_back(positions)])
 
 
-def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def omni_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Let images and videos of a micro-batch go through the vision tower together.
 
     Positions are computed before, from the tokens as they are; of every batch, because on the host no queue has to be

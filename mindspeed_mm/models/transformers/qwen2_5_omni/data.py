@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Clip
+from mindspeed_mm.data.media import DecodedVideo
 
 
 class OmniAdapter(DefaultAdapter):
@@ -13,7 +13,7 @@ class OmniAdapter(DefaultAdapter):
 
     padded_keys = ("input_features", "feature_attention_mask")
 
-    def video_options(self, clip: Clip) -> dict[str, Any]:
+    def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
         """The sampled rate: the seconds between two groups of frames follow from it."""
         return {"fps": clip.fps}
 

@@ -11,14 +11,14 @@ from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.models.transformers.qwen2_5_omni import AUDIO_TOWER
 from mindspeed_mm.models.transformers.qwen2_5_omni import TRAITS as OMNI
-from mindspeed_mm.models.transformers.qwen3_vl import run_smallest_image
+from mindspeed_mm.models.transformers.qwen3_vl import run_one_deepstack_patch
 
 TRAITS = replace(
     OMNI,
     parts={**OMNI.parts, "vision_projector": ("model.visual.merger", "model.visual.merger_list")},
     towers=(
         AUDIO_TOWER,
-        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_smallest_image),
+        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
     ),
 )
 

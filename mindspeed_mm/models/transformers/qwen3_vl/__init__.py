@@ -14,7 +14,7 @@ from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
 
 
-def run_smallest_image(model: Any, device: torch.device) -> torch.Tensor:
+def run_one_deepstack_patch(model: Any, device: torch.device) -> torch.Tensor:
     """Run the vision tower on one merged patch of zeros → [1, hidden], with what it hands to the first decoder layers.
 
     The sum reaches every weight of the tower, those of the deepstack mergers too.
@@ -36,7 +36,9 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_smallest_image),),
+    towers=(
+        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
+    ),
     packed_positions=packed_positions,
     one_tower_pass=one_tower_pass,
 )

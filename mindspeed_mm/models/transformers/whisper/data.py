@@ -12,10 +12,11 @@ import torch
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
-from mindspeed_mm.data.encode import IGNORE_INDEX, TOO_LONG, MediaSource, PlannedMedium, Prepared, Sample
+from mindspeed_mm.data.encode import TOO_LONG, MediaSource, PlannedMedium, Prepared, TokenSample
 from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.data.records import Conversation, Message
 from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import notice
 
 _POSITIONS = 448  # of every published size
@@ -46,7 +47,7 @@ class TranscriptEncoder:
         if param.basic_parameters.template is not None:
             notice("dataset_param.basic_parameters.template has no effect: Whisper's prompt is its tokenizer's")
 
-    def filler(self) -> Sample:
+    def filler(self) -> TokenSample:
         """Two padding tokens without targets, and a window of zeros: it stands where a batch has no row."""
         sound = self._processor.feature_extractor
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
@@ -88,7 +89,7 @@ class TranscriptEncoder:
         medium = PlannedMedium(ref, "", frames, frames**2)
         return [Prepared(ids, labels, np.zeros_like(ids), (medium,), len(ids))]
 
-    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> Sample:
+    def finish(self, prepared: Prepared, source: MediaSource, where: object) -> TokenSample:
         """Decode the sound of a prepared row and put the sample together: `input_features` [1, mel bins, frames].
 
         Raises:

@@ -18,7 +18,7 @@ from mindspeed_mm.data.counting import CountingIterator, drop_host_fields
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.collate import collate
 from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.plan import FILLER, Layout
+from mindspeed_mm.data.plan import FILLER, BatchLayout
 from mindspeed_mm.utils.sample_random import sample_key
 
 TABLE = BucketTable([Bucket(9, 32, 64), Bucket(9, 64, 32), Bucket(5, 32, 64), Bucket(1, 32, 64)])
@@ -54,7 +54,7 @@ class Shaped(Dataset):
     collate_fn = staticmethod(collate)
 
 
-def plan(layout: Layout, batches: int, state: Any = None, **options: Any) -> tuple[list[Any], Any]:
+def plan(layout: BatchLayout, batches: int, state: Any = None, **options: Any) -> tuple[list[Any], Any]:
     """Global batches as sorted (row, bucket, epoch), and the state after them."""
     dataset = options.pop("dataset", None) or Shaped()
     param = GenerationDataloaderParam(**options.pop("param", {}))
@@ -71,14 +71,16 @@ def plan(layout: Layout, batches: int, state: Any = None, **options: Any) -> tup
     return found, after
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 8), Layout(8, 8), Layout(2, 8, 2), Layout(1, 8, 4), Layout(2, 8, 4)])
-def test_the_same_batches_for_any_layout(layout: Layout) -> None:
+@pytest.mark.parametrize(
+    "layout", [BatchLayout(1, 8), BatchLayout(8, 8), BatchLayout(2, 8, 2), BatchLayout(1, 8, 4), BatchLayout(2, 8, 4)]
+)
+def test_the_same_batches_for_any_layout(layout: BatchLayout) -> None:
     options: dict[str, Any] = {"param": {"drop_last": False}}
-    assert plan(layout, 30, **options)[0] == plan(Layout(1, 8), 30, **options)[0]
+    assert plan(layout, 30, **options)[0] == plan(BatchLayout(1, 8), 30, **options)[0]
 
 
 def test_every_row_once_an_epoch_in_batches_of_one_bucket() -> None:
-    batches, _ = plan(Layout(1, 8), 18, param={"drop_last": False})
+    batches, _ = plan(BatchLayout(1, 8), 18, param={"drop_last": False})
     own = Shaped().own
     for epoch in (0, 1):
         of_epoch = batches[9 * epoch : 9 * epoch + 9]
@@ -97,16 +99,16 @@ def test_every_row_once_an_epoch_in_batches_of_one_bucket() -> None:
 
 @pytest.mark.parametrize("consumed", [1, 4, 9, 13])
 def test_a_resume_goes_on(consumed: int) -> None:
-    whole, _ = plan(Layout(1, 8), 20, param={"drop_last": False})
-    first, state = plan(Layout(2, 8, 2), consumed, param={"drop_last": False})
-    later, _ = plan(Layout(1, 8, 4), 20 - consumed, state, param={"drop_last": False})
+    whole, _ = plan(BatchLayout(1, 8), 20, param={"drop_last": False})
+    first, state = plan(BatchLayout(2, 8, 2), consumed, param={"drop_last": False})
+    later, _ = plan(BatchLayout(1, 8, 4), 20 - consumed, state, param={"drop_last": False})
     assert first + later == whole
 
 
 def test_drop_last_and_evaluation() -> None:
-    batches, _ = plan(Layout(1, 8), 8)
+    batches, _ = plan(BatchLayout(1, 8), 8)
     assert sum(len(batch) for batch in batches) == 64 and FILLER not in {piece[0] for b in batches for piece in b}
-    evaluated, _ = plan(Layout(1, 8), 9, train=False)
+    evaluated, _ = plan(BatchLayout(1, 8), 9, train=False)
     assert {piece[0] for batch in evaluated for piece in batch} == {FILLER, *range(NUM_ROWS)}
     assert all(len({piece[1] for piece in batch}) == 1 for batch in evaluated)
 
@@ -114,7 +116,7 @@ def test_drop_last_and_evaluation() -> None:
 def test_one_bucket_is_not_measured() -> None:
     dataset = Shaped(table=BucketTable([TABLE[0]]))
     dataset.measure = None  # type: ignore[assignment]
-    batches, _ = plan(Layout(1, 8), 16, dataset=dataset)
+    batches, _ = plan(BatchLayout(1, 8), 16, dataset=dataset)
     assert {piece[1:] for piece in batches[0]} == {(0, 0)} and {piece[1:] for piece in batches[8]} == {(0, 1)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import AeConfig
-from mindspeed_mm.models.ae.autoencoder import CLASSES, PUBLISHED, autoencoder_strides, open_autoencoder
+from mindspeed_mm.models.ae.autoencoder import CLASSES, PUBLISHED_AUTOENCODERS, autoencoder_strides, open_autoencoder
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.support import tiny_image_pipelines as pictures
 from tests.support import tiny_video_pipelines as videos
@@ -219,7 +219,7 @@ def test_directories_and_names(tmp_path):
     for model_id in (None, "wan_video_vae", "AutoencoderKLWan"):
         opened = open_autoencoder(AeConfig(model_id=model_id, from_pretrained=here), "model.json")
         assert type(opened.model).__name__ == "AutoencoderKLWan"
-    assert set(PUBLISHED.values()) <= set(CLASSES)
+    assert set(PUBLISHED_AUTOENCODERS.values()) <= set(CLASSES)
     with pytest.raises(ConfigError, match=r"'ae.model_id' is 'wan_vae'.*did you mean 'wan_video_vae'"):
         open_autoencoder(AeConfig(model_id="wan_vae", from_pretrained=here), "model.json")
     with pytest.raises(ConfigError, match=r"'flux_vae' \(AutoencoderKL\), but .* holds a AutoencoderKLWan"):

@@ -11,7 +11,7 @@ from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 from mindspeed_mm.models.ae.autoencoder import Autoencoder, _strides
 from mindspeed_mm.models.diffusion.build import build_objective
 from mindspeed_mm.models.sora_model import resolve_predictor
-from mindspeed_mm.models.sora_parts import ImageEncoder
+from mindspeed_mm.models.sora_parts import FrozenImageEncoder
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support import tiny_video_pipelines as tiny
 from tests.support.predictors import cases
@@ -60,7 +60,7 @@ def _parts(pipeline):
     encoder = getattr(pipeline, "image_encoder", None)
     processor = getattr(pipeline, "feature_extractor", None)
     return SimpleNamespace(
-        ae=Autoencoder(pipeline.vae, AeConfig()), image_encoder=encoder and ImageEncoder(encoder, processor)
+        ae=Autoencoder(pipeline.vae, AeConfig()), image_encoder=encoder and FrozenImageEncoder(encoder, processor)
     )
 
 

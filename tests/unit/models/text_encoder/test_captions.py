@@ -10,7 +10,7 @@ import torch
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.models.predictor.family import families
 from mindspeed_mm.models.text_encoder.captions import open_captions
-from mindspeed_mm.models.text_encoder.loading import PUBLISHED
+from mindspeed_mm.models.text_encoder.loading import PUBLISHED_TEXT_ENCODERS
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from tests.support import tiny_image_pipelines as pictures
 from tests.support import tiny_video_pipelines as videos
@@ -164,7 +164,7 @@ def test_precision_and_names_of_classes(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             _open("wan-t2v", {**described, "model_id": model_id})
-    assert set(PUBLISHED) == {
+    assert set(PUBLISHED_TEXT_ENCODERS) == {
         *("UMT5", "T5", "MT5", "CLIP", "CLIPWithProjection", "Auto"),
         *("HunyuanMLLmModel", "Hunyuan15MLLmModel", "Hunyuan15GlyphModel"),
     }
