@@ -148,7 +148,10 @@ class Accelerator(ABC):
         """See `mindspeed_mm.accelerator.resolve_backend`."""
         own = self.collective_backend
         wanted = (requested or own).strip()
-        entries = dict(e.split(":", 1) if ":" in e else (self.name, e) for e in wanted.split(","))
+        entries: dict[str, str] = {}
+        for entry in wanted.split(","):
+            device, colon, for_device = entry.partition(":")
+            entries[device if colon else self.name] = for_device if colon else entry
         usable = {"gloo", own}
         backend = entries.get(self.name, own)
         if backend not in usable or (self.name not in entries and requested):

@@ -422,7 +422,7 @@ def _finish(
     else:
         own = of_whole.get("dtype", of_whole.get("torch_dtype"))
         wanted = str(dtype).removeprefix("torch.") if dtype is not None else own
-        content = of_whole if wanted == own else _with_dtype(of_whole, wanted)
+        content = of_whole if wanted is None or wanted == own else _with_dtype(of_whole, wanted)
         (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if len(files) > 1:
         total = sum(tensor_bytes(tuple(t.shape), d) for f in files for t, d in f.tensors.values())
@@ -447,7 +447,7 @@ def _write_own_config(model: nn.Module, working: Path) -> None:
         described: Any = model
         # made by diffusers for the class as it is now, which may be one that fully_shard derived
         config = {**json.loads(described.to_json_string()), "_class_name": type_without_fsdp(model).__name__}
-    content = config.to_dict() if hasattr(config, "to_dict") else config
+    content = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
     if isinstance(content, Mapping):
         with contextlib.suppress(TypeError, ValueError):
             (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -217,7 +217,7 @@ class _Cast(Node):
 class _Call:
     """An operation without a rule of its own: computed from whole inputs, a thread's last result kept."""
 
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def value(self) -> Any:
@@ -273,7 +273,13 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         made = rule(*args, **kwargs) if rule is not None else None
@@ -296,7 +302,7 @@ def rounded(node: Node, dtype: torch.dtype) -> Node:
     return _Cast(_Cast(node, dtype), node.dtype)
 
 
-def _unruled(func: Any, args: Any, kwargs: Any) -> Any:
+def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def on_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty(value.shape, dtype=value.dtype, device="meta")

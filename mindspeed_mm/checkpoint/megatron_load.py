@@ -38,14 +38,14 @@ def read_tensors(
         counts = _read(reader, wanted, [f"optimizer.{source}.step" for source in counted])
         if owned is not None:
             steps.setdefault(id(owned.group), (owned.group, set()))[1].update(counts)
-    for group, counts in steps.values():
-        if len(counts) > 1:
+    for group, found in steps.values():
+        if len(found) > 1:
             notice(
-                f"checkpoint '{reader.directory}' holds parameters that took {min(counts):g} to {max(counts):g} steps; "
+                f"checkpoint '{reader.directory}' holds parameters that took {min(found):g} to {max(found):g} steps; "
                 "Megatron's optimizer counts those of a group together: the most are taken"
             )
-        if counts:
-            group["step"] = int(max(counts))
+        if found:
+            group["step"] = int(max(found))
 
 
 def _read(

@@ -31,6 +31,7 @@ def stepped_parameters(optimizer: Any) -> dict[nn.Parameter, Stepped]:
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, FlatRange]]:
+    pairs: Iterator[tuple[nn.Parameter, torch.Tensor]]
     if isinstance(optimizer, DistributedOptimizer):
         pairs = chain(
             _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from mindspeed_mm.utils.files import fsync_path, write_json
 
 _FORMAT = 1
 
-Stored = torch.Tensor | StoredPieces
+Stored: TypeAlias = torch.Tensor | StoredPieces
 
 
 class Snapshot(Protocol):

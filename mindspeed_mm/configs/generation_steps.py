@@ -106,7 +106,7 @@ def read_steps(value: Any) -> list[dict[str, Any]] | None:
 
 def _read_step(step: Any, number: int) -> dict[str, Any]:
     name = step.get("trans_type") if isinstance(step, Mapping) else None
-    if name not in _STEPS:
+    if not isinstance(name, str) or name not in _STEPS:
         near = did_you_mean(name, _STEPS) if isinstance(name, str) else ""
         raise ValueError(f"step {number}: 'trans_type' is {show(name)}; expected one of {', '.join(_STEPS)}{near}")
     if unknown := sorted(step.keys() - {"trans_type", "param"}):

@@ -227,7 +227,7 @@ class VLMModelConfig(Section):
         said = freeze_answer(self, paths)
         return default if said is None else said
 
-    def default_freezes(self) -> dict[str, bool]:
+    def default_freezes(self) -> dict[ModelPart, bool]:
         """Part → whether it is frozen, for the parts of which model.json says nothing."""
         return {part: default for part, (paths, default) in _FREEZE.items() if freeze_answer(self, paths) is None}
 

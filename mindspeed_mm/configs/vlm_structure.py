@@ -191,7 +191,7 @@ def _from_numbers(described: VLMModelConfig) -> Any:
     text, vision = values["text"], values["vision"]
     vision["out_hidden_size"] = text["hidden_size"]
     image_token = described.img_context_token_id
-    if image_token == values["top"]["video_token_id"]:
+    if image_token is not None and image_token == values["top"]["video_token_id"]:
         notice(f"{file}: 'img_context_token_id' is {image_token}, the video token; {image_token - 1} is taken")
         image_token -= 1
     return Qwen2_5_VLConfig(

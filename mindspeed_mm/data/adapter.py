@@ -280,7 +280,7 @@ def _number(part: Any, name: str, default: int) -> int:
 
 def _size(part: Any, name: str) -> int | None:
     size = getattr(part, "size", None)
-    value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
+    value = size.get(name) if size is not None and hasattr(size, "get") else getattr(size, name, None)
     return value if isinstance(value, int) else None
 
 

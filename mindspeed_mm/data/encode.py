@@ -271,8 +271,8 @@ class Encoder:
         text, turns = find_turns(self.template, written, tools, where)
         self._check_placeholders(text, media, where)
         tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
-        written = {kind: self.template.written_for(kind) for kind in {medium.ref.kind for medium in media}}
-        labels, ends = self._label(tokens, turns, messages, self.tokenizer.find_media(text, written))
+        markers = {kind: self.template.written_for(kind) for kind in {medium.ref.kind for medium in media}}
+        labels, ends = self._label(tokens, turns, messages, self.tokenizer.find_media(text, markers))
         return Prepared(tokens.ids, labels, tokens.types, tuple(media), len(tokens.ids)), ends
 
     def _check_placeholders(self, text: str, media: Sequence[PlannedMedium], where: Place) -> None:
@@ -300,8 +300,8 @@ class Encoder:
             target &= (tokens.starts < start) | (tokens.ends > end)
         ends = {turn.message: int(np.flatnonzero(mask)[-1]) + 1 for turn, mask in masks.items() if mask.any()}
         labels, (written, trained_end) = np.where(target, tokens.ids, IGNORE_INDEX), self._other_end
-        last = [end - 1 for end in ends.values()]
-        labels[last] = np.where(labels[last] == written, trained_end, labels[last])
+        final = [end - 1 for end in ends.values()]
+        labels[final] = np.where(labels[final] == written, trained_end, labels[final])
         return labels, ends
 
     @functools.cached_property

@@ -340,7 +340,7 @@ class StreamLoader(UserLoader):
     def _begin(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch; where they are made in this process, with random numbers of their own."""
         sampler = getattr(self._loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if isinstance(self._stream, DataLoader) and isinstance(self._stream.dataset, SeededStream):
             self._stream.dataset.epoch = epoch

@@ -130,7 +130,8 @@ def _reading(file: MediaFile, most: int) -> Iterator[Any]:
 
     try:
         with _limit_of_pil(most), Image.open(file.open()) as opened:
-            file.check_pixels("image", *opened.size, most)
+            width, height = opened.size
+            file.check_pixels("image", width, height, most)
             yield opened
     except (BadSample, MemoryError):
         raise
@@ -177,8 +178,8 @@ def _load_upright(opened: Image.Image) -> Image.Image:
     from PIL.Image import Transpose as turn
 
     opened.load()
-    turns = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE, turn.ROTATE_270)
-    turns = (*turns, turn.TRANSVERSE, turn.ROTATE_90)
+    mirrored = (turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM)
+    turns = (*mirrored, turn.TRANSPOSE, turn.ROTATE_270, turn.TRANSVERSE, turn.ROTATE_90)
     orientation = _orientation(opened)
     return opened.transpose(turns[orientation - 2]) if 2 <= orientation <= 8 else opened
 

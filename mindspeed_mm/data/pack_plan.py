@@ -14,7 +14,7 @@ from mindspeed_mm.data.measuring import Measurer
 from mindspeed_mm.data.media import SampleSize
 from mindspeed_mm.data.order import FixedOrder, Order
 from mindspeed_mm.data.packing import choose_packs
-from mindspeed_mm.data.plan import BatchLayout, GlobalBatch
+from mindspeed_mm.data.plan import BatchLayout, GlobalBatch, PlannedRow
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 
@@ -118,7 +118,7 @@ class PackPlanner:
                     tokens += sum(sample.size.tokens for sample in samples)
                 costs = [self._costs.cost(sample.size) for sample in waiting]
                 packs = choose_packs([sample.size.tokens for sample in waiting], costs, self.capacity, size)
-                rows = [[(waiting[item].row, waiting[item].piece) for item in pack] for pack in packs]
+                rows: list[PlannedRow] = [[(waiting[item].row, waiting[item].piece) for item in pack] for pack in packs]
                 spread = balance_ranks(
                     [sum(costs[item] for item in pack) for pack in packs],
                     self.layout.dp_size,

@@ -59,7 +59,7 @@ def _problem(step: Mapping[str, Any], part: Any, options: PreprocessParameters) 
 
 def _sizing(step: Mapping[str, Any], part: Any) -> str | None:
     asked, size = step.get("size"), getattr(part, "size", None)
-    made = [size.get("height"), size.get("width")] if hasattr(size, "get") else None
+    made = [size.get("height"), size.get("width")] if size is not None and hasattr(size, "get") else None
     if isinstance(asked, list) and made is not None and None not in made and asked != made:
         return f"'size' is {show(asked)}, and {show(made)} there"
     interpolation, resample = step.get("interpolation"), getattr(part, "resample", None)

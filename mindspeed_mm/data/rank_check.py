@@ -96,7 +96,7 @@ def settle_parts(loader: IndexedLoader, what: str, gather: GatherObjects, traini
             )
         return
     same = len(lengths) == len({each.indices for each in by_rank}) == len({each.content for each in by_rank}) == 1
-    if kind == "custom" and same:
+    if isinstance(order, LoaderOrder) and kind == "custom" and same:
         raise ConfigError(
             f"the {what} DataLoader reads the same rows on all {len(by_rank)} data-parallel ranks: its sampler "
             f"({order.name}) doesn't divide them; {_HOW}"

@@ -27,7 +27,7 @@ def _ids(folder: Path) -> list[int]:
     config = _read(folder / "config.json")
     whole = config.get("thinker_config") or config
     sections = (_read(folder / "generation_config.json"), config, whole, whole.get("text_config") or {})
-    named = next((section["eos_token_id"] for section in sections if section.get("eos_token_id") is not None), [])
+    named: Any = next((section["eos_token_id"] for section in sections if section.get("eos_token_id") is not None), [])
     return named if isinstance(named, list) else [named]
 
 

@@ -76,7 +76,7 @@ class Tokenizer:
         self.reads = adapter.reads(processor)
         self._image_options = dict(image_options)
         self._backend = self.tokenizer.backend_tokenizer
-        self._media_tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        self._media_tokens: dict[MediaKind, Any] = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         spelt_out = {token for token in self._media_tokens.values() if isinstance(token, str)}
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         ordered = sorted(spelt_out | special, key=len, reverse=True)

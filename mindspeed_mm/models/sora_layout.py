@@ -111,10 +111,8 @@ def _part(
     if name in ("image_encoder", "image_processor", "feature_extractor"):
         described = config.first_frame_encoder
         if described is not None and described.from_pretrained:
-            directory = Path(described.from_pretrained)
-            if name == "image_encoder":
-                return directory
-            return image_processor_directory(directory) or beside
+            vision = Path(described.from_pretrained)
+            return vision if name == "image_encoder" else image_processor_directory(vision) or beside
     return beside
 
 

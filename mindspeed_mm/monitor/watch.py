@@ -35,6 +35,9 @@ class Watch:
     Told about are the first ten steps of a run, every `log_interval`-th one, and the last one.
     """
 
+    _flops: float | None
+    _imbalance: float
+
     def __init__(
         self,
         *,
@@ -202,7 +205,7 @@ class Watch:
         self._steps = 0
         self._outcomes: list[Callable[[], LoggedOutcome]] = []
         self._counts = BatchCounts()
-        self._flops: float | None = 0.0
+        self._flops = 0.0
         self._imbalance = 0.0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mindspeed_mm.optimizer.loss_scale import LossScale
 from mindspeed_mm.utils.log import notice
 
-Number = float | torch.Tensor
+Number: TypeAlias = float | torch.Tensor
 """A host's number, or a float scalar on the device."""
 
 
@@ -117,8 +117,10 @@ class BackwardFactor:
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale's state and, in float16, "divisor": the next step's estimate; waits for the device."""
-        estimate = {} if not self._estimates or self._divisor is None else {"divisor": float(self._divisor)}
-        return {**self._loss_scale.state_dict(), **estimate}
+        state: dict[str, Any] = dict(self._loss_scale.state_dict())
+        if self._estimates and self._divisor is not None:
+            state["divisor"] = float(self._divisor)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; an empty mapping changes nothing.

@@ -36,12 +36,12 @@ class PrefetchRecorder:
                 self._handles.append(unit.register_forward_pre_hook(self._record))
         self._handles.append(root.register_forward_hook(self._finish))
 
-    def _record(self, module: nn.Module, args: Any) -> None:
+    def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.order.append(module)  # type: ignore[arg-type]
 
-    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for handle in self._handles:
             handle.remove()
         set_prefetch(self.order, *self._counts)

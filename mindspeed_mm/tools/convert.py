@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _typed(hint: Any, value: Any) -> Any:
     """Return the dataclass that a parameter asks for, made of nested dicts; any other value as it is."""
-    if not is_dataclass(hint):
+    if not (isinstance(hint, type) and is_dataclass(hint)):
         return value
     hints = get_type_hints(hint)
     return hint(**{name: _typed(hints[name], inner) for name, inner in value.items()})

@@ -76,7 +76,9 @@ class SampleBoundaries:
         if not _separates(mask, 0, 2):
             raise self._refusal("gets no mask that separates the samples of a row")
 
-    def _before_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _before_model(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         rows = self._rows
         if rows is not None and is_flash_attention_requested(self._config):
             # restarting positions are recognised in batches of one row only
@@ -85,7 +87,7 @@ class SampleBoundaries:
             kwargs = {**kwargs, **given, "max_length_q": longest, "max_length_k": longest}
         return args, kwargs
 
-    def _before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows, self._rows = self._rows, None
         if self._is_checked or rows is None or rows.boundary is None:
             return

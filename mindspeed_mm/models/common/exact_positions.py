@@ -31,6 +31,6 @@ class ExactPositions:
         if self._positions is not None:
             batch["position_ids"] = self._positions.long()
 
-    def _hook(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positions, self._positions = self._positions, None
         return args, kwargs if positions is None else {**kwargs, "position_ids": positions}

@@ -43,7 +43,7 @@ class HeadLoss:
         self._hidden = hidden
         return (hidden[:0],)
 
-    def _after(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
+    def _after(self, head: Any, args: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor | None:
         targets, self._targets = self._targets, None
         if targets is None:
             return None

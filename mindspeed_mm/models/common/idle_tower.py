@@ -98,7 +98,9 @@ class IdleTowers:
         self._pending = tuple(t for t in self._towers if all(batch.get(key) is None for key in t.input_keys))
         self._outputs = []
 
-    def _hook(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._pending:
             self._run(self._pending, kwargs["inputs_embeds"].device)
         outputs, self._outputs = self._outputs, []
@@ -108,7 +110,7 @@ class IdleTowers:
         return args, kwargs
 
     def _run_those_before(
-        self, towers: tuple[Tower, ...], module: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, towers: tuple[Tower, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         self._run(tuple(tower for tower in self._pending if tower in towers), next(tensors).device)
@@ -116,4 +118,5 @@ class IdleTowers:
     def _run(self, towers: tuple[Tower, ...], device: torch.device) -> None:
         for tower in towers:
             self._pending = tuple(other for other in self._pending if other is not tower)
+            assert tower.run_dummy is not None, "towers without a smallest input were left out in __init__"
             self._outputs.append(tower.run_dummy(self._model, device))

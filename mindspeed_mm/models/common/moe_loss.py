@@ -164,7 +164,7 @@ class RouterLoss:
             )
         return balance_loss(collected, self._top_k, shares)
 
-    def _keep(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._collected is not None:  # None: a layer that runs again in backward
             logits = output[0] if isinstance(output, tuple) else output
             self._collected.append(logits.flatten(0, -2))

@@ -114,7 +114,7 @@ class _IdleUnits:
             unit.register_forward_pre_hook(lambda module, args: self._ran.add(id(module)), prepend=True)
         model.get_decoder().register_forward_pre_hook(self._check, prepend=True)
 
-    def _check(self, decoder: nn.Module, args: Any) -> None:
+    def _check(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
         ran, self._ran = self._ran, set()
         for path, unit in self._units.items():
             if id(unit) not in ran:

@@ -85,8 +85,8 @@ def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         return batch
     batch, config = dict(batch), model.config
     if batch.get("position_ids") is None:
-        names = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
-        names += ("second_per_grid_ts", "mm_token_type_ids")
+        grid_names = ("image_grid_thw", "video_grid_thw")
+        names = ("input_ids", *grid_names, "attention_mask", "second_per_grid_ts", "mm_token_type_ids")
         batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
     ids, starts, patches, grids = batch["input_ids"], [], [], []
     for token, grid_name, pixels in (
