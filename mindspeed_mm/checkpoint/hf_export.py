@@ -8,7 +8,6 @@ to. No rank holds more than its shard and a few tensors.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -30,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
+from mindspeed_mm.checkpoint.hub_config import state_dtypes, with_dtype, write_own_config
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
 from mindspeed_mm.checkpoint.manifest import ReportBytes
 from mindspeed_mm.checkpoint.pipeline_folder import copy_parts, is_pipeline, size_in_words
@@ -411,10 +411,10 @@ def _finish(
     described: Any = model
     of_whole = _whole_config(model, source)
     if not isinstance(model, PreTrainedModel):
-        _write_own_config(model, working)
+        write_own_config(model, working)
     elif of_whole is None:
         config = copy.deepcopy(described.config)
-        _state_dtypes(config, source, dtype, _main_dtype(files))
+        state_dtypes(config, source, dtype, _main_dtype(files))
         config.architectures = [type_without_fsdp(model).__name__]
         config.save_pretrained(working)
         if described.can_generate():
@@ -422,7 +422,7 @@ def _finish(
     else:
         own = of_whole.get("dtype", of_whole.get("torch_dtype"))
         wanted = str(dtype).removeprefix("torch.") if dtype is not None else own
-        content = of_whole if wanted is None or wanted == own else _with_dtype(of_whole, wanted)
+        content = of_whole if wanted is None or wanted == own else with_dtype(of_whole, wanted)
         (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if len(files) > 1:
         total = sum(tensor_bytes(tuple(t.shape), d) for f in files for t, d in f.tensors.values())
@@ -438,42 +438,6 @@ def _finish(
     for path in working.iterdir():
         if path.suffix != ".safetensors" and path.is_file():
             fsync_path(path)
-
-
-def _write_own_config(model: nn.Module, working: Path) -> None:
-    """Write what a model that is none of transformers' was built from (its `config`), if JSON can hold it."""
-    config = getattr(model, "config", None)
-    if is_diffusers_class(type(model)):
-        described: Any = model
-        # made by diffusers for the class as it is now, which may be one that fully_shard derived
-        config = {**json.loads(described.to_json_string()), "_class_name": type_without_fsdp(model).__name__}
-    content = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
-    if isinstance(content, Mapping):
-        with contextlib.suppress(TypeError, ValueError):
-            (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _state_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, main: torch.dtype) -> None:
-    """Let a config name `dtype`, or what the source's names (training has its own), or what most values have."""
-    path = Path(source) / "config.json" if source is not None else None
-    said = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
-    of_source = said.get("dtype", said.get("torch_dtype"))
-    of_whole = str(dtype).removeprefix("torch.") if dtype is not None else of_source
-    config.dtype = of_whole or str(main).removeprefix("torch.")
-    for part in config.sub_configs:
-        inner = getattr(config, part, None)
-        if inner is not None:
-            of_part = said.get(part) or {} if of_whole == of_source else {}
-            inner.dtype = of_part.get("dtype", of_part.get("torch_dtype"))
-
-
-def _with_dtype(said: Any, name: str) -> Any:
-    """A configuration's JSON, every dtype in it replaced."""
-    if isinstance(said, list):
-        return [_with_dtype(value, name) for value in said]
-    if not isinstance(said, dict):
-        return said
-    return {key: name if key in ("dtype", "torch_dtype") else _with_dtype(value, name) for key, value in said.items()}
 
 
 def _main_dtype(files: list[_File]) -> torch.dtype:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mindspeed_mm.configs.hf_directory import model_id_problem
 from mindspeed_mm.configs.model_config import settled_model_id
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _T = TypeVar("_T", bound=type)
 
@@ -77,7 +80,7 @@ class ModelHub:
         return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg)
 
     @classmethod
-    def get(cls, model_id: str | None, hf_config: Any, *, where: str = "model.json") -> type:
+    def get(cls, model_id: str | None, hf_config: PretrainedConfig, *, where: str = "model.json") -> type:
         """Return the class for a model.
 
         Args:
@@ -111,7 +114,7 @@ class ModelHub:
         return cls._from_transformers(hf_config, where)
 
     @classmethod
-    def _fits(cls, model_id: str, model_class: Any, hf_config: Any) -> bool:
+    def _fits(cls, model_id: str, model_class: Any, hf_config: PretrainedConfig) -> bool:
         """Whether a registered class is one of the model that the HF config describes."""
         wanted = getattr(model_class, "config_class", None)
         if wanted is None or isinstance(hf_config, wanted) or hf_config.model_type in (model_id, wanted.model_type):
@@ -122,7 +125,7 @@ class ModelHub:
         return is_own and any(isinstance(getattr(hf_config, name, None), wanted) for name in hf_config.sub_configs)
 
     @classmethod
-    def _from_transformers(cls, hf_config: Any, where: str) -> type:
+    def _from_transformers(cls, hf_config: PretrainedConfig, where: str) -> type:
         import transformers
 
         from mindspeed_mm.models.transformers.base_model import adapt_class
@@ -147,7 +150,7 @@ class ModelHub:
         )
 
 
-def _config_of(hf_config: Any) -> str:
+def _config_of(hf_config: PretrainedConfig) -> str:
     """Where a configuration was read from, for messages."""
     return f"{getattr(hf_config, 'name_or_path', '') or 'the HF directory'}/config.json"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from mindspeed_mm.models.common.loss import Targets
 from mindspeed_mm.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass
@@ -176,7 +179,7 @@ def has_balance_loss(model: PreTrainedModel) -> bool:
     return any(hasattr(module, "load_balancing_loss_func") for module in modules)
 
 
-def chosen_coefficient(stated: float | None, hf_config: Any) -> float:
+def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> float:
     """The weight of the load-balancing loss.
 
     Args:

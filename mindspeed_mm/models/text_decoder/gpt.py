@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,11 @@ from mindspeed_mm.models.common.megatron_layers import RMSNorm, decoder_layer_sp
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
+
+def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> TransformerConfig:
     """Megatron-core's configuration for a decoder that transformers describes.
 
     Dropout, norm epsilon, biases and head sizes are those of `hf_config`, never Megatron's defaults.
@@ -31,33 +34,14 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
         ConfigError: heads, groups or widths don't divide by the tensor-parallel size, the activation is another one, or
             a layer attends to a window.
     """
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    for what, number in (
-        ("num_attention_heads", heads),
-        ("num_key_value_heads", groups),
-        ("intermediate_size", hf_config.intermediate_size),
-        ("vocab_size", hf_config.vocab_size),
-    ):
-        if number % sizes.tensor:
-            fitting = [n for n in range(1, sizes.tensor) if number % n == 0]
-            raise ConfigError(
-                f"--tensor-model-parallel-size {sizes.tensor}: the model's {what} is {number}, which does not divide "
-                f"by it; sizes that do: {', '.join(map(str, fitting))}"
-            )
-    if hf_config.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act is '{hf_config.hidden_act}'; this decoder has silu")
-    other = [kind for kind in getattr(hf_config, "layer_types", None) or () if kind != "full_attention"]
-    if other:
-        raise ConfigError(
-            f"config.json: layer_types has {len(other)} layers of {other[0]}; this decoder's layers attend to the "
-            "whole row; set use_sliding_window to false, or add --use-torch-fsdp2"
-        )
+    _refuse_misfits(hf_config, sizes)
+    heads = hf_config.num_attention_heads
     dtype = sizes.params_dtype
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=heads,
-        num_query_groups=groups,
+        num_query_groups=hf_config.num_key_value_heads,
         kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         ffn_hidden_size=hf_config.intermediate_size,
         gated_linear_unit=True,
@@ -94,12 +78,36 @@ def language_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
     )
 
 
-def has_qk_norm(hf_config: Any) -> bool:
+def _refuse_misfits(hf_config: PretrainedConfig, sizes: ParallelSizes) -> None:
+    """See `language_config`, Raises."""
+    for what, number in (
+        ("num_attention_heads", hf_config.num_attention_heads),
+        ("num_key_value_heads", hf_config.num_key_value_heads),
+        ("intermediate_size", hf_config.intermediate_size),
+        ("vocab_size", hf_config.vocab_size),
+    ):
+        if number % sizes.tensor:
+            fitting = [n for n in range(1, sizes.tensor) if number % n == 0]
+            raise ConfigError(
+                f"--tensor-model-parallel-size {sizes.tensor}: the model's {what} is {number}, which does not divide "
+                f"by it; sizes that do: {', '.join(map(str, fitting))}"
+            )
+    if hf_config.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act is '{hf_config.hidden_act}'; this decoder has silu")
+    other = [kind for kind in getattr(hf_config, "layer_types", None) or () if kind != "full_attention"]
+    if other:
+        raise ConfigError(
+            f"config.json: layer_types has {len(other)} layers of {other[0]}; this decoder's layers attend to the "
+            "whole row; set use_sliding_window to false, or add --use-torch-fsdp2"
+        )
+
+
+def has_qk_norm(hf_config: PretrainedConfig) -> bool:
     """Whether the family normalises queries and keys."""
     return hf_config.model_type.startswith("qwen3")
 
 
-def has_qkv_bias(hf_config: Any) -> bool:
+def has_qkv_bias(hf_config: PretrainedConfig) -> bool:
     """Whether the projections of queries, keys and values have a bias."""
     return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith("qwen2")))
 
@@ -177,7 +185,7 @@ class LanguageModel(GPTModel):
 
 
 def build_language_model(
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     sizes: ParallelSizes,
     *,
     tied: bool,

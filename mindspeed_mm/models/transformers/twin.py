@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def type_without_fsdp(model: nn.Module) -> Any:
@@ -29,7 +32,7 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         return type_without_fsdp(model)._from_config(config, dtype=dtype or own)
 
 
-def config_for(model_class: Any, hf_config: Any) -> Any:
+def config_for(model_class: Any, hf_config: PretrainedConfig) -> Any:
     """The configuration that a class is built from: of a composite one (an Omni model's), the part that it is."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is None or isinstance(hf_config, wanted):
@@ -38,7 +41,7 @@ def config_for(model_class: Any, hf_config: Any) -> Any:
     return next((part for part in parts if isinstance(part, wanted)), hf_config)
 
 
-def meta_model(model_class: Any, hf_config: Any) -> Any:
+def meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
     """A transformers model of a class and configuration on the meta device, in float32, its ties tied."""
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(hf_config), dtype=torch.float32)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _KEY = "tie_word_embeddings"
 
 
-def settle_tying(hf_config: Any, directory: Path) -> None:
+def settle_tying(hf_config: PretrainedConfig, directory: Path) -> None:
     """Let a multimodal configuration say what its text configuration says.
 
     transformers reads the outer key, whose default may be true where the text configuration says false. What

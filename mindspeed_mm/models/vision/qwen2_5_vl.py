@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,13 @@ from mindspeed_mm.models.vision.segments import (
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _NORM_EPSILON = 1e-6  # fixed by the architecture; configurations don't have it
 
 
-def vision_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
+def vision_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> TransformerConfig:
     """Megatron-core's configuration for the blocks of a tower that transformers describes.
 
     Args:
@@ -90,7 +93,7 @@ def vision_config(hf_config: Any, sizes: ParallelSizes) -> TransformerConfig:
     )
 
 
-def _merged_width(hf_config: Any) -> int:
+def _merged_width(hf_config: PretrainedConfig) -> int:
     return hf_config.hidden_size * hf_config.spatial_merge_size**2
 
 
@@ -129,7 +132,7 @@ class PatchLayout:
     angles: torch.Tensor
 
     @classmethod
-    def of_grids(cls, grid_thw: torch.Tensor, hf_config: Any, device: torch.device) -> PatchLayout:
+    def of_grids(cls, grid_thw: torch.Tensor, hf_config: PretrainedConfig, device: torch.device) -> PatchLayout:
         """Lay out images and videos; everything is computed on the host.
 
         Args:
@@ -168,7 +171,7 @@ def _axial_angles(positions: torch.Tensor, head_size: int, base: float) -> torch
 class PatchEmbedding(nn.Module):
     """A patch's pixels → its embedding; the weight has the shape of transformers' convolution."""
 
-    def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype) -> None:
         super().__init__()
         side = hf_config.patch_size
         shape = (hf_config.hidden_size, hf_config.in_channels, hf_config.temporal_patch_size, side, side)
@@ -192,7 +195,7 @@ class VisionEncoder(nn.Module):
 class PatchMerger(nn.Module):
     """The projector: neighbouring patches are joined and brought to the language model's width."""
 
-    def __init__(self, hf_config: Any, config: TransformerConfig) -> None:
+    def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig) -> None:
         super().__init__()
         self.width = _merged_width(hf_config)
         self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
@@ -221,7 +224,13 @@ class Qwen2_5_VLImageEncoder(nn.Module):
     """
 
     def __init__(
-        self, hf_config: Any, sizes: ParallelSizes, *, layers: range, has_patch_embedding: bool, has_projector: bool
+        self,
+        hf_config: PretrainedConfig,
+        sizes: ParallelSizes,
+        *,
+        layers: range,
+        has_patch_embedding: bool,
+        has_projector: bool,
     ) -> None:
         """Build the stage's parts; their weights are random, on the device of the context.
 

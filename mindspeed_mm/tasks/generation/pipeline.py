@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from dataclasses import dataclass
@@ -69,8 +70,7 @@ def build_pipeline(
         load: run folder, checkpoint, export, or pipeline; None: where model.json says the predictor is.
         step: iteration of the run folder; None: the newest.
         ema: averaged weights or not; None: averaged ones if there are any.
-        dtype: of the predictor (bf16, fp16, fp32); None: model.json's, else bf16 on an
-            accelerator and fp32 on the host.
+        dtype: of the predictor (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
         sampler, shift: see `build_sampler`; None: model.json's.
         low_noise_predictor: weights of a second expert; None: model.json's, if any.
         cpu_offload: parts wait on the host; None: model.json's.
@@ -90,23 +90,16 @@ def build_pipeline(
             "the run folder of its training"
         )
     of_predictor = _dtype(dtype or said.dtype or model.predictor.dtype)
+    load_expert = functools.partial(load_predictor, family.model_class_name, structure, dtype=of_predictor, ema=ema)
     parts = open_parts(model, family, config.tokenizers)
-    transformer, words = load_predictor(
-        family.model_class_name, structure, place, dtype=of_predictor, step=step, ema=ema
-    )
+    transformer, words = load_expert(place, step=step)
     pipeline_class = getattr(diffusers, family.pipelines[family.task])
     takes = inspect.signature(pipeline_class.__init__).parameters
     components = _components(parts, takes)
     components["transformer"] = transformer
-    second, boundary = _second_expert(config, low_noise_predictor)
+    second, boundary = _second_expert(config, low_noise_predictor, pipeline_class)
     if second is not None:
-        if "transformer_2" not in takes:
-            raise ConfigError(
-                f"{config.file}: 'low_noise_predictor': {pipeline_class.__name__} takes no second expert; remove it"
-            )
-        components["transformer_2"], more = load_predictor(
-            family.model_class_name, structure, second, dtype=of_predictor, ema=ema
-        )
+        components["transformer_2"], more = load_expert(second)
         components["boundary_ratio"] = boundary
         words = f"{words}, {more}"
     if family.task == "ti2v" and "expand_timesteps" in takes:
@@ -193,7 +186,9 @@ def _components(parts: FrozenParts, takes: Any) -> dict[str, Any]:
     return {**dict.fromkeys(required), **{name: part for name, part in made.items() if name in takes}}
 
 
-def _second_expert(config: SoRAInferenceConfig, said: str | Path | None) -> tuple[Path | None, float]:
+def _second_expert(
+    config: SoRAInferenceConfig, said: str | Path | None, pipeline_class: type
+) -> tuple[Path | None, float]:
     """Weights of the expert of low noise, and the share of the noise range at which it takes over."""
     whole = Path(config.model.init_from_diffusers) if config.model.init_from_diffusers else None
     beside = whole / "transformer_2" if whole is not None else None
@@ -214,6 +209,10 @@ def _second_expert(config: SoRAInferenceConfig, said: str | Path | None) -> tupl
         raise ConfigError(
             f"{config.file}: 'boundary_ratio' is missing: the share of the noise range at which 'low_noise_predictor' "
             "takes over (Wan 2.2: 0.875 for text to video, 0.9 for image to video)"
+        )
+    if "transformer_2" not in inspect.signature(pipeline_class).parameters:
+        raise ConfigError(
+            f"{config.file}: 'low_noise_predictor': {pipeline_class.__name__} takes no second expert; remove it"
         )
     return Path(place), boundary
 
