@@ -641,10 +641,7 @@ def test_prefetch_follows_the_order_of_execution(
 
 def collectives_of_a_step(path: str, micro_batches: int) -> tuple[int, int, float]:
     """Reduce-scatters and all-reduces of a step's micro-batches in the real backend, and the gradient they leave."""
-    run = run_of(world_size=dist.get_world_size(), use_torch_fsdp2=True, fsdp2_config_path=path, seed=1)
-    backend = FSDP2Backend()
-    backend.setup(run)
-    backend.build_model(Toy, load_weights=True)
+    backend = TinySteps("fsdp2", Toy, fsdp2_config_path=path).backend
 
     def forward_step(data: Iterator[torch.Tensor], model: nn.Module) -> tuple[torch.Tensor, Any]:
         return model(next(data)), lambda output: (output.sum(), output.numel(), {})
