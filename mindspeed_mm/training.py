@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
 from mindspeed_mm.data.start import DataStart
+from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, why_stopped
@@ -104,6 +106,8 @@ def pretrain(
         own_flags=extra_args_provider,
         defaults=args_defaults or {},
     )
+    if asks_for_dry_run(sys.argv[1:]):
+        sys.exit(dry_run(recipe, sys.argv[1:]))
     with described(recipe) as (run, stop):
         train_run(run, recipe, stop)
 

@@ -114,9 +114,9 @@ class FSDP2Backend:
             stack.enter_context(build_context(context))
             if on_meta:
                 with torch.device("meta"):
-                    model = _call_provider(model_provider)
+                    model = call_provider(model_provider)
             else:
-                model = _call_provider(model_provider)
+                model = call_provider(model_provider)
             if isinstance(model, list):
                 (model,) = model
             if not hasattr(model, "fully_shard"):
@@ -130,17 +130,17 @@ class FSDP2Backend:
             waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
             # weights that a checkpoint may lack (--no-strict-load) need a value first
             model.weights_come_later = (model in waiting or not load_weights) and not run.checkpoint.no_strict_load
-            if not applies_flags(root := _sharded_root(model)):
+            if not applies_flags(root := sharded_root(model)):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
             model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=run.parallel.fsdp2_config_path)
         limit_waiting(run.parallel.distributed_timeout_minutes)
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
         self.model = model
-        self._root = _sharded_root(model)
+        self._root = sharded_root(model)
         self._units = sharded_units(self._root)
         use_summed_gradients(self._root)  # a model's own sharding may have called torch's fully_shard itself
         for module, directory in waiting.items() if load_weights else ():
-            self._load_weights_of(_sharded_root(module), Path(directory))
+            self._load_weights_of(sharded_root(module), Path(directory))
         if self.compute_dtype == "fp16" and hasattr(model, "expected_factor"):
             model.expected_factor = self.backward_factor.expected
         self._towers = _tower_parameters(model)
@@ -303,13 +303,14 @@ class FSDP2Backend:
             self._conversions = plan.conversions
 
 
-def _call_provider(provider: ModelProvider) -> Any:
+def call_provider(provider: ModelProvider) -> Any:
+    """Return what a model provider builds; pre_process and post_process are True, where it has such parameters."""
     parameters = inspect.signature(provider).parameters
     named = {k: True for k in ("pre_process", "post_process") if k in parameters}
     return provider(**named)
 
 
-def _sharded_root(model: nn.Module) -> nn.Module:
+def sharded_root(model: nn.Module) -> nn.Module:
     """The module that holds the parameters under their own names: the model, or the one it delegates sharding to."""
     return getattr(model, "sharded_module", model)
 
@@ -339,6 +340,6 @@ def _tower_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], list[nn.P
     traits = getattr(model, "traits", None)
     if not isinstance(traits, FamilyTraits):
         return []
-    inner = _sharded_root(model)
+    inner = sharded_root(model)
     known = [t for t in traits.towers if t.run_dummy is not None]  # of others, batches needn't be counted right
     return [(t.modalities, [p for p in t.parameters(inner) if p.requires_grad]) for t in known]

@@ -16,7 +16,7 @@ from mindspeed_mm.configs.global_args import PublishedArguments, set_args
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
 from mindspeed_mm.utils.extras import require_extra
-from mindspeed_mm.utils.launch import this_launch
+from mindspeed_mm.utils.launch import Launch, this_launch
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions
 
@@ -54,6 +54,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
     _require_extras(args, recipe)
     typed = read_files(args, recipe.model_schema, recipe.data_schema)
     launch = replace(this_launch(), local_rank=args.local_rank)
+    if args.dry_run and args.dry_run_world_size is not None:
+        launch = Launch(world_size=args.dry_run_world_size)
     validate_args(args, launch.world_size)
     run = build_run(
         args,

@@ -28,7 +28,7 @@ from mindspeed_mm.models.encode_ahead import EncodeAhead
 from mindspeed_mm.models.predictor.family import PredictorFamily, find_predictor_family
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.models.sora_layout import pipeline_layout
-from mindspeed_mm.models.transformers.base_model import adapt_class
+from mindspeed_mm.models.transformers.base_model import ShardingOutline, adapt_class
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.parallel.patterns import expand_patterns, nearest_path
 from mindspeed_mm.utils.device import move_to_device
@@ -195,6 +195,16 @@ class SoRAModel(MultiModalModule):
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the predictor; see FSDP2Mixin.fully_shard."""
+        self.predictor.weights_come_later = self.weights_come_later
+        self._override_sharding(fsdp2_config_path)
+        return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
+
+    def plan_sharding(self, world_size: int, fsdp2_config_path: str | None = None) -> ShardingOutline:
+        """See FSDP2Mixin.plan_sharding."""
+        self._override_sharding(fsdp2_config_path)
+        return self.predictor.plan_sharding(world_size, fsdp2_config_path)
+
+    def _override_sharding(self, fsdp2_config_path: str | None) -> None:
         config = fsdp2_config(fsdp2_config_path)
         paths = self._paths(config)
         if paths["sub_modules_to_wrap"] is None:
@@ -206,13 +216,11 @@ class SoRAModel(MultiModalModule):
                 "there is no --fsdp2-config-path: the predictor is sharded over all ranks, block by block; fsdp2.yaml "
                 "may say otherwise; its recompute_modules, or --recompute-granularity full, save memory"
             )
-        self.predictor.weights_come_later = self.weights_come_later
         if config.cast_forward_inputs and "cast_forward_inputs" in config.model_fields_set:
             notice("fsdp2.yaml: 'cast_forward_inputs' has no effect here: inputs are made in param_dtype or stay exact")
         # they are what diffusers' pipelines give to a transformer of that dtype: casts would round timesteps and angles
         self.predictor.fsdp2_overrides = {**self.predictor.fsdp2_overrides, **paths, "cast_forward_inputs": False}
         self._computes_in = to_torch_dtype(config.param_dtype) or torch.float32
-        return self.predictor.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
 
     def _paths(self, config: Fsdp2Config) -> dict[str, Any]:
         """The path lists of fsdp2.yaml, relative to the predictor.

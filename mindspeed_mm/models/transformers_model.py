@@ -25,6 +25,7 @@ from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
+from mindspeed_mm.models.transformers.base_model import ShardingOutline
 from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -178,14 +179,22 @@ class TransformersModel(MultiModalModule):
                 "(mindspeed_mm.models.transformers.base_model)"
             )
         self.model.weights_come_later = self.weights_come_later
-        self.model.fsdp2_overrides = {
-            **self.model.fsdp2_overrides,
-            **self._recompute_overrides(fsdp2_config(fsdp2_config_path)),
-        }
+        self._override_sharding(fsdp2_config_path)
         done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
         if self.traits.language_model is not None and dist.get_world_size(process_group) > 1:
             self._idle_towers.install(self.model.get_submodule(self.traits.language_model))
         return done
+
+    def plan_sharding(self, world_size: int, fsdp2_config_path: str | None = None) -> ShardingOutline:
+        """See FSDP2Mixin.plan_sharding."""
+        self._override_sharding(fsdp2_config_path)
+        return self.model.plan_sharding(world_size, fsdp2_config_path)
+
+    def _override_sharding(self, fsdp2_config_path: str | None) -> None:
+        self.model.fsdp2_overrides = {
+            **self.model.fsdp2_overrides,
+            **self._recompute_overrides(fsdp2_config(fsdp2_config_path)),
+        }
 
     expected_factor: Callable[[int], float | torch.Tensor] | None = None
     """In float16: targets of a micro-batch → about what its loss, taken as a sum, is multiplied with in backward."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
+from torch import nn
 
 from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
@@ -35,6 +36,52 @@ from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import info_rank0
 
 _MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
+def planned_stages(
+    described: VLMModelConfig, hf_config: Any, family: MegatronFamily, pipeline: int, virtual: int | None
+) -> list[Stage]:
+    """Return what each pipeline stage holds of a model.
+
+    Args:
+        described: model.json.
+        hf_config: transformers' configuration of the whole model.
+        pipeline, virtual: sizes; virtual is None without interleaving.
+
+    Raises:
+        ConfigError: layer lists and sizes that don't fit.
+    """
+    return plan_stages(
+        pipeline,
+        virtual,
+        text_layers=hf_config.get_text_config().num_hidden_layers,
+        vision_layers=hf_config.vision_config.depth if family.image_encoder is not None else None,
+        text=described.pipeline_layers("text_decoder"),
+        vision=described.pipeline_layers("vision_encoder"),
+        projector=described.pipeline_layers("vision_projector"),
+    )
+
+
+def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | None) -> tuple[nn.Module, list[Stage]]:
+    """Return the transformers model without storage, its parts frozen as model.json says, and its pipeline stages.
+
+    Raises:
+        ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
+    """
+    hf_config = described.hf_config()
+    stages = planned_stages(described, hf_config, find_megatron_family(hf_config.model_type), pipeline, virtual)
+    model = meta_model(ModelHub.get(None, hf_config), hf_config)
+    freeze_parts(model, traits_of(model), frozen_parts(described))
+    return model, stages
+
+
+def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
+    """Part → whether it is not trained, as model.json says."""
+    return {
+        "vision_encoder": described.freeze_vision_encoder,
+        "vision_projector": described.freeze_vision_projector,
+        "text_decoder": described.freeze_text_decoder,
+    }
 
 
 class VLModel(MegatronModule):
@@ -145,16 +192,7 @@ class VLModel(MegatronModule):
                     "'init_from_hf_path' (a HF directory) or --load (a checkpoint that is there)",
                 ),
             )
-        vision = hf_config.vision_config.depth if family.image_encoder is not None else None
-        stages = plan_stages(
-            sizes.pipeline,
-            sizes.virtual_pipeline,
-            text_layers=hf_config.get_text_config().num_hidden_layers,
-            vision_layers=vision,
-            text=described.pipeline_layers("text_decoder"),
-            vision=described.pipeline_layers("vision_encoder"),
-            projector=described.pipeline_layers("vision_projector"),
-        )
+        stages = planned_stages(described, hf_config, family, sizes.pipeline, sizes.virtual_pipeline)
         if needs_variable_shapes(stages):
             sizes = replace(sizes, variable_seq_lengths=True)
         with torch.device("meta"):
@@ -186,11 +224,7 @@ class VLModel(MegatronModule):
                 )
         if family.image_encoder is not None and not vp_stage:
             _tell_default_freezes(described)
-        model.freeze(
-            vision_encoder=described.freeze_vision_encoder,
-            vision_projector=described.freeze_vision_projector,
-            text_decoder=described.freeze_text_decoder,
-        )
+        model.freeze(**frozen_parts(described))
         return model
 
     def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:

@@ -38,4 +38,11 @@ class TrainingArguments:
             minimum=0,
         ),
     ] = 100
+    dry_run: Annotated[
+        bool, flag("ours: plan the run without devices and weights, print one JSON object about it and exit")
+    ] = False
+    dry_run_world_size: Annotated[
+        int | None,
+        flag("ours: with dry-run: processes to plan for; absent = WORLD_SIZE", spellings=("--world-size",), minimum=1),
+    ] = None
     exit_signal_handler: Annotated[bool, flag("signals save a checkpoint and exit; always on")] = True

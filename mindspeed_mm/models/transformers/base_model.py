@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,22 @@ from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.units import whole_units
 from mindspeed_mm.utils.log import notice
+
+
+@dataclass(frozen=True)
+class ShardingOutline:
+    """How a model would be sharded.
+
+    Attributes:
+        dims: sizes of the kinds of parallelism.
+        units: paths of the modules that become units of fully_shard beside the model itself.
+        recomputed, ignored: paths of the modules that fsdp2.yaml recomputes in backward, and leaves whole.
+    """
+
+    dims: Dims
+    units: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    ignored: tuple[str, ...]
 
 
 class FSDP2Mixin:
@@ -73,6 +90,31 @@ class FSDP2Mixin:
         self._fully_shard(fsdp2_kwargs, config)
         self._post_fully_shard()
         return True
+
+    def plan_sharding(self, world_size: int, fsdp2_config_path: str | None = None) -> ShardingOutline:
+        """Return what `fully_shard` would do on `world_size` ranks; no process group and no values are needed.
+
+        Raises:
+            ConfigError: paths that match nothing, or sizes that don't fit.
+        """
+        config = fsdp2_config(fsdp2_config_path)
+        config = config.model_copy(update=dict(self.fsdp2_overrides))
+        module = self._module()
+        check_paths(module, config, self._keys_with_paths())
+        dims = Dims.of(world_size, sharding_size=config.sharding_size, where=config.file)
+        patterns = config.sub_modules_to_wrap
+        if patterns is None and is_transformers_model(module):
+            patterns = default_wrap_list(module, traits_of(module))
+
+        def found(key: str, entries: list[str] | None) -> tuple[str, ...]:
+            return tuple(find_modules(module, entries or (), where=f"{config.file}: {key}"))
+
+        return ShardingOutline(
+            dims,
+            units=found("sub_modules_to_wrap", patterns),
+            recomputed=found("recompute_modules", config.recompute_modules),
+            ignored=found("ignored_modules", config.ignored_modules),
+        )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
         return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.launch import described
 
 
@@ -15,7 +17,10 @@ def start(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
         recipe: what the script trains.
         argv: the words after the script's name; None: those of this process.
     """
-    with described(recipe, argv) as (run, stop):
+    words = sys.argv[1:] if argv is None else list(argv)
+    if asks_for_dry_run(words):
+        sys.exit(dry_run(recipe, words))
+    with described(recipe, words) as (run, stop):
         from mindspeed_mm.training import train_run  # imports torch: a mistake in the launch is told before
 
         train_run(run, recipe, stop)

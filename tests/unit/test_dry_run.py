@@ -1,0 +1,128 @@
+"""`--dry-run`: one JSON object about a launch, from directories that hold config files only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
+from mindspeed_mm.tasks.train.generation import SORA
+from mindspeed_mm.tasks.train.language import VLM
+from mindspeed_mm.utils.log import forget_notices
+from tests.support.runs import OWN
+from tests.support.tiny import tiny_qwen2_5_vl_dir
+
+FLAGS = [*"--mm-model model.json --mm-data data.json --micro-batch-size 2 --lr 1e-4 --train-iters 1".split()]  # noqa: SIM905
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    forget_notices()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of Qwen2.5-VL without weights, tokenizer and processor."""
+    whole, folder = tiny_qwen2_5_vl_dir(tmp_path_factory.mktemp("whole")), tmp_path_factory.mktemp("config_only")
+    shutil.copy(whole / "config.json", folder)
+    return folder
+
+
+def answer(recipe: Recipe, model: Any, capsys: pytest.CaptureFixture[str], *words: str, data: Any = None) -> Any:
+    Path("model.json").write_text(json.dumps(model))
+    rows = {"basic_parameters": {"dataset": "gone.json"}, "preprocess_parameters": {"model_name_or_path": "."}}
+    Path("data.json").write_text(json.dumps(data or {"dataset_param": {"dataset_type": "huggingface", **rows}}))
+    status = dry_run(recipe, [*FLAGS, *words, "--dry-run"])
+    assert not dist.is_initialized()
+    found = json.loads(capsys.readouterr().out)
+    assert found["accepted"] is (status == 0)
+    return found
+
+
+def test_fsdp2_model_layout_units_and_notices(
+    folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fsdp2.yaml").write_text(
+        "sharding_size: 4\nsub_modules_to_wrap: ['model.language_model.layers.{*}']\n"
+        "recompute_modules: ['model.visual.blocks.{0}']\n"
+    )
+    model = {
+        "init_from_hf_path": str(config_only),
+        "image_encoder": {"vision_encoder": {"freeze": True}, "vision_projector": {"freeze": False}},
+    }
+    words = ("--use-torch-fsdp2", "--fsdp2-config-path", "fsdp2.yaml", "--world-size", "8", "--log-params-norm")
+    found = answer(VLM, model, capsys, *words)
+    assert found["layout"] == {
+        **{"backend": "fsdp2", "world_size": 8, "pp": 1, "tp": 1, "cp": 1, "ep": 1},
+        **{"dp_replicate": 2, "dp_shard": 4},
+    }
+    assert found["units"] == [f"model.language_model.layers.{n}" for n in range(len(found["units"]))]
+    assert found["recomputed"] == ["model.visual.blocks.0"] and found["ignored"] == []
+    assert found["model"]["class"] == "Qwen2_5_VLForConditionalGeneration"
+    assert 0 < found["model"]["trained_parameters"] < found["model"]["parameters"]
+    assert found["batch"]["global_batch_size"] == 16 and found["batch"]["data_parallel_size"] == 8
+    assert found["steps_per_epoch"] is None and found["why_no_steps_per_epoch"]
+    assert any("--log-params-norm has no effect" in line for line in found["notices"])
+
+
+def test_megatron_stages(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pipeline-model-parallel-size", "2", "--seq-length", "64", "--world-size", "4")
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words)
+    assert (found["layout"]["pp"], found["layout"]["dp_replicate"]) == (2, 2)
+    first, last = found["stages"]
+    assert first["has_embedding"] and first["vision_layers"][0] == 0 and not first["has_head"]
+    assert last["has_head"] and last["text_layers"][0] == first["text_layers"][1] + 1
+    assert found["model"]["parameters"] > found["model"]["trained_parameters"] > 0  # the tower is frozen by default
+
+
+def test_generation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    structure = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32, "text_dim": 16}
+    model = {
+        "predictor": {"model_id": "wan", "train_from_scratch": True, "config": structure},
+        "load_video_features": True,
+        "load_text_features": True,
+    }
+    data = {"dataset_param": {"dataset_type": "feature", "basic_parameters": {"data_path": "gone.jsonl"}}}
+    found = answer(SORA, model, capsys, "--world-size", "2", data=data)
+    assert found["model"]["class"] == "WanTransformer3DModel" and found["units"] == ["blocks.0", "blocks.1"]
+    assert found["layout"]["dp_shard"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("--clip-grd", "1"), r"unknown flag '--clip-grd'; did you mean '--clip-grad'\?"),
+        (("--use-torch-fsdp2", "--fsdp2-config-path", "fsdp2.yaml"), "'model.layerz.{*}' matches nothing"),
+    ],
+)
+def test_a_refusal_is_the_answer(
+    folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], refusal: str
+) -> None:
+    (folder / "fsdp2.yaml").write_text("sub_modules_to_wrap: ['model.layerz.{*}']\n")
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words)
+    assert not found["accepted"]
+    assert refusal.replace("\\", "") in found["refusal"]
+
+
+def test_a_script_of_ones_own_has_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from mindspeed_mm.training import pretrain
+
+    words = ["script.py", "--micro-batch-size", "1", "--lr", "1", "--train-iters", "0", "--dry-run"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as caught:
+        pretrain(OWN.data, OWN.model, forward_step_func=OWN.forward_step)
+    assert caught.value.code == 1 and "--train-iters" in json.loads(capsys.readouterr().out)["refusal"]
+
+
+def test_only_the_command_line_asks_for_it() -> None:
+    assert asks_for_dry_run(["--lr", "1", "--dry-run"]) and not asks_for_dry_run(["--lr", "1"])
