@@ -251,7 +251,7 @@ class _Result(Node):
         return [v.node for v in values if isinstance(v, LazyTensor)]
 
 
-def _compute(value: Any) -> Any:
+def _compute(value: object) -> Any:
     # contiguous: whoever ran the operation on a LazyTensor saw contiguous strides
     return value.node.read(whole(value.node.shape)).contiguous() if isinstance(value, LazyTensor) else value
 
@@ -303,7 +303,7 @@ def rounded(node: Node, dtype: torch.dtype) -> Node:
 
 
 def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def on_meta(value: Any) -> Any:
+    def on_meta(value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
         return torch.device("meta") if isinstance(value, torch.device) else value

@@ -196,7 +196,7 @@ def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> 
             action.default, action.required = described.values[action.dest], False
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
@@ -252,7 +252,7 @@ def _missing_flags(args: Namespace, required: Sequence[str], run: YamlRun | None
     return problems
 
 
-def _asks_for_nothing(item: Flag, value: Any) -> bool:
+def _asks_for_nothing(item: Flag, value: object) -> bool:
     return value in item.harmless or (item.kind is bool and value == item.default)
 
 
@@ -268,7 +268,7 @@ def _refused_flags(
     ]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return shorten(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 

@@ -52,7 +52,7 @@ class ConfigReader:
         for key, value in (config or {}).items():
             self._data[key] = self._wrap(key, value)
 
-    def _wrap(self, key: str, value: Any) -> Any:
+    def _wrap(self, key: str, value: object) -> Any:
         path = f"{self._path}.{key}" if self._path else str(key)
         if isinstance(value, Mapping):
             return ConfigReader(value, file=self._file, path=path)
@@ -79,7 +79,7 @@ class ConfigReader:
         near = did_you_mean(name, map(str, data))
         raise AttributeError(f"{self._file or 'configuration'}: no key '{path}'{near}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._data[name] = self._wrap(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -92,7 +92,7 @@ class ConfigReader:
             raise KeyError(key)
         return self._data[key]
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self._data[key] = self._wrap(key, value)
 
     def __contains__(self, key: object) -> bool:
@@ -157,7 +157,7 @@ class ConfigReader:
         return unused
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> Any:
     if isinstance(value, ConfigReader):
         return value.to_dict()
     if isinstance(value, list):
@@ -378,7 +378,7 @@ def settle_caption_length(model: Any, data: Any) -> None:
     encoder["max_length"] = length
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, (Mapping, ConfigReader))
 
 

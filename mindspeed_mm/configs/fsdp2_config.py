@@ -14,7 +14,7 @@ from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
-def _read_sharding_size(value: Any) -> Any:
+def _read_sharding_size(value: object) -> Any:
     if value is None:
         return 1
     if isinstance(value, str) and value.strip().lower() == "auto":
@@ -28,7 +28,7 @@ def _read_sharding_size(value: Any) -> Any:
     return size
 
 
-def _read_reshard(value: Any) -> bool | int:
+def _read_reshard(value: object) -> bool | int:
     try:
         return read_bool(value)
     except ValueError:
@@ -42,7 +42,7 @@ def _read_reshard(value: Any) -> bool | int:
     return size
 
 
-def _read_paths(value: Any) -> Any:
+def _read_paths(value: object) -> Any:
     if isinstance(value, str):
         raise ValueError("expected a list of module paths: write it as an item, '- " + value + "'")
     return value

@@ -40,7 +40,7 @@ _TEXT_METHODS = ("basic_clean", "whitespace_clean")
 _LONGEST = 100_000
 
 
-def _read_paths(value: Any) -> Any:
+def _read_paths(value: object) -> Any:
     """One path or a list of them."""
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
@@ -48,11 +48,11 @@ def _read_paths(value: Any) -> Any:
     return paths
 
 
-def _read_paths_or_null(value: Any) -> Any:
+def _read_paths_or_null(value: object) -> Any:
     return None if value is None else _read_paths(value)
 
 
-def _read_buckets(value: Any) -> Any:
+def _read_buckets(value: object) -> Any:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -70,7 +70,7 @@ def _read_buckets(value: Any) -> Any:
     return shapes
 
 
-def _read_methods(value: Any) -> Any:
+def _read_methods(value: object) -> Any:
     """[{"method": name}], one such object, or names."""
     names = []
     for item in value if isinstance(value, list) else [value]:
@@ -87,7 +87,7 @@ _TOKENIZER_KEYS = "dataset_param.tokenizer_config."
 _TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name", "model_max_length")
 
 
-def _read_tokenizers(value: Any) -> Any:
+def _read_tokenizers(value: object) -> Any:
     if value is None:
         return None
     objects = [value] if isinstance(value, Mapping) else value

@@ -13,7 +13,7 @@ _INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
 def _one_of(*names: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
+    def read(value: object) -> str:
         name = value.strip().lower() if isinstance(value, str) else value
         if name not in names:
             near = did_you_mean(name, names) if isinstance(name, str) else ""
@@ -23,7 +23,7 @@ def _one_of(*names: str) -> Callable[[Any], str]:
     return read
 
 
-def _read_size(value: Any) -> list[int] | int | None:
+def _read_size(value: object) -> list[int] | int | None:
     """[height, width], one number for the shorter side; None: the bucket's size."""
     if value == "auto":
         return None
@@ -41,7 +41,7 @@ def _read_size(value: Any) -> list[int] | int | None:
     raise ValueError('expected "auto", [height, width] or {"max_height": …, "max_width": …}')
 
 
-def _read_colour(value: Any) -> list[float]:
+def _read_colour(value: object) -> list[float]:
     """One number, or one for each of red, green and blue."""
     values = [read_float(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
     if len(values) not in (1, 3):
@@ -49,14 +49,14 @@ def _read_colour(value: Any) -> list[float]:
     return values
 
 
-def _read_std(value: Any) -> list[float]:
+def _read_std(value: object) -> list[float]:
     values = _read_colour(value)
     if min(values) <= 0:
         raise ValueError("expected numbers above 0")
     return values
 
 
-def _read_off(value: Any) -> bool:
+def _read_off(value: object) -> bool:
     if read_bool(value):
         raise ValueError("expected false: pixels are areas here, and their corners aren't aligned")
     return False
@@ -91,7 +91,7 @@ _STEPS: Mapping[str, Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
 _FIXING = ("CenterCropResizeVideo", "ResizeCropVideo", "ResizeToFill", "CenterCrop")
 
 
-def read_steps(value: Any) -> list[dict[str, Any]] | None:
+def read_steps(value: object) -> list[dict[str, Any]] | None:
     """Return steps in one form: `trans_type` and its parameters, each by one name; null parameters are left out.
 
     Raises:

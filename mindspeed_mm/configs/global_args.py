@@ -36,7 +36,7 @@ class PublishedArguments(Namespace):
         super().__init__(**values)
         object.__setattr__(self, "_described", frozenset(values))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._described:
             old = getattr(self, name)
             if old is not value and old != value:

@@ -94,7 +94,7 @@ class LossConfig(Section):
         return self.chunk_size or (4096 if self.compute_mode == "dynamic_chunk" else 1024)
 
 
-def _read_plugins(value: Any) -> Any:
+def _read_plugins(value: object) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -106,7 +106,7 @@ PUBLISHED_FAMILIES = {"qwen2_5vl": "qwen2_5_vl"}
 _CALLED_IN_PUBLISHED_FILES = {"qwen2_5_omni": ("qwen2_5_vl",), "qwen2_5_omni_thinker": ("qwen2_5_vl",)}
 
 
-def _read_family(value: Any) -> Any:
+def _read_family(value: object) -> Any:
     return PUBLISHED_FAMILIES.get(value, value) if isinstance(value, str) else value
 
 

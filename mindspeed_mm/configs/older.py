@@ -55,14 +55,14 @@ def settle_older(kind: SettingKind, unknown: MutableMapping[str, Any], file: str
     return problems
 
 
-def is_refused(row: Older, value: Any) -> bool:
+def is_refused(row: Older, value: object) -> bool:
     """Whether a value of an older key asks for something that its neglect would change."""
     if row.fate == "built in" or value in (None, "", [], {}):
         return False
     return row.is_structure or not _is_off(value)
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: object) -> bool:
     if isinstance(value, (int, float)):
         return not value
     try:

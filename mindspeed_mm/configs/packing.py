@@ -18,7 +18,7 @@ def asks_for_packing(data: Any) -> bool:
     return any(_is_true(part.get(name)) for part in (basic, attr) for name in ("packing", "neat_packing"))
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     try:
         return read_bool(value)
     except ValueError:

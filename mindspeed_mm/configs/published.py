@@ -49,7 +49,7 @@ class Refused(NamedTuple):
     sentence: str
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: object) -> bool:
     """Whether a published switch is on (anything but a clear false or null counts)."""
     if value is None:
         return False
@@ -59,12 +59,12 @@ def is_on(value: Any) -> bool:
         return True
 
 
-def is_given(value: Any) -> bool:
+def is_given(value: object) -> bool:
     """Whether a published value says anything: not null, not empty."""
     return value not in (None, "", [], {})
 
 
-def is_not_zero(value: Any) -> bool:
+def is_not_zero(value: object) -> bool:
     """Whether a published value is given and is another number than 0 (anything but a number counts)."""
     try:
         return is_given(value) and read_float(value) != 0

@@ -48,7 +48,7 @@ class Tags(Section):
     system_tag: str | None = Field(None, description="role of the system")
 
 
-def _read_file_names(value: Any) -> Any:
+def _read_file_names(value: object) -> Any:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(part, str) and part.strip() for part in value):
@@ -96,7 +96,7 @@ class RegistryEntry(Section):
         return DatasetAttr(**switches, **given), optional
 
 
-def read_entry(value: Any, name: str, file: str) -> RegistryEntry:
+def read_entry(value: object, name: str, file: str) -> RegistryEntry:
     """Type one entry.
 
     Args:

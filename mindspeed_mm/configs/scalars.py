@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 from mindspeed_mm.utils.text import shorten
 
@@ -34,12 +33,12 @@ SHORT_DTYPE_NAMES = {
 }
 
 
-def is_null_word(value: Any) -> bool:
+def is_null_word(value: object) -> bool:
     """Whether `value` is text that stands for null: `None`, `none`, `null` …"""
     return isinstance(value, str) and value.strip().lower() in _NULL_WORDS
 
 
-def read_bool(value: Any) -> bool:
+def read_bool(value: object) -> bool:
     """Read a boolean: true/false, 1/0, and the words true/false, on/off, yes/no, 1/0 in any case."""
     if isinstance(value, bool):
         return value
@@ -54,7 +53,7 @@ def read_bool(value: Any) -> bool:
     raise ValueError("expected true or false")
 
 
-def read_int(value: Any) -> int:
+def read_int(value: object) -> int:
     """Read a whole number: an int, the text of one, or a float without a fraction such as `1e4`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -65,7 +64,7 @@ def read_int(value: Any) -> int:
     raise ValueError("expected a whole number")
 
 
-def read_float(value: Any) -> float:
+def read_float(value: object) -> float:
     """Read a finite number; text such as `1e-5` or `1E5` counts (YAML 1.1 leaves both as text)."""
     number = None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -80,7 +79,7 @@ def read_float(value: Any) -> float:
     return number
 
 
-def read_dtype(value: Any) -> str:
+def read_dtype(value: object) -> str:
     """Read a dtype name and return its short form: `bf16`, `fp16` or `fp32`."""
     name = SHORT_DTYPE_NAMES.get(value.strip().lower()) if isinstance(value, str) else None
     if name is None:
@@ -88,7 +87,7 @@ def read_dtype(value: Any) -> str:
     return name
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return `value` as a message shows it: text quoted, null and booleans in JSON's words, cut at 80 characters."""
     if value is None:
         return "null"

@@ -31,7 +31,7 @@ DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 def one_of(known: tuple[str, ...], not_yet: tuple[str, ...] = ()) -> BeforeValidator:
     """A validator for names: one of `known`; those of `not_yet` are published but refused for now; null passes."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         if value is None or value in known:
             return value
         choices = f"expected one of {', '.join(known)}" if len(known) > 1 else f"expected {known[0]}"
@@ -143,7 +143,7 @@ def _sort_into(
     return typed
 
 
-def _sort_outside(value: Any, path: str, published: set[str], result: SortedKeys) -> None:
+def _sort_outside(value: object, path: str, published: set[str], result: SortedKeys) -> None:
     """A key without a field: published (then its own keys are looked at) or unknown (then they aren't)."""
     if path not in published:
         result.unknown[path] = value
@@ -177,7 +177,9 @@ def unknown_key_problems(
     return older + [unknown_key_message(file, path, value, fields, published) for path, value in unknown.items()]
 
 
-def unknown_key_message(file: str, path: str, value: Any, fields: Iterable[str], published: Iterable[str] = ()) -> str:
+def unknown_key_message(
+    file: str, path: str, value: object, fields: Iterable[str], published: Iterable[str] = ()
+) -> str:
     """Say that nobody knows the key `path`, and which name was perhaps meant.
 
     Looked for in this order: the same name elsewhere, a similar one at its level, a similar one elsewhere. Names that

@@ -37,18 +37,18 @@ from mindspeed_mm.utils.log import notice
 TASKS = ("t2v", "i2v", "ti2v", "t2i")
 
 
-def _read_list(value: Any) -> Any:
+def _read_list(value: object) -> Any:
     """One object or a list of them."""
     return [value] if isinstance(value, dict) else value
 
 
-def _read_object(value: Any) -> Any:
+def _read_object(value: object) -> Any:
     if value is not None and not isinstance(value, dict):
         raise ValueError("expected an object with the keys of diffusers' config.json")
     return value
 
 
-def _read_share(value: Any) -> float:
+def _read_share(value: object) -> float:
     share = read_float(value)
     if not 0 <= share <= 1:
         raise ValueError("expected a share of the noise range, from 0 (all noise) to 1 (none)")
@@ -346,7 +346,7 @@ def config_beside(weights: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) and "_class_name" in said else {}
 
 
-def _encoders(value: Any, published: frozenset[str]) -> tuple[list[Any] | None, dict[str, Any], dict[str, Any]]:
+def _encoders(value: object, published: frozenset[str]) -> tuple[list[Any] | None, dict[str, Any], dict[str, Any]]:
     """The typed keys of each text encoder, published keys without effect, and unknown ones, by their paths."""
     if value is None:
         return None, {}, {}

@@ -85,11 +85,11 @@ class InferenceFlags:
     overwrite: Annotated[bool, flag("make samples again that are there")] = False
 
 
-def _read_scales(value: Any) -> Any:
+def _read_scales(value: object) -> Any:
     return [read_float(item) for item in (value if isinstance(value, list) else [value])] if value is not None else None
 
 
-def _read_size(value: Any) -> Any:
+def _read_size(value: object) -> Any:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 3:

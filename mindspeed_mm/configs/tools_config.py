@@ -11,7 +11,7 @@ from mindspeed_mm.configs.sections import Bool, Count, Int, Section, Size, build
 from mindspeed_mm.utils.errors import ConfigError
 
 
-def _read_ranks(value: Any) -> Any:
+def _read_ranks(value: object) -> Any:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 

@@ -38,7 +38,7 @@ PART_PATHS: dict[ModelPart, str] = {
 }
 
 
-def _read_layers(value: Any) -> Any:
+def _read_layers(value: object) -> Any:
     """Read `[11, 17]`, or `[[5, 5], [9, 9]]` with a list for each virtual stage."""
     if value is None:
         return None

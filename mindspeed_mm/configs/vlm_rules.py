@@ -31,7 +31,7 @@ def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
     return False
 
 
-def _is_other_rope(value: Any) -> bool:
+def _is_other_rope(value: object) -> bool:
     kind = value.get("rope_type", value.get("type", "default")) if isinstance(value, dict) else value
     return value is not None and kind not in ("default", "mrope")
 

@@ -149,7 +149,7 @@ def _compare(described: VLMModelConfig, number: _Number, config: Any, source: Pa
     return f"{says}; remove the key, or name the directory that it belongs to"
 
 
-def _same(value: Any, found: Any) -> bool:
+def _same(value: object, found: Any) -> bool:
     if isinstance(value, list) and isinstance(found, (list, tuple)):
         return list(found) == value
     return value == found

@@ -77,6 +77,6 @@ class Conversation:
         return [medium for message in self.messages for medium in message.media]
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     """Return a value of a row for a message, cut at 120 characters."""
     return shorten(repr(value))

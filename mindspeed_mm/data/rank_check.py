@@ -169,7 +169,7 @@ def _smallest(counts: Iterable[int | None], what: str, training: bool) -> int | 
     return min(known) if training else max(known)
 
 
-def digest(value: Any) -> str | None:
+def digest(value: object) -> str | None:
     """Return a digest of a value's tensors, numbers and texts; None: it holds something else."""
     if value is None:
         return None
@@ -185,7 +185,7 @@ class _Unknown(Exception):
     """A value that can't be compared."""
 
 
-def _feed(value: Any, found: Any) -> None:
+def _feed(value: object, found: Any) -> None:
     found.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         found.update(str((value.dtype, tuple(value.shape))).encode())

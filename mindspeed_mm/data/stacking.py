@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ def stack_media(parts: Sequence[Tensors], keys: Iterable[str], padded: Iterable[
     return stacked
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: object) -> torch.Tensor:
     """What a processor made, as a tensor; a list of pictures becomes one with them on dim 0."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
         return torch.stack(list(value))

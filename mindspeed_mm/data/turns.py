@@ -43,7 +43,7 @@ def missing_column(key: str, attr: DatasetAttr, found: Iterable[str], name: str 
     return f"column '{name}' (dataset_param.attr.{key}) not found; columns found: {', '.join(found)}{near}"
 
 
-def as_text(value: Any, column: str | None) -> str:
+def as_text(value: object, column: str | None) -> str:
     """Return a column's text.
 
     Raises:
@@ -183,7 +183,7 @@ class TurnReader:
         return prompt + chosen, rejected
 
 
-def read_tools(value: Any, column: str | None) -> list[Any] | None:
+def read_tools(value: object, column: str | None) -> list[Any] | None:
     """Return the schemas of a tools column: a list of them, one, or either as JSON text; None if there are none."""
     if isinstance(value, str):
         try:
@@ -241,7 +241,7 @@ def _plain_calls(calls: Any) -> list[dict[str, Any]]:
     return plain
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Drop null members: Arrow fills every struct with the keys of all rows, and a schema must not grow by that."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

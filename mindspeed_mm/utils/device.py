@@ -36,7 +36,7 @@ def use_device(default: Callable[[], torch.device], has_queue: Callable[[torch.d
 
 
 def move_to_device(
-    value: Any, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
+    value: object, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
 ) -> Any:
     """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`.
 
@@ -54,7 +54,7 @@ def move_to_device(
     return _moved(value, _default() if device is None else torch.device(device), to_torch_dtype(dtype))
 
 
-def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+def _moved(value: object, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(value, torch.Tensor):
         as_dtype = dtype if dtype is not None and value.is_floating_point() else None
         return value.to(device, as_dtype, non_blocking=_has_queue(device))

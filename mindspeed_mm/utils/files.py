@@ -9,7 +9,6 @@ import json
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -107,6 +106,6 @@ def exchange(one: Path, other: Path) -> bool:
     return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` as JSON atomically and durably."""
     replace_file(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")

@@ -41,7 +41,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: object, change: Callable[[str], str]) -> Any:
     """Apply `change` to every text inside a JSON value, the keys of objects included."""
     if isinstance(value, str):
         return change(value)

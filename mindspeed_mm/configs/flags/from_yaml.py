@@ -79,7 +79,7 @@ def _unknown(file: str, item: FlagValue, by_name: Mapping[str, str]) -> str:
     return start + ("; did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else "")
 
 
-def _read(action: argparse.Action, option: str, value: Any) -> dict[str, Any]:
+def _read(action: argparse.Action, option: str, value: object) -> dict[str, Any]:
     """The attribute and its typed value; nothing where the value asks for the default."""
     words = _words(action, option, value)
     if words is None:
@@ -89,7 +89,7 @@ def _read(action: argparse.Action, option: str, value: Any) -> dict[str, Any]:
     return {action.dest: getattr(alone.parse_args(words), action.dest)}
 
 
-def _words(action: argparse.Action, option: str, value: Any) -> list[str] | None:
+def _words(action: argparse.Action, option: str, value: object) -> list[str] | None:
     several = action.nargs in ("+", "*") or (isinstance(action.nargs, int) and action.nargs > 1)
     if action.nargs == 0:  # a switch of the script's own
         if not isinstance(value, bool):

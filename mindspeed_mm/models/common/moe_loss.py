@@ -203,5 +203,5 @@ def _routers(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.get_decoder().modules() if isinstance(m, tuple(classes))]
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
