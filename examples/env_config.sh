@@ -4,7 +4,7 @@
 #   MM_ROAD=ptd source examples/env_config.sh     # a run on Megatron-core (tensor or pipeline parallel)
 #
 # The device is MM_DEVICE (npu, cuda or cpu), else the best that is there. What the shell has set already stays, except
-# CUDA_DEVICE_MAX_CONNECTIONS, which depends on the road. `mindspeed-mm doctor` tells which values hurt.
+# CUDA_DEVICE_MAX_CONNECTIONS, which depends on the backend. `mindspeed-mm doctor` tells which values hurt.
 # shellcheck shell=bash
 
 mm_detect_device() {

@@ -20,7 +20,7 @@ def prepare_process(run: Run) -> None:
     """Log which settings of the environment hurt, seed, and set the switches that hold for the whole process."""
     for sentence in harmful_settings(
         accelerator.current().name,
-        road=run.parallel.backend,
+        backend=run.parallel.backend,
         tensor_parallel_size=run.parallel.tensor_model_parallel_size,
     ):
         notice(sentence)

@@ -22,7 +22,7 @@ from mindspeed_mm.checkpoint.run_lock import RunLock, hold_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
-from mindspeed_mm.configs.flags.spec import ROADS
+from mindspeed_mm.configs.flags.spec import BACKENDS
 from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
 from mindspeed_mm.configs.run import Run
@@ -102,7 +102,7 @@ def pretrain(
         forward_step=forward_step,
         model_schema=ours.model_schema if ours is not None else None,
         data_schema=our_data.data_schema if our_data is not None else None,
-        backends=ours.backends if ours is not None else ROADS,
+        backends=ours.backends if ours is not None else BACKENDS,
         own_flags=extra_args_provider,
         defaults=args_defaults or {},
     )

@@ -20,7 +20,7 @@ from mindspeed_mm.configs import data_rules, generation_rules, model_rules, sora
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
 from mindspeed_mm.configs.environment import VARIABLES  # noqa: E402
 from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
-from mindspeed_mm.configs.flags.spec import Flag, Road, flags_of  # noqa: E402
+from mindspeed_mm.configs.flags.spec import BackendName, Flag, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
 from mindspeed_mm.configs.generation_data import GenerationDataConfig  # noqa: E402
 from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
@@ -46,10 +46,11 @@ A run is described by the flags of its launch command and by up to four files th
 | `tools.json` | `--mm-tool` | profiler and memory snapshots; may be `{}` or absent |
 | `fsdp2.yaml` | `--fsdp2-config-path` | how the model is sharded, recomputed, prefetched, offloaded |
 
-A run goes one of two roads. With `--use-torch-fsdp2` the transformers model itself is trained, sharded as fsdp2.yaml
-says (`pretrain_transformers.py`, `pretrain_vlm.py`). Without it the model is built of megatron-core's modules and
-spread by tensor, pipeline and data parallelism: the Megatron road (`pretrain_vlm.py`). Where no road is named, both are
-meant. `pretrain_sora.py` trains models that make images and videos with FSDP2; the flag may be left out there.
+A run trains with one of two backends. With `--use-torch-fsdp2` the transformers model itself is trained, sharded as
+fsdp2.yaml says (`pretrain_transformers.py`, `pretrain_vlm.py`). Without it the model is built of megatron-core's
+modules and spread by tensor, pipeline and data parallelism: the Megatron backend (`pretrain_vlm.py`). Where no backend
+is named, both are meant. `pretrain_sora.py` trains models that make images and videos with FSDP2; the flag may be left
+out there.
 
 All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file).
 
@@ -133,26 +134,26 @@ def flag_row(item: Flag) -> list[str]:
     default = "" if item.default in (None, []) or item.kind is bool else f"{item.default}"
     if item.kind is bool and item.spellings and item.default:
         default = "on"
-    only = {("fsdp2",): " (FSDP2 only)", ("ptd",): " (Megatron road only)"}.get(item.roads, "")
+    only = {("fsdp2",): " (FSDP2 only)", ("ptd",): " (Megatron backend only)"}.get(item.backends, "")
     return [names, item.type_words, default, item.help + only]
 
 
 def flag_chapters() -> str:
-    """Return the tables of flags that a road honours, then those without effect, then the refused ones."""
+    """Return the tables of flags that a backend honours, then those without effect, then the refused ones."""
     parts = ["## Flags\n"]
     for group in GROUPS:
-        rows = [flag_row(item) for item in flags_of(group) if item.roads]
+        rows = [flag_row(item) for item in flags_of(group) if item.backends]
         if rows:
             title = flags_of(group)[0].group
             parts.append(f"### {title}\n\n" + table(("flag", "type", "default", "meaning"), rows))
     every = [item for group in GROUPS for item in flags_of(group)]
     parts.append(
         "### Accepted, without effect here\n\nEach is said once, with the reason.\n\n"
-        + table(("reason", "road", "flags"), _by_reason_and_road([(i.no_effect, _names(i)) for i in every]))
+        + table(("reason", "backend", "flags"), _by_reason_and_backend([(i.no_effect, _names(i)) for i in every]))
     )
     parts.append(
         "### Not there yet\n\nGiving one is an error, because leaving it out would change the result.\n\n"
-        + table(("what to do", "road", "flags"), _by_reason_and_road([(i.refused, _names(i)) for i in every]))
+        + table(("what to do", "backend", "flags"), _by_reason_and_backend([(i.refused, _names(i)) for i in every]))
     )
     return "\n".join(parts)
 
@@ -161,16 +162,20 @@ def _names(item: Flag) -> str:
     return f"`{item.spelling}`"
 
 
-ROAD_WORDS: dict[tuple[Road, ...], str] = {("fsdp2",): "FSDP2", ("ptd",): "Megatron", ("fsdp2", "ptd"): "both"}
+BACKEND_WORDS: dict[tuple[BackendName, ...], str] = {
+    ("fsdp2",): "FSDP2",
+    ("ptd",): "Megatron",
+    ("fsdp2", "ptd"): "both",
+}
 
 
-def _by_reason_and_road(pairs: Sequence[tuple[Mapping[Road, str], str]]) -> list[list[str]]:
+def _by_reason_and_backend(pairs: Sequence[tuple[Mapping[BackendName, str], str]]) -> list[list[str]]:
     grouped: dict[tuple[str, str], list[str]] = {}
     for reasons, name in pairs:
         for reason in dict.fromkeys(reasons.values()):
-            road = ROAD_WORDS[tuple(road for road, said in reasons.items() if said == reason)]
-            grouped.setdefault((reason, road), []).append(name)
-    return [[reason, road, ", ".join(names)] for (reason, road), names in grouped.items()]
+            backend = BACKEND_WORDS[tuple(backend for backend, said in reasons.items() if said == reason)]
+            grouped.setdefault((reason, backend), []).append(name)
+    return [[reason, backend, ", ".join(names)] for (reason, backend), names in grouped.items()]
 
 
 def _by_reason(pairs: Sequence[tuple[str | None, str]]) -> list[list[str]]:
@@ -331,7 +336,7 @@ def make_page() -> str:
             model_rules.REFUSED_MODEL_KEYS,
         ),
         file_chapter(
-            "model.json on the Megatron road",
+            "model.json on the Megatron backend",
             VLMModelConfig,
             "model",
             vlm_rules.IDLE_VLM_KEYS,

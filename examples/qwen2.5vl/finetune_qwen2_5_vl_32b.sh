@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train Qwen2.5-VL-32B on the Megatron road: tensor parallel 2, pipeline parallel 8, on 16 devices.
+# Train Qwen2.5-VL-32B on the Megatron backend: tensor parallel 2, pipeline parallel 8, on 16 devices.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train Qwen2.5-VL-3B on the Megatron road: data parallel only, on 8 devices.
+# Train Qwen2.5-VL-3B on the Megatron backend: data parallel only, on 8 devices.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh

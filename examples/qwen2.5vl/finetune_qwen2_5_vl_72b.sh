@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train Qwen2.5-VL-72B on the Megatron road: tensor parallel 8, pipeline parallel 4, on 32 devices.
+# Train Qwen2.5-VL-72B on the Megatron backend: tensor parallel 8, pipeline parallel 4, on 32 devices.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train Qwen2.5-VL-7B on the Megatron road: pipeline parallel 4, on 8 devices.
+# Train Qwen2.5-VL-7B on the Megatron backend: pipeline parallel 4, on 8 devices.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh

@@ -69,7 +69,7 @@ _SETTINGS = (
 def harmful_settings(
     device: str,
     *,
-    road: str | None = None,
+    backend: str | None = None,
     tensor_parallel_size: int = 1,
     environment: Mapping[str, str] | None = None,
     cores: int | None = None,
@@ -79,14 +79,14 @@ def harmful_settings(
 
     Args:
         device: cpu, cuda or npu.
-        road: "fsdp2" or "ptd" (Megatron-core); None: not known yet.
+        backend: "fsdp2" or "ptd" (Megatron-core); None: not known yet.
         tensor_parallel_size: ranks that share a layer.
         environment: None: this process's.
         cores: of this machine; None: those that this process may use.
         processes: of the launch on this machine; None: as many as the launcher says.
     """
     found = os.environ if environment is None else environment
-    said = [_connections(found.get("CUDA_DEVICE_MAX_CONNECTIONS"), device, road, tensor_parallel_size)]
+    said = [_connections(found.get("CUDA_DEVICE_MAX_CONNECTIONS"), device, backend, tensor_parallel_size)]
     for setting in _SETTINGS:
         value = found.get(setting.name, "")
         if device in setting.devices and value.strip().lower() in setting.values:
@@ -97,14 +97,14 @@ def harmful_settings(
     return [sentence for sentence in said if sentence is not None]
 
 
-def _connections(value: str | None, device: str, road: str | None, tensor_parallel_size: int) -> str | None:
-    """The two roads want different values."""
-    if road != "ptd" and value == "1":
+def _connections(value: str | None, device: str, backend: str | None, tensor_parallel_size: int) -> str | None:
+    """The two backends want different values."""
+    if backend != "ptd" and value == "1":
         return (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; export "
             "CUDA_DEVICE_MAX_CONNECTIONS=2 or leave it unset"
         )
-    if road == "ptd" and tensor_parallel_size > 1 and value != "1" and device == "cuda":
+    if backend == "ptd" and tensor_parallel_size > 1 and value != "1" and device == "cuda":
         return (
             "tensor parallelism overlaps communication with computation only where kernels run in the order of their "
             "launch; export CUDA_DEVICE_MAX_CONNECTIONS=1"

@@ -131,7 +131,7 @@ def _patch_cuda_module() -> None:
     stream = _Stream()
     generator = torch.default_generator
     cuda: Any = torch.cuda
-    # device=torch.cuda.current_device() in 175 places, 20 of them on our roads (buffers of DDP, mappings, layers, p2p)
+    # device=torch.cuda.current_device() in 175 places, 20 of which we call (buffers of DDP, mappings, layers, p2p)
     cuda.current_device = lambda: _CPU
     cuda.set_device = lambda device: None
     # pipeline_parallel/p2p_communication.py, dist_checkpointing

@@ -1,6 +1,6 @@
 """How a snapshot becomes a visible checkpoint, at once or in the background, and what happens if it doesn't.
 
-The road: snapshot → hidden folder → every rank writes its files → every rank sums them → manifest → rename → tracker →
+The steps: snapshot → hidden folder → every rank writes its files → every rank sums them → manifest → rename → tracker →
 old ones are forgotten. All ranks take each step together (see `agreement`): a save works on all of them or fails on all
 of them, and one that fails leaves nothing behind.
 """
@@ -178,7 +178,7 @@ class CheckpointSaver:
         return f"the checkpoint of iteration {iteration} could not be saved: {failure}; {self.last_good()}"
 
     def _bring(self, running: _Running) -> None:
-        """The whole road, on this thread."""
+        """All steps, on this thread."""
         try:
             folder = self._write(running)
         except StepFailed as failure:

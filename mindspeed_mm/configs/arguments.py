@@ -21,7 +21,7 @@ from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
-from mindspeed_mm.configs.flags.spec import Flag, Road, all_flags, road_of
+from mindspeed_mm.configs.flags.spec import BackendName, Flag, all_flags, backend_of
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.implied_backend import imply_fsdp2
@@ -50,7 +50,7 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     *,
     required: Sequence[str] = REQUIRED,
-    roads: Sequence[Road] = ("fsdp2",),
+    backends: Sequence[BackendName] = ("fsdp2",),
     run: YamlRun | None = None,
     own_model: bool = False,
 ) -> Namespace:
@@ -62,13 +62,13 @@ def parse_args(
         extra_args_provider: adds a script's own flags: gets the parser, returns it.
         args_defaults: attribute → value that replaces the flag's default.
         required: attributes that must be given (a script with its own model and data needs fewer).
-        roads: those that the script can take: "fsdp2" (with --use-torch-fsdp2), "ptd" (without).
+        backends: those that the script can take: "fsdp2" (with --use-torch-fsdp2), "ptd" (without).
         run: the run's YAML file, where the script has read it by itself.
         own_model: the model is the script's own, and may read flags that a model of ours has no use for.
 
     Returns:
         A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
-        `world_size`, `local_rank`, `restarts` as torchrun's environment has them, and `roads`.
+        `world_size`, `local_rank`, `restarts` as torchrun's environment has them, and `backends`.
 
     Raises:
         ConfigError: unknown flags, wrong values, missing flags or files, things that are not there yet.
@@ -88,7 +88,7 @@ def parse_args(
 
     # Ours leave no default behind; a flag that the script has redefined is the script's own.
     ours = {action.dest for action in parser._actions if action.default is argparse.SUPPRESS}
-    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)}, roads=tuple(roads))
+    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)}, backends=tuple(backends))
     flags = [item for item in all_flags(GROUPS) if item.name in ours]
     _apply_defaults(args, args_defaults or {}, parser)
     given = {item.name: getattr(parsed, item.name) for item in flags if hasattr(parsed, item.name)}
@@ -105,10 +105,10 @@ def parse_args(
     args.params_dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     args.use_deter_comp = args.deterministic_mode = args.use_deter_comp or args.deterministic_mode
 
-    road = road_of(args)
-    problems = _missing_flags(args, required, run) + _refused_flags(flags, given, road, places, own_model)
-    raise_all(problems + _missing_paths(flags, args, road, places))
-    _say_no_effect(flags, given, road, places)
+    backend = backend_of(args)
+    problems = _missing_flags(args, required, run) + _refused_flags(flags, given, backend, places, own_model)
+    raise_all(problems + _missing_paths(flags, args, backend, places))
+    _say_no_effect(flags, given, backend, places)
     say_environment()
     return args
 
@@ -117,7 +117,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     """Check how the flags fit together, and add what follows from them.
 
     Sets `world_size`, `data_parallel_size`, `global_batch_size`, `num_microbatches`, the consumed samples (0), and,
-    where the length of the run is known already, `train_iters` and `lr_decay_iters`. On the Megatron road also what
+    where the length of the run is known already, `train_iters` and `lr_decay_iters`. On the Megatron backend also what
     follows for the layout: see `layout_rules.settle_layout`.
 
     Args:
@@ -215,7 +215,7 @@ def _read_environment(args: Namespace, given: Mapping[str, Any]) -> None:
     args.rank, args.world_size, args.restarts = launch.rank, launch.world_size, launch.restarts
     if args.local_rank is None:
         args.local_rank = launch.local_rank
-    if road_of(args) == "ptd" and os.environ.get("VP_SIZE"):
+    if backend_of(args) == "ptd" and os.environ.get("VP_SIZE"):
         args.virtual_pipeline_model_parallel_size = _virtual_size(given, os.environ["VP_SIZE"])
 
 
@@ -257,12 +257,12 @@ def _asks_for_nothing(item: Flag, value: object) -> bool:
 
 
 def _refused_flags(
-    flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str], own_model: bool
+    flags: Sequence[Flag], given: Mapping[str, Any], backend: BackendName, places: Mapping[str, str], own_model: bool
 ) -> list[str]:
     return [
         f"{places[item.name]}{'' if item.kind is bool else ' ' + _shown(given[item.name])}: {why}"
         for item in flags
-        if (why := item.refused.get(road) or ("" if own_model else item.not_of_ours))
+        if (why := item.refused.get(backend) or ("" if own_model else item.not_of_ours))
         and item.name in given
         and not _asks_for_nothing(item, given[item.name])
     ]
@@ -272,11 +272,13 @@ def _shown(value: object) -> str:
     return shorten(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
-def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: Mapping[str, str]) -> list[str]:
+def _missing_paths(
+    flags: Sequence[Flag], args: Namespace, backend: BackendName, places: Mapping[str, str]
+) -> list[str]:
     problems = []
     for item in flags:
         path, place = getattr(args, item.name), places[item.name]
-        if not item.path or not path or road not in item.roads:
+        if not item.path or not path or backend not in item.backends:
             continue
         if item.path == "output":
             if Path(path).is_file():
@@ -293,12 +295,14 @@ def _missing_paths(flags: Sequence[Flag], args: Namespace, road: Road, places: M
     return problems
 
 
-def _say_no_effect(flags: Sequence[Flag], given: Mapping[str, Any], road: Road, places: Mapping[str, str]) -> None:
+def _say_no_effect(
+    flags: Sequence[Flag], given: Mapping[str, Any], backend: BackendName, places: Mapping[str, str]
+) -> None:
     """One notice for each reason."""
     by_reason: dict[str, list[str]] = {}
     for item in flags:
-        if road in item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
-            by_reason.setdefault(item.no_effect[road], []).append(places[item.name])
+        if backend in item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):
+            by_reason.setdefault(item.no_effect[backend], []).append(places[item.name])
     for why, names in by_reason.items():
         notice(f"{_listed(names)} {'has' if len(names) == 1 else 'have'} no effect here: {why}")
 

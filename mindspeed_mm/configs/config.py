@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
 from mindspeed_mm.configs.files import JSON_SUFFIXES, YAML_SUFFIXES, FileSection, read_json, read_yaml
-from mindspeed_mm.configs.flags.spec import road_of
+from mindspeed_mm.configs.flags.spec import backend_of
 from mindspeed_mm.configs.load_source import settle_generation_source, settle_language_source
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
@@ -387,7 +387,7 @@ def _check_model(
 ) -> TransformersModelConfig | VLMModelConfig:
     elsewhere = owner_problem(content.to_dict(), file)
     raise_all([elsewhere] if elsewhere else [])
-    if road_of(args) == "ptd":
+    if backend_of(args) == "ptd":
         of_megatron = VLMModelConfig.from_dict(content, file=file)
         _check_megatron_model(args, of_megatron)
         return of_megatron

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import read_files
 from mindspeed_mm.configs.flags import GROUPS
-from mindspeed_mm.configs.flags.spec import all_flags, road_of
+from mindspeed_mm.configs.flags.spec import all_flags, backend_of
 from mindspeed_mm.configs.global_args import PublishedArguments, set_args
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
@@ -21,7 +21,7 @@ from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions
 
 #: attributes that `parse_args` adds to the flags
-_OF_THE_LAUNCH = ("roads", "rank", "world_size", "restarts", "params_dtype")
+_OF_THE_LAUNCH = ("backends", "rank", "world_size", "restarts", "params_dtype")
 
 
 def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
@@ -44,7 +44,7 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         extra_args_provider=recipe.own_flags,
         args_defaults=recipe.defaults,
         required=[name for name in REQUIRED if not optional.get(name)],
-        roads=recipe.backends,
+        backends=recipe.backends,
         own_model=own_model,
     )
     own_flags = {n: v for n, v in vars(args).items() if n not in _OF_THE_LAUNCH and n not in _ours()}
@@ -76,7 +76,7 @@ def _ours() -> set[str]:
 
 def _require_extras(args: Namespace, recipe: Recipe) -> None:
     """Refuse a run whose flags ask for packages that aren't installed."""
-    if road_of(args) == "ptd":
+    if backend_of(args) == "ptd":
         require_extra("megatron", "the Megatron backend, which trains without --use-torch-fsdp2,")
     if recipe.model_schema == "generation":
         require_extra("generation", "a model that makes images or videos")

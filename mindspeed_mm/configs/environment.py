@@ -34,11 +34,11 @@ VARIABLES: Mapping[str, Variable] = {
     "MM_DEVICE": Variable("cpu, cuda or npu: the device to train on; absent = the best that is there"),
     "MM_DEVICE_PEAK_TFLOPS": Variable("peak of one device in 10^12 operations a second, for MFU"),
     "MM_LOG_LEVEL": Variable("level of log lines: DEBUG, INFO, WARNING, ERROR; absent = INFO"),
-    "MM_ROAD": Variable("fsdp2 or ptd: the road that examples/env_config.sh sets the environment for"),
+    "MM_ROAD": Variable("fsdp2 or ptd: the backend that examples/env_config.sh sets the environment for"),
     "IMAGE_PLACEHOLDER": Variable("what stands for an image in a row's text; absent = <image>"),
     "VIDEO_PLACEHOLDER": Variable("what stands for a video in a row's text; absent = <video>"),
     "AUDIO_PLACEHOLDER": Variable("what stands for a sound in a row's text; absent = <audio>"),
-    "VP_SIZE": Variable("Megatron road: the same as --virtual-pipeline-model-parallel-size"),
+    "VP_SIZE": Variable("Megatron backend: the same as --virtual-pipeline-model-parallel-size"),
     "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
         "CUDA: 1 for tensor parallelism, anything else for FSDP2; told if it isn't"
     ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.configs.files import JSON_SUFFIXES, FileSection, read_json, read_yaml
-from mindspeed_mm.configs.flags.spec import road_of, roads_of
+from mindspeed_mm.configs.flags.spec import backend_of, backends_of
 from mindspeed_mm.configs.published import is_given
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -31,7 +31,7 @@ def imply_fsdp2(args: Namespace) -> None:
         args: parsed flags; `use_torch_fsdp2`, `fsdp2_config_path` and the sizes are set. Nothing changes where the
             script has no FSDP2, or its model.json no such part.
     """
-    if road_of(args) != "ptd" or "fsdp2" not in roads_of(args):
+    if backend_of(args) != "ptd" or "fsdp2" not in backends_of(args):
         return
     content = _model_json(args.mm_model)
     parts = [part for part in _PARTS if is_given(content.get(part))]

@@ -1,11 +1,11 @@
-"""How the flags about the layout over ranks fit together, on the FSDP2 road and on the Megatron road."""
+"""How the flags about the layout over ranks fit together, on the FSDP2 backend and on the Megatron backend."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 from mindspeed_mm.configs.flags.distributed import NO_SELECTIVE_RECOMPUTE
-from mindspeed_mm.configs.flags.spec import road_of, roads_of
+from mindspeed_mm.configs.flags.spec import backend_of, backends_of
 from mindspeed_mm.utils.log import notice
 
 _PARALLEL_SIZES = {
@@ -16,17 +16,17 @@ _PARALLEL_SIZES = {
     "expert_model_parallel_size": "expert parallelism",
     "expert_tensor_parallel_size": "expert parallelism",
 }
-_ON_NO_ROAD = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_ON_NO_BACKEND = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def settle_layout(args: Namespace) -> None:
-    """Give flags about the layout their one meaning on the Megatron road; nothing changes on the other.
+    """Give flags about the layout their one meaning on the Megatron backend; nothing changes on the other.
 
     `virtual_pipeline_model_parallel_size` is None without interleaving, `recompute_activations` becomes
     `recompute_granularity`, `recompute_num_layers` is 1 where uniform recompute names none, and `sequence_parallel` is
     off where there is one tensor-parallel rank.
     """
-    if road_of(args) != "ptd":
+    if backend_of(args) != "ptd":
         return
     if args.virtual_pipeline_model_parallel_size == 1:
         args.virtual_pipeline_model_parallel_size = None
@@ -41,21 +41,21 @@ def settle_layout(args: Namespace) -> None:
 
 def data_parallel_size(args: Namespace) -> int:
     """Return how many ranks read rows of their own; at least 1, also where the sizes don't fit (see `check_layout`)."""
-    if road_of(args) != "ptd":
+    if backend_of(args) != "ptd":
         return args.world_size
     return max(1, args.world_size // _model_parallel_size(args))
 
 
 def check_layout(args: Namespace) -> list[str]:
     """Return what doesn't fit in the layout over ranks."""
-    if not args.use_torch_fsdp2 and "ptd" not in roads_of(args):
+    if not args.use_torch_fsdp2 and "ptd" not in backends_of(args):
         return [
-            "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron road, which has no "
+            "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron backend, which has no "
             "such flag, starts from pretrain_vlm.py",
             *_sizes_of_fsdp2(args),
             *_layers_to_recompute(args),
         ]
-    if road_of(args) == "fsdp2":
+    if backend_of(args) == "fsdp2":
         return [*_sizes_of_fsdp2(args), *_layers_to_recompute(args)]
     return [*_sizes_of_megatron(args), *_check_pipeline(args), *_check_overlap(args), *_check_recompute(args)]
 
@@ -63,7 +63,7 @@ def check_layout(args: Namespace) -> list[str]:
 def _sizes_of_fsdp2(args: Namespace) -> list[str]:
     instead = "fsdp2.yaml's sharding_size spreads the model over ranks"
     return [
-        f"{_spelled(name)} {size}: the FSDP2 road has no {what} yet; set it to 1 ({instead})"
+        f"{_spelled(name)} {size}: the FSDP2 backend has no {what} yet; set it to 1 ({instead})"
         for name, what in _PARALLEL_SIZES.items()
         if (size := getattr(args, name)) is not None and size > 1
     ]
@@ -71,8 +71,8 @@ def _sizes_of_fsdp2(args: Namespace) -> list[str]:
 
 def _sizes_of_megatron(args: Namespace) -> list[str]:
     problems = [
-        f"{_spelled(name)} {size}: the Megatron road has no {_PARALLEL_SIZES[name]} yet; set it to 1"
-        for name in _ON_NO_ROAD
+        f"{_spelled(name)} {size}: the Megatron backend has no {_PARALLEL_SIZES[name]} yet; set it to 1"
+        for name in _ON_NO_BACKEND
         if (size := getattr(args, name)) is not None and size > 1
     ]
     model_size = _model_parallel_size(args)
@@ -152,7 +152,7 @@ def _layers_to_recompute(args: Namespace) -> list[str]:
         return []
     if args.recompute_method == "block" and args.recompute_num_layers is None:
         return ["--recompute-method block needs --recompute-num-layers, the layers of each stage to recompute"]
-    if args.recompute_method is None and args.recompute_num_layers is not None and road_of(args) == "fsdp2":
+    if args.recompute_method is None and args.recompute_num_layers is not None and backend_of(args) == "fsdp2":
         return [
             "--recompute-num-layers needs --recompute-method: block recomputes so many layers of each list of blocks, "
             "uniform recomputes all; without either flag all layers are recomputed"
@@ -161,8 +161,8 @@ def _layers_to_recompute(args: Namespace) -> list[str]:
 
 
 def say_layout_notices(args: Namespace) -> None:
-    """Say what about the checkpoint's format and about recompute has no effect on this road."""
-    if road_of(args) == "fsdp2":
+    """Say what about the checkpoint's format and about recompute has no effect on this backend."""
+    if backend_of(args) == "fsdp2":
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
         if args.recompute_granularity == "selective":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.configs.flags.spec import road_of
+from mindspeed_mm.configs.flags.spec import backend_of
 from mindspeed_mm.utils.log import notice
 
 _TRACKER, _METADATA, _STATE = "latest_checkpointed_iteration.txt", ".metadata", "state.json"
@@ -37,7 +37,7 @@ def settle_language_source(args: argparse.Namespace, mm: Any) -> None:
             notice(f"{file}: 'init_from_hf_path' is missing; --load '{load}' gives the model's configuration, too")
             _settle_tokenizer(mm, load)
         return
-    if road_of(args) == "ptd" and model.get("text_decoder"):
+    if backend_of(args) == "ptd" and model.get("text_decoder"):
         return  # its numbers describe the model
     remembered, preprocess = _remembered(path), _preprocess(mm)
     said = preprocess.get(_TOKENIZER) if preprocess is not None else None

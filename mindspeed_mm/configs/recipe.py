@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.arguments import ExtraArgsProvider
-from mindspeed_mm.configs.flags.spec import ROADS, Road
+from mindspeed_mm.configs.flags.spec import BACKENDS, BackendName
 from mindspeed_mm.configs.other_scripts import FileKind
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Recipe:
     forward_step: ForwardStep
     model_schema: FileKind | None = None
     data_schema: FileKind | None = None
-    backends: tuple[Road, ...] = ROADS
+    backends: tuple[BackendName, ...] = BACKENDS
     own_flags: ExtraArgsProvider | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 

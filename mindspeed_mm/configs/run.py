@@ -15,7 +15,7 @@ from mindspeed_mm.configs.config import MMConfig
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.flags.model import LossArguments, PrecisionArguments, ProcessArguments
-from mindspeed_mm.configs.flags.spec import Road
+from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.packing import asks_for_packing
 from mindspeed_mm.configs.run_sections import Batch, OptimizerConfig, Parallel, ScheduleConfig, pick
@@ -103,7 +103,7 @@ def build_run(
     files: MMConfig,
     *,
     launch: Launch,
-    backend: Road,
+    backend: BackendName,
     model: ModelConfig | None,
     data: RunDataConfig | None,
     own_flags: Mapping[str, object],

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mindspeed_mm.configs.flags.spec import Road
+from mindspeed_mm.configs.flags.spec import BackendName
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Parallel:
         others: the flags of the same names.
     """
 
-    backend: Road
+    backend: BackendName
     distributed_backend: str
     distributed_timeout_minutes: int
     fsdp2_config_path: Any

@@ -1,4 +1,4 @@
-"""`model.json` of `pretrain_vlm.py` on the Megatron road: the model's numbers, what is frozen, what each stage holds.
+"""`model.json` of `pretrain_vlm.py` on the Megatron backend: the model's numbers, what is frozen, layers of each stage.
 
 A HF directory (`init_from_hf_path`) gives the structure, and then the numbers here must be its own; without one the
 numbers alone describe a Qwen2.5-VL.
@@ -167,8 +167,8 @@ _FREEZE: dict[ModelPart, tuple[tuple[str, ...], bool]] = {
 
 
 class VLMModelConfig(Section):
-    """model.json on the Megatron road, typed. With `init_from_hf_path` the numbers may be left out; what they say must
-    be what its config.json says.
+    """model.json on the Megatron backend, typed. With `init_from_hf_path` the numbers may be left out; what they say
+    must be what its config.json says.
     """
 
     model_id: FamilyName = Field(None, description="qwen2_5_vl (or qwen2_5vl), or the HF directory's model_type")

@@ -1,4 +1,4 @@
-"""Why keys of published model.json files have no effect on the Megatron road, or are refused there."""
+"""Why keys of published model.json files have no effect on the Megatron backend, or are refused there."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ _FIXED = (
     _fixed(f"{_PROJECTOR}.add_bias_linear", True),
     _fixed(f"{_PROJECTOR}.use_postshuffle_norm", False),
 )
-_WITH_FSDP2 = "it is not there yet on the Megatron road; add --use-torch-fsdp2"
+_WITH_FSDP2 = "it is not there yet on the Megatron backend; add --use-torch-fsdp2"
 
 REFUSED_VLM_KEYS = (
     *_FIXED,
     Refused(f"{_TEXT}.rope_scaling", _is_other_rope, "only the default rotary positions are there; write null"),
-    Refused(f"{_TEXT}.num_moe_experts", is_given, "models with experts are not there yet on the Megatron road"),
+    Refused(f"{_TEXT}.num_moe_experts", is_given, "models with experts are not there yet on the Megatron backend"),
     *(Refused(path, is_given, _WITH_FSDP2) for path in ("audio_encoder", "video_encoder", "text_encoder")),
     Refused("dist_config", is_given, "a layout of its own for a part of the model is not there yet; remove the key"),
     Refused("reward_process", is_on, "reward models are not there; write false"),
@@ -109,6 +109,6 @@ IDLE_VLM_KEYS = (
     NoEffect(r"recompute(_plan.*)?", "recompute comes from the flags, or from a part's recompute_granularity"),
     NoEffect(_PART, "another family's structure; that of this model comes from the HF directory or its own keys"),
     NoEffect(r"patch\..*", "nothing is patched: exact clipping, scaling and loading are built in"),
-    NoEffect(r"loss_cfg\..*", "models with experts are not there yet on the Megatron road"),
+    NoEffect(r"loss_cfg\..*", "models with experts are not there yet on the Megatron backend"),
     NoEffect(r".*", "it belongs to another kind of model or to another entry script"),
 )

@@ -229,13 +229,13 @@ class Qwen2_5_VLConverter:
     """Weights of Qwen2.5-VL: HF directory to a checkpoint for pretrain_vlm.py and back, by published options."""
 
     def hf_to_mm(self, cfg: HfToMm) -> None:
-        """Write a HF directory's weights as a checkpoint that either road starts from with --load, in any layout."""
+        """Write a HF directory's weights as a checkpoint that either backend starts from with --load, in any layout."""
         _check_layout(cfg.hf_config.hf_dir, cfg.parallel_config, cfg.trust_remote_code)
         _tell_one_form(cfg.common_model_config)
         GenericDCPConverter().hf_to_dcp(cfg.hf_config.hf_dir, cfg.mm_dir, trust_remote_code=cfg.trust_remote_code)
 
     def mm_to_hf(self, cfg: MmToHf) -> None:
-        """Write the weights of a checkpoint of either road, from any layout, as a HF directory."""
+        """Write the weights of a checkpoint of either backend, from any layout, as a HF directory."""
         hf_dir = cfg.hf_config.hf_dir
         _check_layout(hf_dir, cfg.parallel_config, cfg.trust_remote_code)
         _tell_one_form(cfg.common_model_config)

@@ -196,7 +196,7 @@ def test_an_export_that_fails_on_a_rank_is_told_and_leaves_nothing(
 
 
 def test_import_is_free_of_megatron() -> None:
-    """The FSDP2 road never imports megatron-core (7 s)."""
+    """The FSDP2 backend never imports megatron-core (7 s)."""
     assert run_ranks(imported_megatron, 1) == [[]]
 
 

@@ -85,7 +85,7 @@ def run(good: Path, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def megatron_run(run: Run) -> Run:
-    """The same run on the Megatron road."""
+    """The same run on the Megatron backend."""
     run.script = "pretrain_vlm.py"
     run.flags |= {"use_torch_fsdp2": None, "fsdp2_config_path": None}
     return run
@@ -351,10 +351,10 @@ def test_more_images_than_tags(run: Run) -> None:
     assert_refused(run, "DataError", "data/data.json", "row ", "1 <image>", "2 image(s)")
 
 
-# --- the Megatron road
+# --- the Megatron backend
 
 
-def test_the_megatron_road_of_a_script_that_has_none(megatron_run: Run) -> None:
+def test_the_megatron_backend_of_a_script_that_has_none(megatron_run: Run) -> None:
     megatron_run.script = "pretrain_transformers.py"
     assert_refused(megatron_run, "--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py")
 
@@ -369,7 +369,7 @@ def test_virtual_stages_without_stages(megatron_run: Run) -> None:
     assert_refused(megatron_run, "--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2")
 
 
-def test_typo_in_model_json_of_the_megatron_road(megatron_run: Run) -> None:
+def test_typo_in_model_json_of_the_megatron_backend(megatron_run: Run) -> None:
     megatron_run.edit("model.json", "text_decoder.num_layer", 2)
     assert_refused(megatron_run, "model.json: unknown key 'text_decoder.num_layer'", "'num_layers'")
 

@@ -43,9 +43,7 @@ def run_of_args(args: Namespace, *, model: Any = None, data: Any = None, files: 
         setattr(mm, name, ConfigReader(content, file=f"{name}.json"))
     fsdp2 = bool(args.use_torch_fsdp2)
     launch = Launch(world_size=args.world_size)
-    return build_run(
-        args, mm, launch=launch, backend="fsdp2" if fsdp2 else "ptd", model=model, data=data, own_flags={}
-    )
+    return build_run(args, mm, launch=launch, backend="fsdp2" if fsdp2 else "ptd", model=model, data=data, own_flags={})
 
 
 def run_of(*, world_size: int = 1, model: Any = None, data: Any = None, files: Any = None, **flags: Any) -> Run:
@@ -54,6 +52,6 @@ def run_of(*, world_size: int = 1, model: Any = None, data: Any = None, files: A
     usual = {"lr": 1e-2, "lr_decay_style": "constant", "distributed_backend": "gloo", "micro_batch_size": 1, "seed": 3}
     if not {"train_samples", "train_epochs", "train_iters"} & flags.keys():
         usual["train_iters"] = 100
-    args = Namespace(**{**defaults, **usual, **flags}, roads=("fsdp2", "ptd"), world_size=world_size)
+    args = Namespace(**{**defaults, **usual, **flags}, backends=("fsdp2", "ptd"), world_size=world_size)
     validate_args(args, world_size)
     return run_of_args(args, model=model, data=data, files=files)

@@ -3,7 +3,7 @@
 `run_ranks` starts fresh processes, as a launcher does, for one function. `RankPool` keeps processes with an initialised
 gloo group and runs many functions in them one after the other; use it wherever a test does not need a process of its
 own. Functions must be module-level and return something picklable. Neither imports megatron: these are the workers of
-the FSDP2 road.
+the FSDP2 backend.
 """
 
 from __future__ import annotations

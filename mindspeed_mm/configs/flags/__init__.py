@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import DataArguments, LoggingArguments
-from mindspeed_mm.configs.flags.distributed import DistributedArguments, MegatronRoadArguments
+from mindspeed_mm.configs.flags.distributed import DistributedArguments, MegatronBackendArguments
 from mindspeed_mm.configs.flags.megatron import (
     MegatronBatchingArguments,
     MegatronKernelArguments,
@@ -33,7 +33,7 @@ GROUPS: tuple[type, ...] = (
     LossArguments,
     PrecisionArguments,
     DistributedArguments,
-    MegatronRoadArguments,
+    MegatronBackendArguments,
     CheckpointArguments,
     LoggingArguments,
     MegatronStructureArguments,

@@ -31,7 +31,7 @@ class CheckpointArguments:
     ] = None
     ckpt_format: Annotated[
         Literal["torch_dcp", "torch_dist", "torch"],
-        flag("whatever it says, one layout is written, which both roads read: torch's distributed checkpoint"),
+        flag("whatever it says, one layout is written, which both backends read: torch's distributed checkpoint"),
     ] = "torch_dcp"
     ckpt_step: Annotated[int | None, flag("load this iteration instead of the newest", minimum=0)] = None
     finetune: Annotated[bool, flag("load weights only, and start at iteration 0")] = False

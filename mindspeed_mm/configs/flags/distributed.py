@@ -17,7 +17,7 @@ _TENSOR = no_effect(fsdp2="there is one tensor-parallel rank")
 _PIPELINE = no_effect(fsdp2="there is one pipeline stage")
 _SELECTIVE = no_effect(fsdp2=NO_SELECTIVE_RECOMPUTE)
 
-CollectiveBackends = Literal[
+CollectiveBackend = Literal[
     "nccl",
     "gloo",
     "hccl",
@@ -33,7 +33,7 @@ class DistributedArguments:
     """Processes and parallel sizes."""
 
     distributed_backend: Annotated[
-        CollectiveBackends, flag("collectives; nccl becomes gloo where there is no accelerator")
+        CollectiveBackend, flag("collectives; nccl becomes gloo where there is no accelerator")
     ] = "nccl"
     distributed_timeout_minutes: Annotated[int, flag("a collective that takes longer ends the run", minimum=1)] = 10
     local_rank: Annotated[int | None, flag("rank on this node; torchrun sets it in the environment", minimum=0)] = None
@@ -45,8 +45,8 @@ class DistributedArguments:
 
 
 @dataclass(frozen=True)
-class MegatronRoadArguments:
-    """Megatron road (without use-torch-fsdp2, from pretrain_vlm.py)."""
+class MegatronBackendArguments:
+    """Megatron backend (without use-torch-fsdp2, from pretrain_vlm.py)."""
 
     tensor_model_parallel_size: Annotated[
         int, flag("ranks that share every layer; must be 1 with --use-torch-fsdp2", minimum=1)

@@ -1,7 +1,7 @@
 """Megatron's and MindSpeed's flags that published launch scripts hold; most of them have no effect here.
 
 Those are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
-Balancing and dynamic batching are honoured, on either road.
+Balancing and dynamic batching are honoured, on either backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ONE_CP = no_effect("context parallelism is not there yet, so there is one conte
 _STAGES = no_effect(fsdp2="there is one pipeline stage", ptd="stages exchange hidden states only")
 _EXPERTS = no_effect(
     fsdp2="expert parallelism is not there yet: the HF model's own experts run on every rank",
-    ptd="models with experts are not there yet on the Megatron road",
+    ptd="models with experts are not there yet on the Megatron backend",
 )
 _RECOMPUTE = no_effect("a recomputed layer is recomputed whole")
 _MEMORY = no_effect(
@@ -47,7 +47,7 @@ _SINGLE_SHARDING = no_effect(
 
 
 def _layout(what: str, **details: Any) -> FlagDetails:
-    """A layout of its own for a part of the model: without effect with FSDP2, refused on the Megatron road."""
+    """A layout of its own for a part of the model: without effect with FSDP2, refused on the Megatron backend."""
     return flag(
         what,
         no_effect={"fsdp2": "every part of the model has the same FSDP2 layout"},

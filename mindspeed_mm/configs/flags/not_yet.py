@@ -1,4 +1,4 @@
-"""Flags of published roads that are not there yet, and that a run can't neglect: giving one is an error."""
+"""Flags of published launches that are not there yet, and that a run can't neglect: giving one is an error."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class OptimizerArguments:
             "absent = what model.json says",
             minimum=0,
             below=1,
-            refused={"ptd": "averages are kept on FSDP2's road only; add --use-torch-fsdp2 or remove the flag"},
+            refused={"ptd": "averages are kept on the FSDP2 backend only; add --use-torch-fsdp2 or remove the flag"},
             harmless=(0.0,),
         ),
     ] = None

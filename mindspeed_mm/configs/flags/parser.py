@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, flags_of
+from mindspeed_mm.configs.flags.spec import BACKENDS, BackendName, Flag, flags_of
 from mindspeed_mm.configs.older import older_flag
 from mindspeed_mm.configs.other_scripts import script_of_flag
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_float, read_int, show
@@ -98,7 +98,9 @@ def build_parser(groups: Iterable[type]) -> FlagParser:
 
 
 def _add_flag(section: Any, item: Flag) -> None:
-    about = "".join([item.help, *_said_by_road("no effect", item.no_effect), *_said_by_road("refused", item.refused)])
+    about = "".join(
+        [item.help, *_reasons_by_backend("no effect", item.no_effect), *_reasons_by_backend("refused", item.refused)]
+    )
     about = about.replace("%", "%%")
     common = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
     if item.kind is bool and not item.many:
@@ -120,11 +122,11 @@ def _add_flag(section: Any, item: Flag) -> None:
     section.add_argument(*item.spellings, **options, **common)
 
 
-def _said_by_road(what: str, reasons: Mapping[Road, str]) -> list[str]:
-    if len(set(reasons.values())) == 1 and len(reasons) == len(ROADS):
+def _reasons_by_backend(what: str, reasons: Mapping[BackendName, str]) -> list[str]:
+    if len(set(reasons.values())) == 1 and len(reasons) == len(BACKENDS):
         return [f" ({what} here: {next(iter(reasons.values()))})"]
     places = {"fsdp2": "with --use-torch-fsdp2", "ptd": "without --use-torch-fsdp2"}
-    return [f" ({what} {places[road]}: {reason})" for road, reason in reasons.items()]
+    return [f" ({what} {places[backend]}: {reason})" for backend, reason in reasons.items()]
 
 
 def reader(item: Flag) -> Callable[[Any], Any]:

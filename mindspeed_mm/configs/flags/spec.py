@@ -14,18 +14,18 @@ from typing import Any, Literal, Union
 PathKind = Literal["file", "directory", "output"]
 
 #: the two ways a run can go: with --use-torch-fsdp2, and without (Megatron-core's parallelism)
-Road = Literal["fsdp2", "ptd"]
-ROADS: tuple[Road, ...] = ("fsdp2", "ptd")
+BackendName = Literal["fsdp2", "ptd"]
+BACKENDS: tuple[BackendName, ...] = ("fsdp2", "ptd")
 
 
-def roads_of(args: Namespace) -> tuple[Road, ...]:
-    """Return the roads that the script of a launch can take (`args.roads`); FSDP2's where it says nothing."""
-    return tuple(getattr(args, "roads", ("fsdp2",)))
+def backends_of(args: Namespace) -> tuple[BackendName, ...]:
+    """Return the backends that the script of a launch can take (`args.backends`); FSDP2's where it says nothing."""
+    return tuple(getattr(args, "backends", ("fsdp2",)))
 
 
-def road_of(args: Namespace) -> Road:
-    """Return the road that a launch takes; where the script knows only FSDP2, its rules are the ones that hold."""
-    return "ptd" if "ptd" in roads_of(args) and not getattr(args, "use_torch_fsdp2", True) else "fsdp2"
+def backend_of(args: Namespace) -> BackendName:
+    """Return the backend that a launch takes; where the script knows only FSDP2, its rules are the ones that hold."""
+    return "ptd" if "ptd" in backends_of(args) and not getattr(args, "use_torch_fsdp2", True) else "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Flag:
     bare: Any = None  # value of the flag without a word after it
     path: PathKind | None = None
     synonyms: tuple[tuple[str, str], ...] = ()  # value written → value meant
-    no_effect: Mapping[Road, str] = dataclasses.field(default_factory=dict)  # road → why it has none there
-    refused: Mapping[Road, str] = dataclasses.field(default_factory=dict)  # road → what to do instead
+    no_effect: Mapping[BackendName, str] = dataclasses.field(default_factory=dict)  # backend → why it has none there
+    refused: Mapping[BackendName, str] = dataclasses.field(default_factory=dict)  # backend → what to do instead
     not_of_ours: str = ""  # what to do instead where the model is ours; a script's own model may read the flag
     harmless: tuple[Any, ...] = ()  # values that ask for nothing: neither notice nor refusal
 
@@ -63,9 +63,9 @@ class Flag:
         return (self.spellings or self.off_spellings)[0]
 
     @property
-    def roads(self) -> tuple[Road, ...]:
+    def backends(self) -> tuple[BackendName, ...]:
         """Where the flag is honoured."""
-        return tuple(road for road in ROADS if road not in self.no_effect and road not in self.refused)
+        return tuple(backend for backend in BACKENDS if backend not in self.no_effect and backend not in self.refused)
 
     @property
     def type_words(self) -> str:
@@ -90,22 +90,22 @@ def flag(help: str, **details: Any) -> FlagDetails:
         help: one line for `--help` and the documentation.
         details: any further attribute of `Flag`: `spellings` (default: `--` and the field's name with dashes),
             `off_spellings`, `minimum`, `above`, `maximum`, `below`, `bare`, `path`, `synonyms`, `no_effect`,
-            `refused` (a sentence for both roads, or road → sentence), `not_of_ours`, `harmless`.
+            `refused` (a sentence for both backends, or backend → sentence), `not_of_ours`, `harmless`.
     """
     for name in ("no_effect", "refused"):
         if isinstance(details.get(name), str):
-            details[name] = dict.fromkeys(ROADS, details[name])
+            details[name] = dict.fromkeys(BACKENDS, details[name])
     return FlagDetails(help=help, **details)
 
 
-def no_effect(why: str | None = None, **roads: str) -> Callable[..., FlagDetails]:
+def no_effect(why: str | None = None, **backends: str) -> Callable[..., FlagDetails]:
     """Return a `flag` that is accepted, and said once to have no effect here.
 
     Args:
-        why: the reason on both roads.
-        roads: the reason on one road, `fsdp2=` or `ptd=`; on a road without a reason the flag is honoured.
+        why: the reason on both backends.
+        backends: the reason on one backend, `fsdp2=` or `ptd=`; on a backend without a reason the flag is honoured.
     """
-    return functools.partial(flag, no_effect=roads if why is None else why)
+    return functools.partial(flag, no_effect=backends if why is None else why)
 
 
 def refused(why: str) -> Callable[..., FlagDetails]:

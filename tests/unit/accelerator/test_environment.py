@@ -31,24 +31,24 @@ def sourced(**variables: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-@pytest.mark.parametrize("road", [None, "fsdp2", "ptd"])
-def test_nothing_hurts_in_an_empty_environment(device: str, road: str | None) -> None:
-    assert harmful_settings(device, road=road, environment={}) == []
+@pytest.mark.parametrize("backend", [None, "fsdp2", "ptd"])
+def test_nothing_hurts_in_an_empty_environment(device: str, backend: str | None) -> None:
+    assert harmful_settings(device, backend=backend, environment={}) == []
 
 
-def test_connections_that_the_roads_want() -> None:
+def test_connections_that_the_backends_want() -> None:
     """FSDP2 wants more than one anywhere; tensor parallelism wants one, on CUDA only."""
     one, two = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "2"}
     for device in ("cpu", "cuda", "npu"):
-        for road in (None, "fsdp2"):
-            (said,) = harmful_settings(device, road=road, environment=one)
+        for backend in (None, "fsdp2"):
+            (said,) = harmful_settings(device, backend=backend, environment=one)
             assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2") and "MAX_CONNECTIONS=2" in said
-            assert harmful_settings(device, road=road, environment=two) == []
-        assert harmful_settings(device, road="ptd", tensor_parallel_size=2, environment=one) == []
-        assert harmful_settings(device, road="ptd", environment=two) == []
-        said_of_two = harmful_settings(device, road="ptd", tensor_parallel_size=2, environment=two)
+            assert harmful_settings(device, backend=backend, environment=two) == []
+        assert harmful_settings(device, backend="ptd", tensor_parallel_size=2, environment=one) == []
+        assert harmful_settings(device, backend="ptd", environment=two) == []
+        said_of_two = harmful_settings(device, backend="ptd", tensor_parallel_size=2, environment=two)
         assert len(said_of_two) == (device == "cuda")
-    (said,) = harmful_settings("cuda", road="ptd", tensor_parallel_size=2, environment={})
+    (said,) = harmful_settings("cuda", backend="ptd", tensor_parallel_size=2, environment={})
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in said
 
 
@@ -96,11 +96,11 @@ def test_a_run_says_it_once_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-@pytest.mark.parametrize("road", ["fsdp2", "ptd"])
-def test_what_launch_scripts_source_hurts_nowhere(device: str, road: str) -> None:
+@pytest.mark.parametrize("backend", ["fsdp2", "ptd"])
+def test_what_launch_scripts_source_hurts_nowhere(device: str, backend: str) -> None:
     """It sets what its device needs and nothing for another one, and leaves alone what the shell had."""
-    found = sourced(MM_DEVICE=device, MM_ROAD=road, NPUS_PER_NODE="1")
-    assert harmful_settings(device, road=road, tensor_parallel_size=2, environment=found) == []
+    found = sourced(MM_DEVICE=device, MM_ROAD=backend, NPUS_PER_NODE="1")
+    assert harmful_settings(device, backend=backend, tensor_parallel_size=2, environment=found) == []
     assert ("HCCL_CONNECT_TIMEOUT" in found) == ("TASK_QUEUE_ENABLE" in found) == (device == "npu")
     assert ("PYTORCH_CUDA_ALLOC_CONF" in found) == (device == "cuda")
     assert ("OMP_NUM_THREADS" in found) == (device == "cpu")
@@ -112,7 +112,7 @@ def test_several_nodes_choose_their_own_network() -> None:
     assert "GLOO_SOCKET_IFNAME" not in sourced(MM_DEVICE="cpu", NNODES="2")
 
 
-def test_an_unknown_road_is_refused() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         sourced(MM_ROAD="pdt")
     assert b"MM_ROAD is 'pdt'; expected fsdp2 or ptd" in refused.value.stderr

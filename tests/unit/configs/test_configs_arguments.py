@@ -14,7 +14,7 @@ from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import mm_extra_args_provider
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parser import build_parser
-from mindspeed_mm.configs.flags.spec import ROADS, Flag, Road, all_flags
+from mindspeed_mm.configs.flags.spec import BACKENDS, BackendName, Flag, all_flags
 from mindspeed_mm.utils.errors import ConfigError
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --train-iters 10 --use-torch-fsdp2"
@@ -131,37 +131,39 @@ def test_published_flags_all_parse(run_folder: Path) -> None:
         assert parser.parse_known_args(words)[1] == []
 
 
-def on_road(road: Road) -> list[str]:
-    """The minimal words of a launch on a road."""
-    return [*MINIMAL.split(), "--use-torch-fsdp2", "true" if road == "fsdp2" else "false"]
+def on_backend(backend: BackendName) -> list[str]:
+    """The minimal words of a launch on a backend."""
+    return [*MINIMAL.split(), "--use-torch-fsdp2", "true" if backend == "fsdp2" else "false"]
 
 
 @pytest.mark.parametrize(
-    "item, road", [(i, r) for i in all_flags(GROUPS) for r in i.no_effect], ids=lambda x: getattr(x, "name", x)
+    "item, backend", [(i, r) for i in all_flags(GROUPS) for r in i.no_effect], ids=lambda x: getattr(x, "name", x)
 )
-def test_a_flag_without_effect_is_said_exactly_once(run_folder: Path, said: list[str], item: Flag, road: Road) -> None:
+def test_a_flag_without_effect_is_said_exactly_once(
+    run_folder: Path, said: list[str], item: Flag, backend: BackendName
+) -> None:
     for _ in range(2):
-        parse_args([*on_road(road), *words_for(item), *words_for(item)], roads=ROADS)
-    assert said == [f"{item.spelling} has no effect here: {item.no_effect[road]}"]
+        parse_args([*on_backend(backend), *words_for(item), *words_for(item)], backends=BACKENDS)
+    assert said == [f"{item.spelling} has no effect here: {item.no_effect[backend]}"]
 
 
 @pytest.mark.parametrize(
-    "item, road", [(i, r) for i in all_flags(GROUPS) for r in i.refused], ids=lambda x: getattr(x, "name", x)
+    "item, backend", [(i, r) for i in all_flags(GROUPS) for r in i.refused], ids=lambda x: getattr(x, "name", x)
 )
-def test_a_flag_that_cannot_be_neglected_is_refused(run_folder: Path, item: Flag, road: Road) -> None:
+def test_a_flag_that_cannot_be_neglected_is_refused(run_folder: Path, item: Flag, backend: BackendName) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_args([*on_road(road), *words_for(item)], roads=ROADS)
-    assert item.spelling in str(caught.value) and item.refused[road] in str(caught.value)
+        parse_args([*on_backend(backend), *words_for(item)], backends=BACKENDS)
+    assert item.spelling in str(caught.value) and item.refused[backend] in str(caught.value)
 
 
-def test_a_script_for_one_road_has_that_roads_rules(run_folder: Path, said: list[str]) -> None:
-    """Without --use-torch-fsdp2 it will be refused, and nothing is said about the road that it can't take."""
+def test_a_script_for_one_backend_has_that_backends_rules(run_folder: Path, said: list[str]) -> None:
+    """Without --use-torch-fsdp2 it will be refused, and nothing is said about the backend that it can't take."""
     words = [*MINIMAL.split(), "--use-torch-fsdp2", "false", "--optimizer-selection", "fused_adamw"]
-    assert parse_args(words).roads == ("fsdp2",) and said == []
-    assert parse_args(words, roads=ROADS).roads == ROADS and len(said) == 1
+    assert parse_args(words).backends == ("fsdp2",) and said == []
+    assert parse_args(words, backends=BACKENDS).backends == BACKENDS and len(said) == 1
 
 
-MEGATRON_ROAD = """
+MEGATRON_BACKEND_FLAGS = """
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2
 --sequence-parallel --variable-seq-lengths --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 --recompute-granularity full --recompute-method block --recompute-num-layers 3 --recompute-activations --bf16
@@ -169,8 +171,8 @@ MEGATRON_ROAD = """
 """
 
 
-def test_the_megatron_roads_flags_are_honoured_there_without_a_word(run_folder: Path, said: list[str]) -> None:
-    args = parse_args([*on_road("ptd"), *MEGATRON_ROAD.split()], roads=ROADS)
+def test_the_megatron_backends_flags_are_honoured_there_without_a_word(run_folder: Path, said: list[str]) -> None:
+    args = parse_args([*on_backend("ptd"), *MEGATRON_BACKEND_FLAGS.split()], backends=BACKENDS)
     assert said == []
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     assert (*sizes, args.virtual_pipeline_model_parallel_size, args.recompute_num_layers) == (2, 2, 2, 3)
@@ -180,23 +182,23 @@ def test_the_megatron_roads_flags_are_honoured_there_without_a_word(run_folder: 
     assert (args.recompute_granularity, args.recompute_method) == ("full", "block")
 
 
-def test_the_other_roads_file_may_be_missing(run_folder: Path, said: list[str]) -> None:
-    parse_args([*on_road("ptd"), "--fsdp2-config-path", "gone.yaml"], roads=ROADS)
+def test_the_other_backends_file_may_be_missing(run_folder: Path, said: list[str]) -> None:
+    parse_args([*on_backend("ptd"), "--fsdp2-config-path", "gone.yaml"], backends=BACKENDS)
     assert len(said) == 1 and said[0].startswith("--fsdp2-config-path has no effect here")
 
 
 def test_virtual_stages_come_from_the_environment_too(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VP_SIZE", "2")
     name, flag = "virtual_pipeline_model_parallel_size", ["--virtual-pipeline-model-parallel-size"]
-    assert getattr(parse_args(on_road("ptd"), roads=ROADS), name) == 2
-    assert getattr(parse_args([*on_road("ptd"), *flag, "2"], roads=ROADS), name) == 2
-    assert getattr(parse_args(on_road("fsdp2"), roads=ROADS), name) is None
+    assert getattr(parse_args(on_backend("ptd"), backends=BACKENDS), name) == 2
+    assert getattr(parse_args([*on_backend("ptd"), *flag, "2"], backends=BACKENDS), name) == 2
+    assert getattr(parse_args(on_backend("fsdp2"), backends=BACKENDS), name) is None
     with pytest.raises(ConfigError, match=r"size is 3 and the variable VP_SIZE is 2; keep one"):
-        parse_args([*on_road("ptd"), *flag, "3"], roads=ROADS)
+        parse_args([*on_backend("ptd"), *flag, "3"], backends=BACKENDS)
     for word in ("two", "0"):
         monkeypatch.setenv("VP_SIZE", word)
         with pytest.raises(ConfigError, match=rf"VP_SIZE is '{word}'; expected a whole number from 1 on"):
-            parse_args(on_road("ptd"), roads=ROADS)
+            parse_args(on_backend("ptd"), backends=BACKENDS)
 
 
 def test_honoured_flags_say_nothing(run_folder: Path, said: list[str]) -> None:
@@ -340,7 +342,7 @@ def test_numbers_that_only_a_script_of_ones_own_may_read(flag: str, words: str, 
     line = MINIMAL.replace("--use-torch-fsdp2", backend)
     command = ["--mm-model", __file__, "--mm-data", __file__, *line.split()[4:], *flag.split()]
     with pytest.raises(ConfigError, match=f"{flag.split()[0]} .*{words}"):
-        parse_args(command, roads=ROADS)
+        parse_args(command, backends=BACKENDS)
     name, value = flag.split()[0].removeprefix("--").replace("-", "_"), float(flag.split()[1])
-    assert getattr(parse_args(command, roads=ROADS, own_model=True), name) == value
-    assert getattr(parse_args([*command[:-1], "0"], roads=ROADS), name) == 0
+    assert getattr(parse_args(command, backends=BACKENDS, own_model=True), name) == value
+    assert getattr(parse_args([*command[:-1], "0"], backends=BACKENDS), name) == 0

@@ -1,4 +1,4 @@
-"""How the flags about the layout over ranks fit together on the Megatron road."""
+"""How the flags about the layout over ranks fit together on the Megatron backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TP2, PP2, VP2 = (f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipel
 
 
 def validated(words: str = "", world_size: int = 8, **keywords: Any) -> Namespace:
-    args = parse_args(f"{MINIMAL} {words}".split(), roads=("ptd", "fsdp2"), **keywords)
+    args = parse_args(f"{MINIMAL} {words}".split(), backends=("ptd", "fsdp2"), **keywords)
     validate_args(args, world_size)
     return args
 
@@ -37,7 +37,7 @@ def test_the_default_global_batch_counts_data_parallel_ranks_only(run_folder: Pa
 
 def test_with_fsdp2_every_rank_is_data_parallel(run_folder: Path) -> None:
     assert validated("--use-torch-fsdp2").data_parallel_size == 8
-    with pytest.raises(ConfigError, match="the FSDP2 road has no tensor parallelism yet"):
+    with pytest.raises(ConfigError, match="the FSDP2 backend has no tensor parallelism yet"):
         validated(f"--use-torch-fsdp2 {TP2}")
 
 
@@ -55,7 +55,11 @@ def test_with_fsdp2_every_rank_is_data_parallel(run_folder: Path) -> None:
             ],
         ),
         (TP2, 1, ["1 process can't be split into groups of 2", "one of 1"]),
-        ("--context-parallel-size 2", 8, ["--context-parallel-size 2: the Megatron road has no context parallelism"]),
+        (
+            "--context-parallel-size 2",
+            8,
+            ["--context-parallel-size 2: the Megatron backend has no context parallelism"],
+        ),
         ("--expert-model-parallel-size 2", 8, ["--expert-model-parallel-size 2", "no expert parallelism"]),
         ("--expert-tensor-parallel-size 2", 8, ["--expert-tensor-parallel-size 2", "no expert parallelism"]),
         (VP2, 8, ["--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2 or more"]),

@@ -1,4 +1,4 @@
-"""model.json of the Megatron road: published examples, freezing, stages, recompute, mistakes."""
+"""model.json of the Megatron backend: published examples, freezing, stages, recompute, mistakes."""
 
 from __future__ import annotations
 
@@ -267,10 +267,10 @@ def test_a_text_model_has_no_vision_lists_to_check() -> None:
 def merged(words: str, content: dict[str, Any]) -> None:
     Path("model.json").write_text(json.dumps(content))
     minimal = "--mm-model model.json --mm-data data.json --micro-batch-size 1 --lr 1 --train-iters 1"
-    merge_mm_args(parse_args(f"{minimal} {words}".split(), roads=("ptd", "fsdp2")))
+    merge_mm_args(parse_args(f"{minimal} {words}".split(), backends=("ptd", "fsdp2")))
 
 
-def test_a_launch_is_checked_against_its_road(run_folder: Path) -> None:
+def test_a_launch_is_checked_against_its_backend(run_folder: Path) -> None:
     dropout = {"init_from_hf_path": "./hf", "text_decoder": {"hidden_dropout": 0.1}}
     merged("--use-torch-fsdp2", dropout)
     with pytest.raises(ConfigError, match=r"model\.json: 'text_decoder\.hidden_dropout' is 0\.1"):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mindspeed_mm.configs.arguments import parse_args, validate_args
-from mindspeed_mm.configs.flags.spec import ROADS
+from mindspeed_mm.configs.flags.spec import BACKENDS
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 
 Described = Callable[..., Any]
@@ -28,7 +28,7 @@ def described(tmp_path: Path) -> Described:
         wrap.write_text("sharding_size: 2\n")
         needed = ["--mm-model", str(model), "--mm-data", str(data), "--micro-batch-size", "1", "--lr", "1e-5"]
         named = [word.replace("FSDP2_YAML", str(wrap)) for word in words]
-        args = parse_args([*needed, "--train-iters", "3", *named], **{"roads": ROADS, **options})
+        args = parse_args([*needed, "--train-iters", "3", *named], **{"backends": BACKENDS, **options})
         validate_args(args, 8)
         return args
 
@@ -56,7 +56,7 @@ def test_an_fsdp2_yaml_that_is_given_decides(described: Described) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "options"),
-    [({}, {}), ({"audio_encoder": None}, {}), (HEARS, {"own_model": True}), (HEARS, {"roads": ("ptd",)})],
+    [({}, {}), ({"audio_encoder": None}, {}), (HEARS, {"own_model": True}), (HEARS, {"backends": ("ptd",)})],
     ids=["silent", "null", "a model of the script's own", "a script without FSDP2"],
 )
 def test_other_launches_keep_their_backend(

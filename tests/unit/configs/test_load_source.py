@@ -14,23 +14,23 @@ from mindspeed_mm.configs.config import read_files
 from mindspeed_mm.configs.other_scripts import FileKind
 from mindspeed_mm.utils.errors import ConfigError
 
-ROADS = ["--use-torch-fsdp2", ""]
+BACKEND_FLAGS = ["--use-torch-fsdp2", ""]
 
 
 def merged(words: str, model: dict[str, Any], kind: FileKind = "language") -> Namespace:
     Path("model.json").write_text(json.dumps(model))
     minimal = "--mm-model model.json --mm-data data.json --micro-batch-size 1 --lr 1 --train-iters 1"
-    args = parse_args(f"{minimal} {words}".split(), roads=("ptd", "fsdp2"))
+    args = parse_args(f"{minimal} {words}".split(), backends=("ptd", "fsdp2"))
     args.mm = read_files(args, kind, kind).files
     return args
 
 
-@pytest.mark.parametrize("road", ROADS, ids=["FSDP2", "Megatron"])
-def test_a_hf_directory_serves(road: str, run_folder: Path, qwen3_dir: Path, said: list[str]) -> None:
+@pytest.mark.parametrize("backend", BACKEND_FLAGS, ids=["FSDP2", "Megatron"])
+def test_a_hf_directory_serves(backend: str, run_folder: Path, qwen3_dir: Path, said: list[str]) -> None:
     data = json.loads(Path("data.json").read_text())
     del data["dataset_param"]["preprocess_parameters"]
     Path("data.json").write_text(json.dumps(data))
-    args = merged(f"{road} --load {qwen3_dir}", {"model_id": "qwen3"})
+    args = merged(f"{backend} --load {qwen3_dir}", {"model_id": "qwen3"})
     assert args.mm.model.init_from_hf_path == str(qwen3_dir)
     assert args.mm.data.dataset_param.preprocess_parameters.model_name_or_path == str(qwen3_dir)
     assert any("'init_from_hf_path' is missing; --load" in line for line in said)
@@ -48,8 +48,8 @@ def test_beside_a_checkpoint_the_directory_that_its_run_was_started_from(
     run_folder: Path, qwen3_dir: Path, said: list[str]
 ) -> None:
     ckpt = checkpoint(run_folder / "ckpt", source=str(qwen3_dir))
-    for road in ROADS:
-        assert merged(f"{road} --load {ckpt}", {"model_id": "qwen3"}).mm.model.init_from_hf_path == str(qwen3_dir)
+    for backend in BACKEND_FLAGS:
+        assert merged(f"{backend} --load {ckpt}", {"model_id": "qwen3"}).mm.model.init_from_hf_path == str(qwen3_dir)
     assert any("the run of --load was started from it" in line for line in said)
 
 

@@ -58,7 +58,7 @@ def launched(checkout: Path, script: str, **variables: str) -> tuple[list[str], 
 
 
 def described(words: list[str], world_size: int) -> Namespace:
-    args = parse_args(words, roads=("ptd", "fsdp2"))
+    args = parse_args(words, backends=("ptd", "fsdp2"))
     merge_mm_args(args)
     validate_args(args, world_size)
     return args

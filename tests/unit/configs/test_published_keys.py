@@ -20,7 +20,7 @@ from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.environment import VARIABLES, say_environment
-from mindspeed_mm.configs.flags.spec import Road
+from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.multimodal_data import TILE_KEYS
@@ -173,7 +173,7 @@ def run_files(folder: Path, model: Mapping[str, Any]) -> Namespace:
     return Namespace(
         mm_model=str(folder / "model.json"),
         load=None,
-        roads=("fsdp2",),
+        backends=("fsdp2",),
         use_torch_fsdp2=True,
         mm_data=None,
         mm_tool=None,
@@ -219,19 +219,19 @@ DATA_PREPARATION = {"--src_dir", "--des_dir", "--num_processes", "--onnx_path", 
 REFUSED = {flag for flag in PUBLISHED["flags"] if flag.startswith("--lora-")} | {"--no-shuffle"}
 
 
-@pytest.mark.parametrize("road", ["fsdp2", "ptd"])
-def test_every_flag_is_taken_with_every_value(road: Road, run_folder: Path) -> None:
+@pytest.mark.parametrize("backend", ["fsdp2", "ptd"])
+def test_every_flag_is_taken_with_every_value(backend: BackendName, run_folder: Path) -> None:
     """Shell variables stand for 1, or for a file that is there."""
     files = {f"--mm-{name}": f"{name}.json" for name in ("model", "data")} | {"--mm-tool": "tools.json"}
     files |= {"--fsdp2-config-path": "fsdp2.yaml", "--load": ".", "--save": "out"}
     problems: dict[str, str] = {}
     for flag, value in [(flag, value) for flag, values in PUBLISHED["flags"].items() for value in values or [""]]:
         word = files.get(flag, re.sub(r"\$\{?\w+\}?", "1", value))
-        words = [flag, *([word] if word else []), *(["--use-torch-fsdp2"] if road == "fsdp2" else [])]
+        words = [flag, *([word] if word else []), *(["--use-torch-fsdp2"] if backend == "fsdp2" else [])]
         if flag != "--train-iters":
             words += ["--train-iters", "1"]
         try:
-            parse_args(words, required=(), roads=("ptd", "fsdp2"))
+            parse_args(words, required=(), backends=("ptd", "fsdp2"))
         except ConfigError as error:
             problems[flag] = str(error)
     assert problems.keys() == TORCHRUN | DATA_PREPARATION | REFUSED, problems

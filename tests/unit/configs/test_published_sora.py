@@ -29,7 +29,7 @@ from tests.unit.configs.published_sora import (
 )
 
 NAMES = [*WAN, "hunyuanvideo_1.5/t2v", "hunyuanvideo_1.5/i2v"]
-ROADS = {"megatron": MEGATRON_FLAGS, "fsdp2": FSDP2_FLAGS, "layerzero": LAYERZERO_FLAGS}
+FLAGS_OF = {"megatron": MEGATRON_FLAGS, "fsdp2": FSDP2_FLAGS, "layerzero": LAYERZERO_FLAGS}
 
 
 def published(name: str, folder: str = "./weights") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,10 +121,10 @@ def test_timesteps_are_those_of_training() -> None:
     torch.testing.assert_close(sigmas, torch.tensor([0.75], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("launch", FLAGS_OF)
 @pytest.mark.parametrize("name", ["wan2.1/1.3b/t2v", "hunyuanvideo_1.5/i2v"])
 def test_a_launch_is_described(
-    road: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+    launch: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
@@ -142,8 +142,8 @@ def test_a_launch_is_described(
     Path("tools.json").write_text("{}")
     Path("layerzero.yaml").write_text("")
     paths = "--mm-model model.json --mm-data data.json --mm-tool tools.json --load weights/transformer --save save"
-    words = f"{FLAGS} {ROADS[road]} {paths}".split()
+    words = f"{FLAGS} {FLAGS_OF[launch]} {paths}".split()
     args = described_args(words, SORA)
     assert (args.use_torch_fsdp2, args.data_parallel_size, args.num_microbatches) == (True, 8, 1)
     assert (args.lr, args.clip_grad, args.adam_beta2, args.lr_decay_style) == (1e-5, 0.0, 0.999, "constant")
-    assert any("is implied" in line for line in said) == (road != "fsdp2")
+    assert any("is implied" in line for line in said) == (launch != "fsdp2")

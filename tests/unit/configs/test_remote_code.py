@@ -88,7 +88,7 @@ def test_each_door_opens_the_whole_run(remote_folder: Path, door: str) -> None:
             DefaultAdapter().load_processor("hf", options)
 
 
-def test_the_megatron_road_reads_its_directory_with_it(remote_folder: Path) -> None:
+def test_the_megatron_backend_reads_its_directory_with_it(remote_folder: Path) -> None:
     """It compares model.json with the directory's configuration before anything is built."""
     write(remote_folder, data=True)
     args = flags()

@@ -252,7 +252,7 @@ def test_a_generation_model_is_told_to_other_scripts(tmp_path: Path, monkeypatch
     Path("model.json").write_text(json.dumps(PIXELS))
     from argparse import Namespace
 
-    args = Namespace(mm_model="model.json", roads=("fsdp2",), use_torch_fsdp2=True, load=None)
+    args = Namespace(mm_model="model.json", backends=("fsdp2",), use_torch_fsdp2=True, load=None)
     with pytest.raises(ConfigError, match=r"belongs to pretrain_sora\.py; this script trains language"):
         merge_mm_args(args)
 

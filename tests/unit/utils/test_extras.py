@@ -84,9 +84,9 @@ def test_a_missing_extra_is_a_sentence_that_names_it(extra: str, hide: Callable[
 
 def run(*more: str, **settings: Any) -> Callable[[Path], Any]:
     """Describes a run; nothing is trained."""
-    roads = ("fsdp2",) if settings else ("ptd", "fsdp2")
+    backends = ("fsdp2",) if settings else ("ptd", "fsdp2")
     words = [*WORDS, *more]
-    return lambda _: describe(words, replace(OWN, backends=roads, **settings))
+    return lambda _: describe(words, replace(OWN, backends=backends, **settings))
 
 
 def rows_with(kind: str) -> Callable[[Path], None]:
