@@ -65,18 +65,8 @@ BUILDERS = (
     "configs/implied_backend.py",
     "configs/layout_rules.py",
 )
-#: where flags are parsed, checked and made the description, and what users' scripts call with a namespace
-DOORS = (
-    *BUILDERS,
-    "entry/",
-    "tools/",
-    "configs/flags/",
-    "configs/argument_rules.py",
-    "configs/load_source.py",
-    "configs/run.py",
-    "configs/run_sections.py",
-    "configs/global_args.py",
-)
+#: where flags are parsed, and what published launch scripts call with a namespace
+DOORS = ("entry/", "tools/", "configs/flags/", "configs/global_args.py")
 #: variables and attributes that hold the trained model, whole or a pipeline chunk of it
 MODEL_NAMES = {"model", "chunk", "wrapped", "unwrapped", "inner", "user_model", "base_model"}
 #: `as_trainable` asks a model for everything that it may lack

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _apply() -> None:
         )
 
 
-def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_numbers(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) and as_numpy else tensor
 
 
@@ -72,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -87,7 +88,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step every parameter that has a gradient."""
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:

@@ -58,13 +58,13 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, event: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: _Event | None = None) -> _Event:
         return _Event() if event is None else event
 
     def query(self) -> bool:
@@ -86,10 +86,10 @@ class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         self._time = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -115,11 +115,11 @@ def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
-def _resident_bytes(device: Any = None) -> int:
+def _resident_bytes(device: object = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _set_rng_state(state: torch.Tensor, device: Any = "cuda") -> None:
+def _set_rng_state(state: torch.Tensor, device: object = "cuda") -> None:
     torch.default_generator.set_state(state)
 
 
@@ -192,7 +192,9 @@ def _patch_moves() -> None:
 
     from_group = DeviceMesh.from_group
 
-    def on_host(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    def on_host(
+        group: dist.ProcessGroup | list[dist.ProcessGroup], device_type: str, *args: Any, **kwargs: Any
+    ) -> DeviceMesh:
         return from_group(group, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
     mesh: Any = DeviceMesh
@@ -203,7 +205,9 @@ def _patch_type_names() -> None:
     """distrib_optimizer.py, clip_grads.py compare `tensor.type()` with "torch.cuda.FloatTensor"; they alone see it."""
     original = torch.Tensor.type
 
-    def type_name(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    def type_name(
+        self: torch.Tensor, dtype: torch.dtype | str | None = None, non_blocking: bool = False, **kwargs: Any
+    ) -> str | torch.Tensor:
         if dtype is not None:
             return original(self, dtype, non_blocking, **kwargs)
         name = original(self)
@@ -219,7 +223,12 @@ def _patch_uneven_collectives() -> None:
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     @functools.wraps(all_gather)
-    def gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | _Done | None:
         if len({t.shape for t in tensor_list}) <= 1:
             return all_gather(tensor_list, tensor, group, async_op)
         group = group or dist.group.WORLD
@@ -231,8 +240,12 @@ def _patch_uneven_collectives() -> None:
 
     @functools.wraps(reduce_scatter)
     def scatter(
-        output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: dist.ReduceOp = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | _Done | None:
         if len({t.shape for t in input_list}) <= 1:
             return reduce_scatter(output, input_list, op, group, async_op)
         group = group or dist.group.WORLD
@@ -254,7 +267,7 @@ class _Done:
         return True
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
@@ -274,7 +287,7 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _to_host(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def move(self: object, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
         if _is_cuda(kwargs.get("device")):

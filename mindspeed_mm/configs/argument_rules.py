@@ -1,17 +1,17 @@
-"""How flags fit together: each rule looks at the whole Namespace and returns sentences about what doesn't fit."""
+"""How flags fit together: each rule looks at all of them and returns sentences about what doesn't fit."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import NamedTuple
 
+from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.layout_rules import check_layout, say_layout_notices
 from mindspeed_mm.configs.run_sections import ScheduleConfig
 from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
 
 
-def check_arguments(args: Namespace) -> list[str]:
+def check_arguments(args: ParsedFlags) -> list[str]:
     """Return what doesn't fit; say the notices that need more than one flag to be seen."""
     problems = [
         *check_layout(args),
@@ -26,8 +26,8 @@ def check_arguments(args: Namespace) -> list[str]:
     return problems
 
 
-def _check_batch(args: Namespace) -> list[str]:
-    if args.micro_batch_size is None:
+def _check_batch(args: ParsedFlags) -> list[str]:
+    if args.micro_batch_size is None or args.global_batch_size is None:  # the latter follows from the former
         return ["missing flags: --micro-batch-size"]
     rows = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size % rows == 0:
@@ -40,7 +40,7 @@ def _check_batch(args: Namespace) -> list[str]:
     ]
 
 
-def _check_precision(args: Namespace) -> list[str]:
+def _check_precision(args: ParsedFlags) -> list[str]:
     if args.bf16 and args.fp16:
         return ["--bf16 and --fp16 are both given; keep one of them"]
     if args.loss_scale is None and args.initial_loss_scale < args.min_loss_scale:
@@ -50,7 +50,7 @@ def _check_precision(args: Namespace) -> list[str]:
     return []
 
 
-def _check_optimizer(args: Namespace) -> list[str]:
+def _check_optimizer(args: ParsedFlags) -> list[str]:
     problems = []
     if args.optimizer == "muon":
         problems.append("--optimizer muon: the Muon optimizer is not there yet; expected adam or sgd")
@@ -87,13 +87,13 @@ def _check_optimizer(args: Namespace) -> list[str]:
     return problems
 
 
-def _check_loss(args: Namespace) -> list[str]:
+def _check_loss(args: ParsedFlags) -> list[str]:
     names = ("calculate_per_token_loss", "calculate_per_sample_loss", "calculate_square_loss", "calculate_token_loss")
     asked = ["--" + name.replace("_", "-") for name in names if getattr(args, name)]
     return [f"{' and '.join(asked)} are given; keep one of them"] if len(asked) > 1 else []
 
 
-def _check_saving(args: Namespace) -> list[str]:
+def _check_saving(args: ParsedFlags) -> list[str]:
     problems = []
     if args.save_hf is not None and args.save is None:
         problems.append("--save-hf needs --save, the folder to export into")
@@ -111,7 +111,7 @@ def _check_saving(args: Namespace) -> list[str]:
     return problems
 
 
-def _say_notices(args: Namespace) -> None:
+def _say_notices(args: ParsedFlags) -> None:
     say_layout_notices(args)
     for name in ("save_interval", "save_epochs", "async_save", "overwrite", "log_row_ids"):
         if getattr(args, name) not in (None, False) and args.save is None:

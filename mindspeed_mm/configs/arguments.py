@@ -1,4 +1,4 @@
-"""From the words of a launch command to the flat Namespace that the rest of the package reads.
+"""From the words of a launch command to its flags: parsed, checked and settled.
 
 `parse_args` types the flags and tells what has no effect; `validate_args` checks how they fit together, once the number
 of processes is known; `resolve_train_iters` gives the length of the run, once the data set is known.
@@ -10,7 +10,6 @@ import argparse
 import math
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from mindspeed_mm.configs.environment import say_environment
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
-from mindspeed_mm.configs.flags.spec import BackendName, Flag, all_flags, backend_of
+from mindspeed_mm.configs.flags.spec import BackendName, Flag, all_flags
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.implied_backend import imply_fsdp2
@@ -53,7 +53,7 @@ def parse_args(
     backends: Sequence[BackendName] = ("fsdp2",),
     run: YamlRun | None = None,
     own_model: bool = False,
-) -> Namespace:
+) -> ParsedFlags:
     """Read a launch command.
 
     Args:
@@ -67,7 +67,7 @@ def parse_args(
         own_model: the model is the script's own, and may read flags that a model of ours has no use for.
 
     Returns:
-        A flat Namespace with Megatron's attribute names, every flag of the schema, the script's own flags, `rank`,
+        The flags, under Megatron's attribute names: every flag of the schema, the script's own flags, `rank`,
         `world_size`, `local_rank`, `restarts` as torchrun's environment has them, and `backends`.
 
     Raises:
@@ -88,7 +88,7 @@ def parse_args(
 
     # Ours leave no default behind; a flag that the script has redefined is the script's own.
     ours = {action.dest for action in parser._actions if action.default is argparse.SUPPRESS}
-    args = Namespace(**{item.name: _copy(item.default) for item in all_flags(GROUPS)}, backends=tuple(backends))
+    args = ParsedFlags(**{item.name: _copy(item.default) for item in all_flags(GROUPS)}, backends=tuple(backends))
     flags = [item for item in all_flags(GROUPS) if item.name in ours]
     _apply_defaults(args, args_defaults or {}, parser)
     given = {item.name: getattr(parsed, item.name) for item in flags if hasattr(parsed, item.name)}
@@ -113,7 +113,7 @@ def parse_args(
     return args
 
 
-def validate_args(args: Namespace, world_size: int) -> None:
+def validate_args(args: ParsedFlags, world_size: int) -> None:
     """Check how the flags fit together, and add what follows from them.
 
     Sets `world_size`, `data_parallel_size`, `global_batch_size`, `num_microbatches`, the consumed samples (0), and,
@@ -136,13 +136,14 @@ def validate_args(args: Namespace, world_size: int) -> None:
     if args.global_batch_size is None and args.micro_batch_size is not None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     raise_all(check_arguments(args))
+    assert args.micro_batch_size is not None and args.global_batch_size is not None, "both have been checked"
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
     if args.train_samples is not None:
         args.train_iters = args.train_samples // args.global_batch_size
     if args.train_iters is not None:
-        _settle_schedule(args)
+        _settle_schedule(args, args.global_batch_size)
 
 
 def resolve_train_iters(
@@ -180,12 +181,12 @@ def resolve_train_iters(
     return max(1, math.ceil(length.train_epochs * global_batches_per_epoch - 1e-9))
 
 
-def _settle_schedule(args: Namespace) -> None:
+def _settle_schedule(args: ParsedFlags, global_batch_size: int) -> None:
     if args.lr_decay_iters is None and args.train_samples is None:
         args.lr_decay_iters = args.train_iters
     if args.lr_decay_samples is None and args.train_samples is not None:
         args.lr_decay_samples = args.train_samples
-    lengths = schedule_lengths(pick(ScheduleConfig, args), args.train_samples, args.global_batch_size)
+    lengths = schedule_lengths(pick(ScheduleConfig, args), args.train_samples, global_batch_size)
     raise_all(check_schedule(lengths, args.lr_decay_style))
 
 
@@ -196,11 +197,11 @@ def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> 
             action.default, action.required = described.values[action.dest], False
 
 
-def _copy(value: object) -> Any:
+def _copy(value: object) -> object:
     return list(value) if isinstance(value, list) else value
 
 
-def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
+def _apply_defaults(args: ParsedFlags, defaults: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
     known = {action.dest for action in parser._actions}
     for name, value in defaults.items():
         if name not in known:
@@ -210,7 +211,7 @@ def _apply_defaults(args: Namespace, defaults: Mapping[str, Any], parser: argpar
         setattr(args, name, value)
 
 
-def _read_environment(args: Namespace, given: Mapping[str, Any]) -> None:
+def _read_environment(args: ParsedFlags, given: Mapping[str, Any]) -> None:
     launch = this_launch()
     args.rank, args.world_size, args.restarts = launch.rank, launch.world_size, launch.restarts
     if args.local_rank is None:
@@ -237,7 +238,7 @@ def _spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _missing_flags(args: Namespace, required: Sequence[str], run: YamlRun | None) -> list[str]:
+def _missing_flags(args: ParsedFlags, required: Sequence[str], run: YamlRun | None) -> list[str]:
     missing = [_spelled(name) for name in required if getattr(args, name, None) is None]
     lengths = [name for name in _LENGTHS if getattr(args, name) is not None]
     problems = []
@@ -273,7 +274,7 @@ def _shown(value: object) -> str:
 
 
 def _missing_paths(
-    flags: Sequence[Flag], args: Namespace, backend: BackendName, places: Mapping[str, str]
+    flags: Sequence[Flag], args: ParsedFlags, backend: BackendName, places: Mapping[str, str]
 ) -> list[str]:
     problems = []
     for item in flags:

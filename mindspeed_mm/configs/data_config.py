@@ -19,6 +19,7 @@ from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
 from mindspeed_mm.configs.other_scripts import DATASET_TYPES, OLDER_TYPES, dataset_type_problem
 from mindspeed_mm.configs.published import is_given, published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.reader import ConfigReader
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -44,7 +45,7 @@ MEDIA_MAX_PIXELS = 178_956_970
 MEDIA_MAX_PIXELS_IS = "an image, or a frame of a video, with more pixels in its file can't be used: it costs memory"
 
 
-def _read_names(value: Any) -> Any:
+def _read_names(value: object) -> object:
     """Comma separated text of names, an entry as a registry has them, or a list of both."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
@@ -58,11 +59,11 @@ def _read_names(value: Any) -> Any:
     return [part if isinstance(part, str) else dict(part) for part in value]
 
 
-def _read_names_or_null(value: Any) -> Any:
+def _read_names_or_null(value: object) -> object:
     return None if value is None else _read_names(value)
 
 
-def _read_template(value: Any) -> Any:
+def _read_template(value: object) -> object:
     """A template's name; null for those that a family's models bring with them."""
     if value not in MODELS_OWN_TEMPLATES:
         return value
@@ -70,7 +71,7 @@ def _read_template(value: Any) -> Any:
     return None
 
 
-def read_row_limit(value: Any) -> int | None:
+def read_row_limit(value: object) -> int | None:
     """An upper bound on rows; null and -1 mean all of them."""
     if value is None:
         return None
@@ -82,14 +83,14 @@ def read_row_limit(value: Any) -> int | None:
     return number
 
 
-def _read_probabilities(value: Any) -> Any:
+def _read_probabilities(value: object) -> object:
     """Comma separated text, or a list, of numbers above 0."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if value is None:
         return None
     try:
-        numbers = [float(item) for item in value]
+        numbers = [float(item) for item in value] if isinstance(value, (list, tuple)) else []
     except (TypeError, ValueError):
         numbers = []
     if not numbers or not all(0 < number < float("inf") for number in numbers):
@@ -97,7 +98,7 @@ def _read_probabilities(value: Any) -> Any:
     return numbers
 
 
-def _read_val_limit(value: Any) -> int | None:
+def _read_val_limit(value: object) -> int | None:
     """Like a row limit, but 0 is allowed: no validation rows."""
     return 0 if value is not None and read_int(value) == 0 else read_row_limit(value)
 
@@ -291,7 +292,7 @@ class DatasetParam(Section):
         return [key for key in keys if getattr(self, key) is not None]
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> DatasetParam:
+    def from_dict(cls, mapping: object, file: str | None = None) -> DatasetParam:
         """Type `dataset_param` alone, as `DataConfig.from_dict` types the whole file."""
         return _part_from_dict(cls, "dataset_param", mapping, file)
 
@@ -340,7 +341,7 @@ class DataloaderParam(Section):
         return self
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> DataloaderParam:
+    def from_dict(cls, mapping: object, file: str | None = None) -> DataloaderParam:
         """Type `dataloader_param` alone, as `DataConfig.from_dict` types the whole file."""
         return _part_from_dict(cls, "dataloader_param", mapping, file)
 
@@ -357,7 +358,7 @@ class DataConfig(Section):
     dataloader_param: DataloaderParam = Field(DataloaderParam(), description="how it is batched")
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> DataConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> DataConfig:
         """Type the content of data.json; say which published keys have no effect here.
 
         Args:
@@ -379,7 +380,7 @@ class DataConfig(Section):
         return config
 
 
-def _part_from_dict(cls: type[SectionT], name: str, mapping: Any, file: str | None) -> SectionT:
+def _part_from_dict(cls: type[SectionT], name: str, mapping: object, file: str | None) -> SectionT:
     if isinstance(mapping, cls):
         return mapping
     file = file or getattr(mapping, "config_file", None) or "data.json"
@@ -422,11 +423,11 @@ def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> None:
+def _refuse_other_dataset_types(cls: type[Section], data: object, file: str) -> None:
     """A file for another dataset type is checked for unknown keys first, so that the user hears of those as well."""
     dataset_param = data.get("dataset_param") if isinstance(data, Mapping) else None
     dataset_type = dataset_param.get("dataset_type") if isinstance(dataset_param, Mapping) else None
-    if dataset_type not in (*DATASET_TYPES, *OLDER_TYPES):
+    if not isinstance(data, Mapping) or dataset_type not in (*DATASET_TYPES, *OLDER_TYPES):
         return
     published = published_paths("data")
     unknown = sort_keys(cls, data, published).unknown
@@ -435,6 +436,6 @@ def _refuse_other_dataset_types(cls: type[Section], data: Any, file: str) -> Non
     raise ConfigError(str(dataset_type_problem(str(dataset_type), file)))
 
 
-def warn_of_near_data_keys(mapping: Any, file: str | None = None) -> None:
+def warn_of_near_data_keys(mapping: ConfigReader | Mapping[str, Any], file: str | None = None) -> None:
     """Look at the data.json of a script with its own data sets: say which keys look like misspelt known ones."""
     warn_of_near_keys(DataConfig, plain(mapping), file or "data.json", published_paths("data"))

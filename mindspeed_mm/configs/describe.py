@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,7 +10,8 @@ from types import MappingProxyType
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import read_files
 from mindspeed_mm.configs.flags import GROUPS
-from mindspeed_mm.configs.flags.spec import all_flags, backend_of
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
+from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import PublishedArguments, set_args
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
@@ -74,7 +74,7 @@ def _ours() -> set[str]:
     return {item.name for item in all_flags(GROUPS)}
 
 
-def _require_extras(args: Namespace, recipe: Recipe) -> None:
+def _require_extras(args: ParsedFlags, recipe: Recipe) -> None:
     """Refuse a run whose flags ask for packages that aren't installed."""
     if backend_of(args) == "ptd":
         require_extra("megatron", "the Megatron backend, which trains without --use-torch-fsdp2,")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -14,7 +14,7 @@ from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
-def _read_sharding_size(value: object) -> Any:
+def _read_sharding_size(value: object) -> object:
     if value is None:
         return 1
     if isinstance(value, str) and value.strip().lower() == "auto":
@@ -42,7 +42,7 @@ def _read_reshard(value: object) -> bool | int:
     return size
 
 
-def _read_paths(value: object) -> Any:
+def _read_paths(value: object) -> object:
     if isinstance(value, str):
         raise ValueError("expected a list of module paths: write it as an item, '- " + value + "'")
     return value
@@ -110,7 +110,7 @@ class Fsdp2Config(Section):
         return self._file
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> Fsdp2Config:
+    def from_dict(cls, mapping: object, file: str | None = None) -> Fsdp2Config:
         """Type a mapping with the keys of fsdp2.yaml.
 
         Args:

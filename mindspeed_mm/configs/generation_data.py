@@ -40,7 +40,7 @@ _TEXT_METHODS = ("basic_clean", "whitespace_clean")
 _LONGEST = 100_000
 
 
-def _read_paths(value: object) -> Any:
+def _read_paths(value: object) -> object:
     """One path or a list of them."""
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
@@ -48,11 +48,11 @@ def _read_paths(value: object) -> Any:
     return paths
 
 
-def _read_paths_or_null(value: object) -> Any:
+def _read_paths_or_null(value: object) -> object:
     return None if value is None else _read_paths(value)
 
 
-def _read_buckets(value: object) -> Any:
+def _read_buckets(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -70,7 +70,7 @@ def _read_buckets(value: object) -> Any:
     return shapes
 
 
-def _read_methods(value: object) -> Any:
+def _read_methods(value: object) -> object:
     """[{"method": name}], one such object, or names."""
     names = []
     for item in value if isinstance(value, list) else [value]:
@@ -87,7 +87,7 @@ _TOKENIZER_KEYS = "dataset_param.tokenizer_config."
 _TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name", "model_max_length")
 
 
-def _read_tokenizers(value: object) -> Any:
+def _read_tokenizers(value: object) -> object:
     if value is None:
         return None
     objects = [value] if isinstance(value, Mapping) else value
@@ -266,7 +266,7 @@ class GenerationDataConfig(Section):
         return self._file
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> GenerationDataConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> GenerationDataConfig:
         """Type the content of data.json; say which published keys have no effect here.
 
         Args:
@@ -314,7 +314,7 @@ _OF_FEATURES = (
 )
 
 
-def is_generation_data(mapping: Any) -> bool:
+def is_generation_data(mapping: object) -> bool:
     """Whether the content of a data.json is of a dataset type that `GenerationDataConfig` describes."""
     data = plain(mapping)
     param = data.get("dataset_param") if isinstance(data, Mapping) else None

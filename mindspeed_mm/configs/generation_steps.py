@@ -104,9 +104,9 @@ def read_steps(value: object) -> list[dict[str, Any]] | None:
     return [_read_step(step, number) for number, step in enumerate(value)]
 
 
-def _read_step(step: Any, number: int) -> dict[str, Any]:
+def _read_step(step: object, number: int) -> dict[str, Any]:
     name = step.get("trans_type") if isinstance(step, Mapping) else None
-    if not isinstance(name, str) or name not in _STEPS:
+    if not isinstance(step, Mapping) or not isinstance(name, str) or name not in _STEPS:
         near = did_you_mean(name, _STEPS) if isinstance(name, str) else ""
         raise ValueError(f"step {number}: 'trans_type' is {show(name)}; expected one of {', '.join(_STEPS)}{near}")
     if unknown := sorted(step.keys() - {"trans_type", "param"}):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.configs.files import JSON_SUFFIXES, FileSection, read_json, read_yaml
-from mindspeed_mm.configs.flags.spec import backend_of, backends_of
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of, backends_of
 from mindspeed_mm.configs.published import is_given
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -21,7 +20,7 @@ _SIZES = (
 )
 
 
-def imply_fsdp2(args: Namespace) -> None:
+def imply_fsdp2(args: ParsedFlags) -> None:
     """Let a model that hears be trained with FSDP2, where the launch asks for the Megatron backend.
 
     Parallel sizes of the Megatron backend become 1, and the parameters are sharded over all ranks unless an fsdp2.yaml
@@ -35,7 +34,7 @@ def imply_fsdp2(args: Namespace) -> None:
         return
     content = _model_json(args.mm_model)
     parts = [part for part in _PARTS if is_given(content.get(part))]
-    if not parts:
+    if not parts or args.mm_model is None:
         return
     given = [name for name in _SIZES if (getattr(args, name) or 1) > 1]
     sizes = "".join(f"; --{name.replace('_', '-')} {getattr(args, name)} becomes 1" for name in given)
@@ -51,13 +50,13 @@ def imply_fsdp2(args: Namespace) -> None:
         args.fsdp2_config_path = FileSection(args.mm_model, "fsdp2 (implied)", {"sharding_size": "auto"})
 
 
-def _model_json(path: Any) -> Mapping[str, Any]:
+def _model_json(path: str | None) -> Mapping[str, Any]:
     """The content of model.json; nothing where it can't be read, which its own check says."""
     if isinstance(path, FileSection):
         return path.content if isinstance(path.content, Mapping) else {}
     try:
         is_json = str(path).endswith(JSON_SUFFIXES)
-        content = read_json(path) if is_json else read_yaml(path) if path else {}
+        content = {} if not path else read_json(path) if is_json else read_yaml(path)
     except ConfigError:
         return {}
     if isinstance(content, Mapping) and not is_json:

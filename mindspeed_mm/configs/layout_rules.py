@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from mindspeed_mm.configs.flags.distributed import NO_SELECTIVE_RECOMPUTE
-from mindspeed_mm.configs.flags.spec import backend_of, backends_of
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of, backends_of
 from mindspeed_mm.utils.log import notice
 
 _PARALLEL_SIZES = {
@@ -19,7 +17,7 @@ _PARALLEL_SIZES = {
 _ON_NO_BACKEND = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-def settle_layout(args: Namespace) -> None:
+def settle_layout(args: ParsedFlags) -> None:
     """Give flags about the layout their one meaning on the Megatron backend; nothing changes on the other.
 
     `virtual_pipeline_model_parallel_size` is None without interleaving, `recompute_activations` becomes
@@ -39,14 +37,14 @@ def settle_layout(args: Namespace) -> None:
         args.sequence_parallel = False
 
 
-def data_parallel_size(args: Namespace) -> int:
+def data_parallel_size(args: ParsedFlags) -> int:
     """Return how many ranks read rows of their own; at least 1, also where the sizes don't fit (see `check_layout`)."""
     if backend_of(args) != "ptd":
         return args.world_size
     return max(1, args.world_size // _model_parallel_size(args))
 
 
-def check_layout(args: Namespace) -> list[str]:
+def check_layout(args: ParsedFlags) -> list[str]:
     """Return what doesn't fit in the layout over ranks."""
     if not args.use_torch_fsdp2 and "ptd" not in backends_of(args):
         return [
@@ -60,7 +58,7 @@ def check_layout(args: Namespace) -> list[str]:
     return [*_sizes_of_megatron(args), *_check_pipeline(args), *_check_overlap(args), *_check_recompute(args)]
 
 
-def _sizes_of_fsdp2(args: Namespace) -> list[str]:
+def _sizes_of_fsdp2(args: ParsedFlags) -> list[str]:
     instead = "fsdp2.yaml's sharding_size spreads the model over ranks"
     return [
         f"{_spelled(name)} {size}: the FSDP2 backend has no {what} yet; set it to 1 ({instead})"
@@ -69,7 +67,7 @@ def _sizes_of_fsdp2(args: Namespace) -> list[str]:
     ]
 
 
-def _sizes_of_megatron(args: Namespace) -> list[str]:
+def _sizes_of_megatron(args: ParsedFlags) -> list[str]:
     problems = [
         f"{_spelled(name)} {size}: the Megatron backend has no {_PARALLEL_SIZES[name]} yet; set it to 1"
         for name in _ON_NO_BACKEND
@@ -87,11 +85,11 @@ def _sizes_of_megatron(args: Namespace) -> list[str]:
     return problems
 
 
-def _model_parallel_size(args: Namespace) -> int:
+def _model_parallel_size(args: ParsedFlags) -> int:
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size
 
 
-def _check_pipeline(args: Namespace) -> list[str]:
+def _check_pipeline(args: ParsedFlags) -> list[str]:
     virtual, pipeline = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     if virtual is None:
         return []
@@ -116,7 +114,7 @@ def _check_pipeline(args: Namespace) -> list[str]:
     ]
 
 
-def _check_overlap(args: Namespace) -> list[str]:
+def _check_overlap(args: ParsedFlags) -> list[str]:
     if not args.overlap_param_gather:
         return []
     needed = [name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(args, name)]
@@ -125,7 +123,7 @@ def _check_overlap(args: Namespace) -> list[str]:
     return [f"--overlap-param-gather needs {' and '.join(map(_spelled, needed))}; add what is missing, or remove it"]
 
 
-def _check_recompute(args: Namespace) -> list[str]:
+def _check_recompute(args: ParsedFlags) -> list[str]:
     granularity, method = args.recompute_granularity, args.recompute_method
     problems = []
     if args.recompute_activations and granularity == "full":
@@ -147,7 +145,7 @@ def _check_recompute(args: Namespace) -> list[str]:
     return [*problems, *_layers_to_recompute(args)]
 
 
-def _layers_to_recompute(args: Namespace) -> list[str]:
+def _layers_to_recompute(args: ParsedFlags) -> list[str]:
     if args.recompute_granularity != "full":
         return []
     if args.recompute_method == "block" and args.recompute_num_layers is None:
@@ -160,7 +158,7 @@ def _layers_to_recompute(args: Namespace) -> list[str]:
     return []
 
 
-def say_layout_notices(args: Namespace) -> None:
+def say_layout_notices(args: ParsedFlags) -> None:
     """Say what about the checkpoint's format and about recompute has no effect on this backend."""
     if backend_of(args) == "fsdp2":
         if args.ckpt_format != "torch_dcp":

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.configs.flags.spec import backend_of
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
+from mindspeed_mm.configs.reader import ConfigReader, MMConfig
 from mindspeed_mm.utils.log import notice
 
 _TRACKER, _METADATA, _STATE = "latest_checkpointed_iteration.txt", ".metadata", "state.json"
 _TOKENIZER = "model_name_or_path"
 
 
-def settle_language_source(args: argparse.Namespace, mm: Any) -> None:
+def settle_language_source(args: ParsedFlags, mm: MMConfig) -> None:
     """Name `init_from_hf_path`, where model.json doesn't, after what `--load` was given.
 
     A HF directory is taken itself, and is the tokenizer's too where data.json names none. Beside a checkpoint it is
@@ -26,7 +26,7 @@ def settle_language_source(args: argparse.Namespace, mm: Any) -> None:
         args: the flags.
         mm: model.json and data.json; `model.init_from_hf_path` and the data's `model_name_or_path` are set.
     """
-    model: Any = getattr(mm, "model", None)
+    model: ConfigReader | None = getattr(mm, "model", None)
     load = getattr(args, "load", None)
     if model is None or model.get("init_from_hf_path") or not load or not Path(load).is_dir():
         return
@@ -55,20 +55,20 @@ def settle_language_source(args: argparse.Namespace, mm: Any) -> None:
     )
 
 
-def settle_generation_source(args: argparse.Namespace, mm: Any) -> None:
+def settle_generation_source(args: ParsedFlags, mm: MMConfig) -> None:
     """Name a diffusers directory, where model.json names neither one nor a structure, after what `--load` was given.
 
     Args:
         args: the flags.
         mm: model.json; `init_from_diffusers` is set to a whole pipeline, `predictor.from_pretrained` to a transformer.
     """
-    model: Any = getattr(mm, "model", None)
+    model: ConfigReader | None = getattr(mm, "model", None)
     load = getattr(args, "load", None)
     if model is None or model.get("init_from_diffusers") or not load or _is_checkpoint(Path(load)):
         return
-    predictor: Any = model.get("predictor")
-    keys = predictor.keys() if hasattr(predictor, "keys") else ()
-    if set(keys) - {"model_id", "dtype", "train_from_scratch"}:
+    predictor: object = model.get("predictor")
+    described = predictor.to_dict() if isinstance(predictor, ConfigReader) else {}
+    if described.keys() - {"model_id", "dtype", "train_from_scratch"}:
         return  # a directory or a structure is described
     path = Path(load)
     if (path / "model_index.json").is_file():
@@ -76,7 +76,7 @@ def settle_generation_source(args: argparse.Namespace, mm: Any) -> None:
         model[key] = load
     elif "_class_name" in _config_of(path):
         key = "predictor.from_pretrained"
-        model["predictor"] = {**dict(predictor.to_dict() if keys else {}), "from_pretrained": load}
+        model["predictor"] = {**described, "from_pretrained": load}
     else:
         return
     notice(f"{model.config_file or 'model.json'}: '{key}' is missing; --load '{load}' gives the configuration, too")
@@ -105,17 +105,17 @@ def _remembered(path: Path) -> str | None:
     return next((str(source) for state in states if (source := _read(state).get("source"))), None)
 
 
-def _preprocess(mm: Any) -> Any:
-    section: Any = getattr(mm, "data", None)
+def _preprocess(mm: MMConfig) -> ConfigReader | None:
+    section: object = getattr(mm, "data", None)
     for key in ("dataset_param", "preprocess_parameters"):
-        section = section.get(key) if hasattr(section, "keys") else None
-    return section if hasattr(section, "keys") else None
+        section = section.get(key) if isinstance(section, ConfigReader) else None
+    return section if isinstance(section, ConfigReader) else None
 
 
-def _settle_tokenizer(mm: Any, load: str) -> None:
-    param: Any = getattr(mm, "data", None)
-    param = param.get("dataset_param") if param is not None else None
-    if not hasattr(param, "keys") or param.get("tokenizer_config"):
+def _settle_tokenizer(mm: MMConfig, load: str) -> None:
+    data: ConfigReader | None = getattr(mm, "data", None)
+    param: object = data.get("dataset_param") if data is not None else None
+    if not isinstance(param, ConfigReader) or param.get("tokenizer_config"):
         return
     preprocess = _preprocess(mm)
     if preprocess is None and param.get("preprocess_parameters") is None:

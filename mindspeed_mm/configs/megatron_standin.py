@@ -71,7 +71,7 @@ class _BridgeFinder(importlib.abc.MetaPathFinder):
 
 
 class _BridgeLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

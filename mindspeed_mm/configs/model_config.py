@@ -7,7 +7,7 @@ no effect. Families register further keys with `register_model_keys`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -16,6 +16,7 @@ from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, IDLE_MODEL_KEYS, REFUSED_MODEL_KEYS
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.reader import ConfigReader
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -106,14 +107,17 @@ PUBLISHED_FAMILIES = {"qwen2_5vl": "qwen2_5_vl"}
 _CALLED_IN_PUBLISHED_FILES = {"qwen2_5_omni": ("qwen2_5_vl",), "qwen2_5_omni_thinker": ("qwen2_5_vl",)}
 
 
-def _read_family(value: object) -> Any:
+def _read_family(value: object) -> object:
     return PUBLISHED_FAMILIES.get(value, value) if isinstance(value, str) else value
 
 
-def settled_model_id(model_id: str | None, model_type: Any) -> str | None:
-    """The family that a model_id means for a directory of some model_type: published files call some by another's."""
-    model_id = _read_family(model_id)
-    return model_type if model_id in _CALLED_IN_PUBLISHED_FILES.get(str(model_type), ()) else model_id
+def settled_model_id(model_id: str | None, model_type: str | None) -> str | None:
+    """Return the family that a model_id stands for with a directory of this model_type.
+
+    Published files call some families by the name of another.
+    """
+    family = None if model_id is None else PUBLISHED_FAMILIES.get(model_id, model_id)
+    return model_type if family in _CALLED_IN_PUBLISHED_FILES.get(str(model_type), ()) else family
 
 
 FamilyName = Annotated[str | None, BeforeValidator(_read_family)]
@@ -234,7 +238,7 @@ class TransformersModelConfig(Section):
         return self._own_keys
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None, own_model: bool = False) -> TransformersModelConfig:
+    def from_dict(cls, mapping: object, file: str | None = None, own_model: bool = False) -> TransformersModelConfig:
         """Type the content of model.json; say which published keys have no effect here.
 
         Args:
@@ -306,7 +310,7 @@ def _raw_values(typed: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def warn_of_near_model_keys(mapping: Any, file: str | None = None) -> None:
+def warn_of_near_model_keys(mapping: ConfigReader | Mapping[str, Any], file: str | None = None) -> None:
     """Look at the model.json of a user's own script: say which keys look like misspelt known ones."""
     warn_of_near_keys(TransformersModelConfig, plain(mapping), file or "model.json", published_paths("model"))
 

@@ -23,7 +23,7 @@ TILE_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def translated_dataset_param(param: Any, file: str) -> Any:
+def translated_dataset_param(param: object, file: str) -> object:
     """Return `dataset_param` in the words of `dataset_type: huggingface`.
 
     InternVL's keys of how an image is cut into tiles become keys of `preprocess_parameters`; multimodal
@@ -40,7 +40,7 @@ def translated_dataset_param(param: Any, file: str) -> Any:
     return _with_entries(_with_tiles(param, file), file)
 
 
-def _with_tiles(param: Any, file: str) -> Any:
+def _with_tiles(param: object, file: str) -> object:
     if not isinstance(param, Mapping) or not any(param.get(key) is not None for key in TILE_KEYS):
         return param
     preprocess = dict(param.get("preprocess_parameters") or {})
@@ -61,7 +61,7 @@ def _with_tiles(param: Any, file: str) -> Any:
     return {**rest, "preprocess_parameters": preprocess}
 
 
-def _with_entries(param: Any, file: str) -> Any:
+def _with_entries(param: object, file: str) -> object:
     """`dataset_param` with multimodal `basic_parameters` written as entries of `dataset`; others as they are.
 
     Each {data_path, data_folder, repeat_time} becomes an entry with the names of InternVL's columns, or with those
@@ -89,11 +89,11 @@ def _with_entries(param: Any, file: str) -> Any:
     return {**param, **changed}
 
 
-def _path(basic: Any, number: int) -> str:
+def _path(basic: object, number: int) -> str:
     return "dataset_param.basic_parameters" + (f"[{number}]" if isinstance(basic, list) else "")
 
 
-def _entry(part: Any, path: str, attr: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _entry(part: object, path: str, attr: Mapping[str, Any], file: str) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not part.get("data_path"):
         raise ConfigError(f"{file}: '{path}' is {show(part)}; expected an object with {', '.join(_KEYS)}")
     for key, value in part.items():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspeed_mm.configs.scalars import read_bool
 from mindspeed_mm.configs.sections import plain
 
 
-def asks_for_packing(data: Any) -> bool:
+def asks_for_packing(data: object) -> bool:
     """Whether data.json's content packs rows; one for a script with its own data may hold anything."""
     param = plain(data)
     param = param.get("dataset_param") if isinstance(param, dict) else None

@@ -91,7 +91,7 @@ def say_no_effect(keys: Iterable[str], rules: Sequence[NoEffect], file: str) -> 
         notice(f"{file}: no effect here: {', '.join(paths)}: {why}")
 
 
-def warn_of_near_keys(cls: type[Section], mapping: Any, file: str, published: Iterable[str]) -> None:
+def warn_of_near_keys(cls: type[Section], mapping: Mapping[str, Any], file: str, published: Iterable[str]) -> None:
     """Say which keys of a user's own file look like misspelt known ones; the others are the user's own affair."""
     published = list(published)
     known = key_paths(cls) + published

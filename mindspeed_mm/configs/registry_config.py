@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -48,7 +48,7 @@ class Tags(Section):
     system_tag: str | None = Field(None, description="role of the system")
 
 
-def _read_file_names(value: object) -> Any:
+def _read_file_names(value: object) -> object:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(part, str) and part.strip() for part in value):

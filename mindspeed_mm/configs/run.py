@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from mindspeed_mm.configs.config import MMConfig
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.flags.model import LossArguments, PrecisionArguments, ProcessArguments
+from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.packing import asks_for_packing
@@ -99,7 +99,7 @@ class Run:
 
 
 def build_run(
-    args: Namespace,
+    args: ParsedFlags,
     files: MMConfig,
     *,
     launch: Launch,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class ScheduleConfig:
     lr_wsd_decay_samples: int | None
 
 
-def pick(section: type[T], args: Namespace, **rest: object) -> T:
+def pick(section: type[T], args: ParsedFlags, **rest: object) -> T:
     """Return a dataclass whose fields are `rest` and the flags of the same names."""
     fields = dataclasses.fields(section)  # type: ignore[arg-type]
     values = {f.name: getattr(args, f.name) for f in fields if f.name not in rest}

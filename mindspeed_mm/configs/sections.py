@@ -11,12 +11,15 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from mindspeed_mm.configs.older import settle_older
 from mindspeed_mm.configs.older_keys import SettingKind
+from mindspeed_mm.configs.reader import ConfigReader
 from mindspeed_mm.configs.scalars import is_null_word, read_bool, read_dtype, read_float, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean, nearest_names
 
@@ -31,7 +34,7 @@ DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 def one_of(known: tuple[str, ...], not_yet: tuple[str, ...] = ()) -> BeforeValidator:
     """A validator for names: one of `known`; those of `not_yet` are published but refused for now; null passes."""
 
-    def check(value: object) -> Any:
+    def check(value: object) -> object:
         if value is None or value in known:
             return value
         choices = f"expected one of {', '.join(known)}" if len(known) > 1 else f"expected {known[0]}"
@@ -60,7 +63,15 @@ class SortedKeys:
     unknown: dict[str, Any] = field(default_factory=dict)  # path → value; keys that nobody knows
 
 
-def plain(mapping: Any) -> Any:
+@overload
+def plain(mapping: ConfigReader | Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+@overload
+def plain(mapping: object) -> object: ...
+
+
+def plain(mapping: object) -> object:
     """Return a ConfigReader (or anything with `to_dict`) as plain data, everything else as it is."""
     return mapping.to_dict() if hasattr(mapping, "to_dict") else mapping
 
@@ -70,7 +81,7 @@ def join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def allows_none(annotation: Any) -> bool:
+def allows_none(annotation: object) -> bool:
     """Whether an annotation has None among its types."""
     if annotation is type(None):
         return True
@@ -80,7 +91,7 @@ def allows_none(annotation: Any) -> bool:
 _UNIONS = (Union, types.UnionType)
 
 
-def section_class(annotation: Any) -> type[Section] | None:
+def section_class(annotation: object) -> type[Section] | None:
     """Return the Section class inside an annotation such as `Attr` or `Attr | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
@@ -180,7 +191,7 @@ def unknown_key_problems(
 def unknown_key_message(
     file: str, path: str, value: object, fields: Iterable[str], published: Iterable[str] = ()
 ) -> str:
-    """Say that nobody knows the key `path`, and which name was perhaps meant.
+    """Return the sentence about the unknown key `path`, with the name that was perhaps meant.
 
     Looked for in this order: the same name elsewhere, a similar one at its level, a similar one elsewhere. Names that
     are merely `published`, and have no effect, are offered at the key's own level only.
@@ -215,7 +226,7 @@ def validate_section(cls: type[SectionT], data: Mapping[str, Any], file: str) ->
 
 def build_section(
     cls: type[SectionT],
-    mapping: Any,
+    mapping: object,
     file: str | None,
     default_file: str,
     published: Iterable[str] = (),
@@ -252,7 +263,7 @@ def _some_fields(cls: type[Section]) -> str:
     return ", ".join(list(cls.model_fields)[:3])
 
 
-def _sentence(cls: type[Section], file: str, item: Any) -> str:
+def _sentence(cls: type[Section], file: str, item: ErrorDetails) -> str:
     kind, found, context = item["type"], item.get("input"), item.get("ctx") or {}
     path, info = _locate(cls, item["loc"])
     if kind == "missing":
@@ -281,9 +292,10 @@ _EXPECTED = {
 }
 
 
-def _locate(cls: type[Section], loc: Sequence[Any]) -> tuple[str, Any]:
+def _locate(cls: type[Section], loc: Sequence[int | str]) -> tuple[str, FieldInfo | None]:
     """Turn pydantic's location into a dotted path and the field it names (inner parts of unions are left out)."""
-    path, info = "", None
+    path = ""
+    info: FieldInfo | None = None
     current: type[Section] | None = cls
     for part in loc:
         if isinstance(part, int):
@@ -294,7 +306,7 @@ def _locate(cls: type[Section], loc: Sequence[Any]) -> tuple[str, Any]:
     return path, info
 
 
-def _literal(annotation: Any) -> Any:
+def _literal(annotation: object) -> object:
     if typing.get_origin(annotation) is typing.Literal:
         return annotation
     for part in typing.get_args(annotation):

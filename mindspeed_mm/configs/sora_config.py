@@ -37,12 +37,12 @@ from mindspeed_mm.utils.log import notice
 TASKS = ("t2v", "i2v", "ti2v", "t2i")
 
 
-def _read_list(value: object) -> Any:
+def _read_list(value: object) -> object:
     """One object or a list of them."""
     return [value] if isinstance(value, dict) else value
 
 
-def _read_object(value: object) -> Any:
+def _read_object(value: object) -> object:
     if value is not None and not isinstance(value, dict):
         raise ValueError("expected an object with the keys of diffusers' config.json")
     return value
@@ -281,7 +281,7 @@ class SoRAModelConfig(Section):
         return self._file
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> SoRAModelConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> SoRAModelConfig:
         """Type the content of model.json; say which published keys have no effect here.
 
         Args:

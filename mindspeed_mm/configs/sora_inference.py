@@ -85,11 +85,11 @@ class InferenceFlags:
     overwrite: Annotated[bool, flag("make samples again that are there")] = False
 
 
-def _read_scales(value: object) -> Any:
+def _read_scales(value: object) -> object:
     return [read_float(item) for item in (value if isinstance(value, list) else [value])] if value is not None else None
 
 
-def _read_size(value: object) -> Any:
+def _read_size(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 3:
@@ -192,7 +192,7 @@ class SoRAInferenceConfig:
         return cls(config.model, config.sampling, config.tokenizers or _directories(found), config.file)
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> SoRAInferenceConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> SoRAInferenceConfig:
         """Type the content of a model.json.
 
         Raises:
@@ -224,6 +224,6 @@ def _split(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, model
 
 
-def _directories(tokenizers: Any) -> list[str | None]:
+def _directories(tokenizers: object) -> list[str | None]:
     listed = tokenizers if isinstance(tokenizers, list) else [tokenizers] if tokenizers else []
     return [item.get("from_pretrained") if isinstance(item, Mapping) else None for item in listed]

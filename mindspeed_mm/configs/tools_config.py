@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,7 +11,7 @@ from mindspeed_mm.configs.sections import Bool, Count, Int, Section, Size, build
 from mindspeed_mm.utils.errors import ConfigError
 
 
-def _read_ranks(value: object) -> Any:
+def _read_ranks(value: object) -> object:
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -85,7 +85,7 @@ class ToolsConfig(Section):
     memory_profile: MemoryProfile = Field(MemoryProfile(), description="memory snapshots")
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> ToolsConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> ToolsConfig:
         """Type the content of tools.json; None and `{}` mean that both tools are off.
 
         Raises:

@@ -38,7 +38,7 @@ PART_PATHS: dict[ModelPart, str] = {
 }
 
 
-def _read_layers(value: object) -> Any:
+def _read_layers(value: object) -> list[int] | list[list[int]] | None:
     """Read `[11, 17]`, or `[[5, 5], [9, 9]]` with a list for each virtual stage."""
     if value is None:
         return None
@@ -270,7 +270,7 @@ class VLMModelConfig(Section):
         return structure_of(self)
 
     @classmethod
-    def from_dict(cls, mapping: Any, file: str | None = None) -> VLMModelConfig:
+    def from_dict(cls, mapping: object, file: str | None = None) -> VLMModelConfig:
         """Type the content of model.json; say which published keys have no effect here.
 
         Args:

@@ -18,7 +18,7 @@ def _fixed(path: str, *values: Any) -> Refused:
     return Refused(path, lambda given: not _is_one_of(given, values), f"this model is built with {words} only")
 
 
-def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
+def _is_one_of(given: object, values: tuple[Any, ...]) -> bool:
     if given is None:
         return True
     for value in values:

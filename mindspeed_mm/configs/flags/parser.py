@@ -32,6 +32,8 @@ TORCHRUN_FLAGS = frozenset(
     }
 )
 
+#: what one word of a launch command becomes
+FlagWord = bool | int | float | str
 
 #: how help shows the values of a switch; the parser's switches are known by it
 SWITCH_VALUES = "true|false"
@@ -97,12 +99,12 @@ def build_parser(groups: Iterable[type]) -> FlagParser:
     return parser
 
 
-def _add_flag(section: Any, item: Flag) -> None:
+def _add_flag(section: argparse._ArgumentGroup, item: Flag) -> None:
     about = "".join(
         [item.help, *_reasons_by_backend("no effect", item.no_effect), *_reasons_by_backend("refused", item.refused)]
     )
     about = about.replace("%", "%%")
-    common = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
+    common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
     if item.kind is bool and not item.many:
         # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
         if item.spellings:
@@ -129,17 +131,18 @@ def _reasons_by_backend(what: str, reasons: Mapping[BackendName, str]) -> list[s
     return [f" ({what} {places[backend]}: {reason})" for backend, reason in reasons.items()]
 
 
-def reader(item: Flag) -> Callable[[Any], Any]:
+def reader(item: Flag) -> Callable[[object], FlagWord | None]:
     """Return the function that turns one word into a value of the flag, or raises with a sentence."""
-    kinds: dict[type, Callable[[Any], Any]] = {bool: read_bool, int: read_int, float: read_float, str: str}
+    kinds: Mapping[type, Callable[[object], FlagWord]] = {bool: read_bool, int: read_int, float: read_float, str: str}
     read_kind = kinds[item.kind]
 
-    def read(word: Any) -> Any:
+    synonyms = dict(item.synonyms)
+
+    def read(word: object) -> FlagWord | None:
         if item.optional and (word is None or is_null_word(word) or (item.path and word == "")):
             return None
         try:
-            value = dict(item.synonyms).get(word, word)
-            value = read_kind(value)
+            value = read_kind(synonyms.get(word, word) if isinstance(word, str) else word)
             _check_range(item, value)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"found {show(word)}; {error}") from None
@@ -148,15 +151,17 @@ def reader(item: Flag) -> Callable[[Any], Any]:
     return read
 
 
-def _negated(item: Flag) -> Callable[[Any], Any]:
+def _negated(item: Flag) -> Callable[[object], bool]:
     read = reader(item)
     return lambda word: not read(word)
 
 
-def _check_range(item: Flag, value: Any) -> None:
+def _check_range(item: Flag, value: FlagWord) -> None:
     if item.choices and value not in item.choices:
         near = did_you_mean(str(value), [str(choice) for choice in item.choices])
         raise ValueError(f"expected one of {', '.join(str(choice) for choice in item.choices)}{near}")
+    if isinstance(value, str):
+        return
     if item.minimum is not None and value < item.minimum:
         raise ValueError(f"expected at least {item.minimum}")
     if item.above is not None and value <= item.above:

@@ -6,26 +6,15 @@ import dataclasses
 import functools
 import types
 import typing
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 PathKind = Literal["file", "directory", "output"]
 
-#: the two ways a run can go: with --use-torch-fsdp2, and without (Megatron-core's parallelism)
+#: what a run trains with: FSDP2 with --use-torch-fsdp2, Megatron-core's parallelism without
 BackendName = Literal["fsdp2", "ptd"]
 BACKENDS: tuple[BackendName, ...] = ("fsdp2", "ptd")
-
-
-def backends_of(args: Namespace) -> tuple[BackendName, ...]:
-    """Return the backends that the script of a launch can take (`args.backends`); FSDP2's where it says nothing."""
-    return tuple(getattr(args, "backends", ("fsdp2",)))
-
-
-def backend_of(args: Namespace) -> BackendName:
-    """Return the backend that a launch takes; where the script knows only FSDP2, its rules are the ones that hold."""
-    return "ptd" if "ptd" in backends_of(args) and not getattr(args, "use_torch_fsdp2", True) else "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -125,24 +114,24 @@ def _flags_of(group: type) -> tuple[Flag, ...]:
     return tuple(_flag_of(field, hints[field.name], title) for field in dataclasses.fields(group))
 
 
-def _flag_of(field: dataclasses.Field[Any], annotation: Any, group: str) -> Flag:
-    annotation, details = typing.get_args(annotation)
+def _flag_of(field: dataclasses.Field[Any], annotation: object, group: str) -> Flag:
+    kind, details = typing.get_args(annotation)
     optional = many = False
     choices: tuple[Any, ...] = ()
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-        optional, annotation = len(parts) < len(typing.get_args(annotation)), parts[0]
-    if typing.get_origin(annotation) is list:
-        many, annotation = True, typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) is Literal:
-        choices = typing.get_args(annotation)
-        annotation = type(choices[0])
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        parts = [part for part in typing.get_args(kind) if part is not type(None)]
+        optional, kind = len(parts) < len(typing.get_args(kind)), parts[0]
+    if typing.get_origin(kind) is list:
+        many, kind = True, typing.get_args(kind)[0]
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        kind = type(choices[0])
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return Flag(
         name=field.name,
         group=group,
         default=default,
-        kind=annotation,
+        kind=kind,
         optional=optional,
         many=many,
         choices=choices,

@@ -115,7 +115,7 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
     output, needs_text = _settle(options)
     refuse_unwritable(output, "--output")
     files = MMConfig({"model": options.mm_model, "data": options.mm_data})
-    settle_remote_code(options, files)
+    settle_remote_code(False, files)  # the command has no flag for it
     settle_caption_length(files.model, files.data)
     data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
     if family is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs.arguments import parse_args
+from mindspeed_mm.configs.arguments import parse_args, validate_args
 from mindspeed_mm.configs.config import mm_extra_args_provider
-from mindspeed_mm.configs.flags import GROUPS
+from mindspeed_mm.configs.flags import GROUPS, parsed
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.flags.spec import BACKENDS, BackendName, Flag, all_flags
 from mindspeed_mm.utils.errors import ConfigError
@@ -346,3 +347,17 @@ def test_numbers_that_only_a_script_of_ones_own_may_read(flag: str, words: str, 
     name, value = flag.split()[0].removeprefix("--").replace("-", "_"), float(flag.split()[1])
     assert getattr(parse_args(command, backends=BACKENDS, own_model=True), name) == value
     assert getattr(parse_args([*command[:-1], "0"], backends=BACKENDS), name) == 0
+
+
+def test_a_type_checker_knows_every_attribute_of_the_parsed_flags(run_folder: Path) -> None:
+    """It sees `ParsedFlags` inherit from all groups, and finds the attributes that come with them declared."""
+    classes = [
+        node for node in ast.walk(ast.parse(Path(parsed.__file__).read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    bases = {node.name: [ast.unparse(base) for base in node.bases] for node in classes}
+    assert bases["_Flags"] == [f"flags.{group.__name__}" for group in GROUPS]
+    args = parse()
+    validate_args(args, world_size=2)
+    flags = {item.name for item in all_flags(GROUPS)}
+    assert vars(args).keys() == flags | parsed.ParsedFlags.__annotations__.keys() - {"mm"}
+    assert type(args) is parsed.ParsedFlags

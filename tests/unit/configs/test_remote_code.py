@@ -91,9 +91,8 @@ def test_each_door_opens_the_whole_run(remote_folder: Path, door: str) -> None:
 def test_the_megatron_backend_reads_its_directory_with_it(remote_folder: Path) -> None:
     """It compares model.json with the directory's configuration before anything is built."""
     write(remote_folder, data=True)
-    args = flags()
-    settle_remote_code(args, files := MMConfig({"model": "model.json", "data": "data.json"}))
-    assert files.model.trust_remote_code is True and args.trust_remote_code is True
+    files = MMConfig({"model": "model.json", "data": "data.json"})
+    assert settle_remote_code(False, files) is True and files.model.trust_remote_code is True
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,6 @@ def test_generation_files_take_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Path("model.json").write_text(json.dumps({"predictor": {"model_id": "wan"}, "trust_remote_code": True}))
     data = {"dataset_type": "t2v", "basic_parameters": {"data_path": "a.json"}, "preprocess_parameters": {}}
     Path("data.json").write_text(json.dumps({"dataset_param": data}))
-    args = flags()
     files = MMConfig({"model": "model.json", "data": "data.json"})
-    settle_remote_code(args, files)
-    assert args.trust_remote_code and SoRAModelConfig.from_dict(files.model).trust_remote_code
+    assert settle_remote_code(False, files) and SoRAModelConfig.from_dict(files.model).trust_remote_code
     assert GenerationDataConfig.from_dict(files.data).dataset_param.preprocess_parameters.trust_remote_code
