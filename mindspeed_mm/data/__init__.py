@@ -5,19 +5,28 @@ Nothing heavy is imported before one of them is called.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.data import Dataset
+
+    from mindspeed_mm.configs.data_config import DataloaderParam, DatasetParam
     from mindspeed_mm.data.adapter import DataAdapter
     from mindspeed_mm.data.batching import Batching
     from mindspeed_mm.data.dataset import RecordDataset
     from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.params import RawSection
 
 __all__ = ["build_mm_dataloader", "build_mm_dataset"]
 
 
 def build_mm_dataset(
-    dataset_param: Any, *, max_length: int | None = None, adapter: DataAdapter | None = None, seed: int = 1234
+    dataset_param: DatasetParam | RawSection,
+    *,
+    max_length: int | None = None,
+    adapter: DataAdapter | None = None,
+    seed: int = 1234,
 ) -> RecordDataset | tuple[RecordDataset, RecordDataset]:
     """Build the data set that `dataset_param` of data.json describes.
 
@@ -41,11 +50,11 @@ def build_mm_dataset(
 
 
 def build_mm_dataloader(
-    dataset: Any,
-    dataloader_param: Any,
-    process_group: Any = None,
+    dataset: Dataset,
+    dataloader_param: DataloaderParam | RawSection | None,
+    process_group: ProcessGroup | None = None,
     consumed_samples: int = 0,
-    dataset_param: Any = None,
+    dataset_param: object = None,
     *,
     micro_batch_size: int,
     global_batch_size: int,

@@ -13,6 +13,7 @@ from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.data.media import DecodedVideo, Foreseen, Geometry, MediaKind
 from mindspeed_mm.data.processor_steps import check_steps
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import missing_library, require_torchvision
 
@@ -51,19 +52,19 @@ class DataAdapter(Protocol):
         """Return the number of media of each kind in a batch, 0 included."""
         ...
 
-    def load_processor(self, path: str, options: PreprocessParameters) -> Any:
+    def load_processor(self, path: str, options: PreprocessParameters) -> Processor:
         """Return the processor of the model in `path`, or its tokenizer where it reads text only."""
         ...
 
-    def reads(self, processor: Any) -> tuple[MediaKind, ...]:
+    def reads(self, processor: Processor) -> tuple[MediaKind, ...]:
         """Return the kinds of media that a processor takes."""
         ...
 
-    def limits(self, processor: Any) -> MediaLimits:
+    def limits(self, processor: Processor) -> MediaLimits:
         """Return what the processor asks of media: smallest sides, frames, sampling rate."""
         ...
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Return what a medium of this geometry becomes, without decoding it; None where only decoding tells.
 
         Checked in each process against the processor itself before it is believed.
@@ -99,7 +100,7 @@ class DefaultAdapter:
             for medium, keys in self.media_keys.items()
         }
 
-    def load_processor(self, path: str, options: PreprocessParameters) -> Any:
+    def load_processor(self, path: str, options: PreprocessParameters) -> Processor:
         """Load the processor named in the directory, or the tokenizer where there is no processor.
 
         The class is taken by its name: transformers' Auto classes import much that a data worker never needs.
@@ -128,7 +129,7 @@ class DefaultAdapter:
         check_steps(processor, options, path)
         return _tiled(processor, options, path)
 
-    def reads(self, processor: Any) -> tuple[MediaKind, ...]:
+    def reads(self, processor: Processor) -> tuple[MediaKind, ...]:
         """Return the kinds that the processor has a part and a placeholder token for."""
         parts: dict[MediaKind, tuple[str, ...]] = {
             "image": ("image_processor",),
@@ -142,7 +143,7 @@ class DefaultAdapter:
             and isinstance(getattr(processor, f"{kind}_token", None), str)
         )
 
-    def limits(self, processor: Any) -> MediaLimits:
+    def limits(self, processor: Processor) -> MediaLimits:
         """Read the limits off the processor's parts, as Qwen-VL's name them."""
         from mindspeed_mm.data.media_reader import MediaLimits
 
@@ -163,7 +164,7 @@ class DefaultAdapter:
             found["max_audio_seconds"] = getattr(sound, "chunk_length", None)
         return MediaLimits(**{name: value for name, value in found.items() if value is not None})
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Ask the processor's parts how many patches or tokens a medium takes, and repeat its token so often.
 
         The parts are asked, not the processor: its own counting checks every one of its options at each call.
@@ -227,7 +228,7 @@ def check_model_path(path: str) -> None:
     raise ConfigError(f"{_PATH_KEY}: {describe_missing_model(path)}")
 
 
-def _settled(processor: Any) -> Any:
+def _settled(processor: Processor) -> Processor:
     """A processor whose default doesn't change by a warning: frames are limited one by one, as it does today."""
     video = getattr(processor, "video_processor", None)
     if video is not None and getattr(video, "cap_pixels_per_frame", False) is None:
@@ -235,7 +236,7 @@ def _settled(processor: Any) -> Any:
     return processor
 
 
-def _with_call_defaults(processor: Any) -> Any:
+def _with_call_defaults(processor: Processor) -> Processor:
     """A processor that states in its attributes what a call does by default, as transformers' do since 5.23.
 
     Before, and in classes written for that, the class of its arguments states it, and goes before attributes.
@@ -250,7 +251,7 @@ def _with_call_defaults(processor: Any) -> Any:
     return processor
 
 
-def _tiled(processor: Any, options: PreprocessParameters, path: str) -> Any:
+def _tiled(processor: Processor, options: PreprocessParameters, path: str) -> Processor:
     """A processor that cuts images into as many tiles as data.json says."""
     names = ("crop_to_patches", "min_patches", "max_patches")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -273,14 +274,14 @@ def _tiled(processor: Any, options: PreprocessParameters, path: str) -> Any:
     return processor
 
 
-def _number(part: Any, name: str, default: int) -> int:
+def _number(part: object, name: str, default: int) -> int:
     value = getattr(part, name, None)
     return value if isinstance(value, int) else default
 
 
-def _size(part: Any, name: str) -> int | None:
-    size = getattr(part, "size", None)
-    value = size.get(name) if size is not None and hasattr(size, "get") else getattr(size, name, None)
+def _size(part: object, name: str) -> int | None:
+    size: Any = getattr(part, "size", None)
+    value = size.get(name) if hasattr(size, "get") else getattr(size, name, None)
     return value if isinstance(value, int) else None
 
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_mm.data.containers import decode, header_seconds, open_container, use_one_thread
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
 
 #: floats beyond ±1 are clipped as a player does it; beyond this, 24 dB above the loudest sound, they are no sound's
 _FAR_OUT = 16.0
@@ -153,7 +157,7 @@ def _check_samples(file: MediaFile, samples: np.ndarray, rate: int) -> None:
         )
 
 
-def _sound_stream(container: Any, file: MediaFile) -> Any:
+def _sound_stream(container: InputContainer, file: MediaFile) -> AudioStream:
     if not container.streams.audio:
         kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
         raise file.fault(f"has no sound in it; it holds {kinds}", "file without sound")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.data_config import DataloaderParam, DatasetParam
 from mindspeed_mm.data.cost import CostModel
@@ -47,7 +48,7 @@ def asks_for_packs(param: DatasetParam | None) -> str | None:
     return "dataset_param.attr.packing" if param.attr.packing else None
 
 
-def pack_capacity(dataset: Any, batching: Batching) -> int | None:
+def pack_capacity(dataset: Dataset, batching: Batching) -> int | None:
     """Return the tokens of a pack; None: samples aren't packed.
 
     Raises:
@@ -70,7 +71,7 @@ def pack_capacity(dataset: Any, batching: Batching) -> int | None:
 
 
 def build_planner(
-    dataset: Any,
+    dataset: Dataset,
     layout: BatchLayout,
     param: DataloaderParam,
     batching: Batching,
@@ -122,7 +123,7 @@ def build_planner(
     )
 
 
-def _order(dataset: Any, shuffle: bool, seed: int) -> Order:
+def _order(dataset: Dataset, shuffle: bool, seed: int) -> Order:
     try:
         return FixedOrder(len(dataset), shuffle, seed)
     except TypeError:
@@ -144,7 +145,7 @@ def _grouping(param: DataloaderParam) -> Grouping | None:
     return None
 
 
-def _require_sizes(dataset: Any, what: str) -> None:
+def _require_sizes(dataset: Dataset, what: str) -> None:
     if not callable(getattr(dataset, "measure", None)):
         raise ConfigError(
             f"{what}: needs to know how long samples are before they are made; give {type(dataset).__name__} a method "

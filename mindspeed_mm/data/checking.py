@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,9 @@ def check_rows(source: RowSource, skip: bool) -> np.ndarray:
     return np.zeros(0, dtype=np.int64) if source.lazy else _all_but(source, left_out)
 
 
-def _check(row: Any, file: RowFile, reader: RecordReader, local: int, folders: tuple[str, ...]) -> None:
+def _check(
+    row: Mapping[str, Any] | BadSample, file: RowFile, reader: RecordReader, local: int, folders: tuple[str, ...]
+) -> None:
     if isinstance(row, BadSample):
         raise row
     where = Place(file, local)

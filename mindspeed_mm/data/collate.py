@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DataAdapter
@@ -33,7 +34,7 @@ class Collator:
         dataset: Its `pad_token_id` pads `input_ids` unless `pad_id` is given; asked for in the process that collates.
     """
 
-    def __init__(self, adapter: DataAdapter, param: CollateParam, dataset: Any) -> None:
+    def __init__(self, adapter: DataAdapter, param: CollateParam, dataset: Dataset) -> None:
         self._side_keys = list(adapter.token_keys)
         self._media_keys = [key for keys in adapter.media_keys.values() for key in keys]
         self._padded_keys = adapter.padded_keys

@@ -8,11 +8,18 @@ import re
 import time
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.extras import require_extra
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+MediaStream: TypeAlias = "AudioStream | VideoStream"
 
 
 class Deadline:
@@ -39,7 +46,7 @@ class Deadline:
 
 
 @contextlib.contextmanager
-def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple[Any, Deadline]]:
+def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple[InputContainer, Deadline]]:
     """Open a file with PyAV; what it raises becomes a BadSample.
 
     Args:
@@ -68,7 +75,7 @@ def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple
         raise file.fault(problem, f"{kind} can't be decoded") from None
 
 
-def packets_of(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
+def packets_of(container: InputContainer, stream: MediaStream, deadline: Deadline) -> Iterator[Any]:
     """Yield the packets of a stream from where the container stands; a file that is cut ends early."""
     import av
 
@@ -79,7 +86,7 @@ def packets_of(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]
                 yield packet
 
 
-def decode(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
+def decode(container: InputContainer, stream: MediaStream, deadline: Deadline) -> Iterator[Any]:
     """Yield the frames of a stream in the order of presentation, from where the container stands to its end.
 
     Packets that can't be decoded are left out. The file may end early.
@@ -91,13 +98,13 @@ def decode(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
             yield from stream.decode(packet)  # None: what the decoder still holds
 
 
-def use_one_thread(stream: Any) -> None:
+def use_one_thread(stream: MediaStream) -> None:
     """Let a decoder use one thread: each loader worker has one core."""
     stream.codec_context.thread_type = "NONE"
     stream.codec_context.thread_count = 1
 
 
-def header_seconds(stream: Any) -> Fraction | None:
+def header_seconds(stream: MediaStream) -> Fraction | None:
     """How long a stream lasts, as the header says; None if it doesn't."""
     if stream.duration and stream.duration > 0:
         return stream.duration * stream.time_base

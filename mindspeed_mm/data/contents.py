@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 from urllib.parse import unquote
 
 from mindspeed_mm.data.media import MediaKind, MediaRef
@@ -26,7 +26,7 @@ _BAD_CONTENT = "content can't be read"
 _BAD_MEDIUM = "a medium is named in no known way"
 
 
-def read_parts(content: Any) -> list[MessagePart]:
+def read_parts(content: object) -> list[MessagePart]:
     """Return the content of a turn as parts; null is empty text.
 
     A typed medium without a path of its own is a `MediaRef` with an empty path: it takes the next one of its column.
@@ -40,19 +40,20 @@ def read_parts(content: Any) -> list[MessagePart]:
     return [_read_part(item) for item in content]
 
 
-def _read_part(item: Any) -> MessagePart:
+def _read_part(item: object) -> MessagePart:
     if isinstance(item, str):
         return item
-    kind = item.get("type") if isinstance(item, dict) else None
-    if kind == "text" and isinstance(item.get("text"), str):
-        return item["text"]
+    fields = item if isinstance(item, dict) else {}
+    kind = fields.get("type")
+    if kind == "text" and isinstance(fields.get("text"), str):
+        return fields["text"]
     if not isinstance(kind, str) or kind not in _PART_KINDS:
         known = ", ".join(_PART_KINDS)
         raise RowFault(
             f"expected parts such as {{'type': 'text', 'text': …}} or of type {known}, found {short_repr(item)}",
             _BAD_CONTENT,
         )
-    return _read_typed_medium(item, kind, _PART_KINDS[kind])
+    return _read_typed_medium(fields, kind, _PART_KINDS[kind])
 
 
 def _read_typed_medium(item: Mapping[str, Any], kind: str, medium: MediaKind) -> MediaRef:
@@ -70,7 +71,7 @@ def _read_typed_medium(item: Mapping[str, Any], kind: str, medium: MediaKind) ->
     return read_medium(value, medium)
 
 
-def read_media(value: Any, kind: MediaKind, fps: Any = None) -> list[MediaRef]:
+def read_media(value: object, kind: MediaKind, fps: object = None) -> list[MediaRef]:
     """Return the media that a column names.
 
     Args:
@@ -88,7 +89,7 @@ def read_media(value: Any, kind: MediaKind, fps: Any = None) -> list[MediaRef]:
     return [read_medium(item, kind, rate) for item, rate in zip(items, rates, strict=True)]
 
 
-def read_medium(item: Any, kind: MediaKind, fps: Any = None) -> MediaRef:
+def read_medium(item: object, kind: MediaKind, fps: object = None) -> MediaRef:
     """Return one medium (see `read_media`); `fps` counts for a clip given as pictures that has none of its own."""
     if isinstance(item, str):
         return _named(item, kind)
@@ -112,18 +113,18 @@ def read_medium(item: Any, kind: MediaKind, fps: Any = None) -> MediaRef:
 _ARTICLES = {"image": "an", "video": "a", "audio": "an"}
 
 
-def _clip_of_pictures(pictures: Any, fps: Any) -> MediaRef:
+def _clip_of_pictures(pictures: object, fps: object) -> MediaRef:
     pictures = [picture for picture in pictures if not _is_nothing(picture)] if isinstance(pictures, list) else []
     if not pictures:
         raise RowFault("a video given as pictures without any picture", _BAD_MEDIUM)
     return MediaRef("video", frames=tuple(read_medium(item, "image") for item in pictures), fps=_read_fps(fps))
 
 
-def _read_fps(value: Any) -> float | None:
+def _read_fps(value: object) -> float | None:
     if value is None or value == "":
         return None
     try:
-        number = float(value)
+        number = float(value) if isinstance(value, (str, SupportsFloat)) else 0.0
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
@@ -172,7 +173,7 @@ def _decode_base64(data: str, kind: MediaKind) -> bytes:
         raise RowFault(f"the {kind}'s base64 data can't be decoded: {error}", _BAD_MEDIUM) from None
 
 
-def _is_nothing(item: Any) -> bool:
+def _is_nothing(item: object) -> bool:
     """Whether a value names no medium: null, "", an empty list, a missing number, an object without a value."""
     if item is None or item == "" or item == []:
         return True
@@ -181,7 +182,7 @@ def _is_nothing(item: Any) -> bool:
     return isinstance(item, dict) and not any(item.values())
 
 
-def list_of_text(value: Any) -> Any:
+def list_of_text(value: object) -> Any:
     """Return the list or object that a text holds as JSON, as csv cells must; anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

@@ -92,12 +92,13 @@ class CountingIterator:
         counts, self._counts = self._counts, BatchCounts()
         return counts
 
-    def _count(self, batch: Any) -> None:
+    def _count(self, yielded: object) -> None:
         counts = self._counts
-        if isinstance(batch, Mapping) and "sample_keys" in batch:
+        batch: Mapping[str, Any] = yielded if isinstance(yielded, Mapping) else {}
+        if "sample_keys" in batch:
             self._count_shapes(batch)
             return
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor):
             counts.rows += self._micro_batch_size
             return

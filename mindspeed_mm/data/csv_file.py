@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class CsvFile(TextFile):
 class _Lines:
     """The lines of a file as text, one character a byte; counts the bytes that have been taken."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.size = 0
 
@@ -92,7 +92,7 @@ class _Lines:
             yield line.decode("latin-1")
 
 
-def _first_line(file: Any, path: str) -> str:
+def _first_line(file: BinaryIO, path: str) -> str:
     line = file.readline(1 << 16)
     if b"\x00" in line:
         raise DataError(

@@ -17,10 +17,14 @@ from mindspeed_mm.data.encode import TOO_LONG, Encoder, Prepared, TokenSample
 from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.token_cache import TokenCache
+from mindspeed_mm.data.tokens import Decoded
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from mindspeed_mm.data.media_reader import MediaReader
 
 
@@ -37,7 +41,7 @@ class LazyEncoder:
         self.param = param
         self.max_length = max_length
         self.adapter = adapter
-        self._made: tuple[Encoder, MediaReader, Any] | None = None
+        self._made: tuple[Encoder, MediaReader, Processor] | None = None
 
     def get(self) -> Encoder:
         """Return the encoder; loads the model's processor the first time."""
@@ -47,11 +51,11 @@ class LazyEncoder:
         """Return the reader of media, with the limits of the model's processor."""
         return self._make()[1]
 
-    def processor(self) -> Any:
+    def processor(self) -> Processor:
         """Return the model's processor, or its tokenizer where it reads text only."""
         return self._make()[2]
 
-    def _make(self) -> tuple[Encoder, MediaReader, Any]:
+    def _make(self) -> tuple[Encoder, MediaReader, Processor]:
         if self._made is None:
             from mindspeed_mm.data.media_reader import MediaReader
 
@@ -77,7 +81,7 @@ class _RowMedia:
     def look(self, ref: MediaRef) -> Geometry:
         return self._reader.look(ref, self._folders, self._where)
 
-    def open(self, ref: MediaRef) -> Any:
+    def open(self, ref: MediaRef) -> Decoded:
         return self._reader.open(ref, self._folders, self._where)
 
 
@@ -128,7 +132,7 @@ class RecordDataset(Dataset):
         """Load the model's processor in this process, for workers that are forked from it."""
         self.lazy_encoder.get()
 
-    def check_model(self, config: Any, model: str) -> None:
+    def check_model(self, config: PreTrainedConfig | None, model: str) -> None:
         """Check tokenizer, processor and chat template before a run; loads them, and says how answers end.
 
         Args:

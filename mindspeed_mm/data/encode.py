@@ -20,6 +20,7 @@ from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.answer_ends import say_how_answers_end
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.records import Conversation, Message
 from mindspeed_mm.data.targets import find_turns
 from mindspeed_mm.data.templates import ChatTemplate, Turn, chat_template_of
@@ -98,7 +99,7 @@ class Encoder:
         max_length: Longest sample in tokens; None means no limit.
     """
 
-    def __init__(self, processor: Any, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
+    def __init__(self, processor: Processor, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
         basic, options = param.basic_parameters, param.preprocess_parameters
         path = options.model_name_or_path
         tokenizer = getattr(processor, "tokenizer", processor)

@@ -18,7 +18,7 @@ from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.records import RecordReader
 from mindspeed_mm.data.row_files import open_rows
 from mindspeed_mm.data.text_rows import RowFile
-from mindspeed_mm.utils.errors import DataError
+from mindspeed_mm.utils.errors import BadSample, DataError
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,9 @@ class RowSource:
         """The same for the rows of file `number`."""
         return self.entries[self._owner[number]].media_dir, os.path.dirname(self.files[number].path), ""
 
-    def head(self, number: int, limit: int) -> tuple[RowFile, RecordReader, Iterator[tuple[int, Any]]]:
+    def head(
+        self, number: int, limit: int
+    ) -> tuple[RowFile, RecordReader, Iterator[tuple[int, dict[str, Any] | BadSample]]]:
         """Return file `number`, its reader and its first rows as (number in the file, row or BadSample)."""
         size = limit if self.lazy else int(self.offsets[number + 1] - self.offsets[number])
         rows = enumerate(self.files[number].head(min(limit, size)))

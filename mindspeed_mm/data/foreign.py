@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -168,10 +168,10 @@ class IndexedLoader(UserLoader):
         indices = self.first_indices()
         if indices is None:
             return []
-        twin = self._twin([DrawnBatch(indices, self._epoch, 0)] * 2)
+        reading = self._seeded_copy([DrawnBatch(indices, self._epoch, 0)] * 2)
         if self.num_workers:
-            twin.__dict__.update(num_workers=1, persistent_workers=False)
-        running = start_loader(twin)
+            reading.__dict__.update(num_workers=1, persistent_workers=False)
+        running = start_loader(reading)
         found = [next_batch(running, self.num_workers) for _ in range(2)]
         shut_down(running)
         return found
@@ -185,19 +185,20 @@ class IndexedLoader(UserLoader):
         self._ahead.clear()
         if not self._loader.persistent_workers or self._running is None:
             self.close()
-            self._reading = self._twin(_Restarting(self._drawn))
+            self._reading = self._seeded_copy(_Restarting(self._drawn))
         self._running = running = start_loader(self._reading)
         while True:
             batch = next_batch(running, self.num_workers)
             yield batch, *self._ahead.popleft()
 
-    def _twin(self, batch_sampler: Any) -> DataLoader:
+    def _seeded_copy(self, batch_sampler: Iterable[DrawnBatch]) -> DataLoader:
+        """Return a copy of the user's loader that reads these micro-batches, each row with its own random numbers."""
         collates = self._loader.batch_sampler is not None
         rows = SeededRows(self.dataset, self._loader.collate_fn, self._seed, collates)
-        twin = with_our_workers(self._loader, dataset=rows, batch_sampler=batch_sampler, collate_fn=as_it_is)
-        # of its own, that nothing is drawn from the global random state or from the order's generator
-        twin.generator = torch.Generator().manual_seed(self._seed)
-        return twin
+        copied = with_our_workers(self._loader, dataset=rows, batch_sampler=batch_sampler, collate_fn=as_it_is)
+        # of its own, so that nothing is drawn from the global random state or from the order's generator
+        copied.generator = torch.Generator().manual_seed(self._seed)
+        return copied
 
     def _drawn(self) -> Iterator[DrawnBatch]:
         """This rank's micro-batches, read ahead of what is handed out."""
@@ -221,7 +222,7 @@ class IndexedLoader(UserLoader):
             skip = max(0, skip - steps)
 
     def _own(
-        self, block: list[Any], opening: Any, epoch: int, steps: int, size: int, stride: int
+        self, block: list[Any], opening: object, epoch: int, steps: int, size: int, stride: int
     ) -> Iterator[DrawnBatch]:
         offset = self.rank if stride > 1 else 0
         after = (epoch + 1, 0) if steps == self.global_batches_per_epoch else (epoch, steps)
@@ -238,7 +239,7 @@ class IndexedLoader(UserLoader):
 class _Restarting:
     """A batch sampler that begins where the loader is, every time."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: Callable[[], Iterator[DrawnBatch]]) -> None:
         self._begin = begin
 
     def __iter__(self) -> Iterator[DrawnBatch]:
@@ -253,7 +254,7 @@ class StreamLoader(UserLoader):
         layout, rank, seed, training: As in `UserLoader`.
     """
 
-    def __init__(self, loader: Any, layout: BatchLayout, rank: int, seed: int, training: bool) -> None:
+    def __init__(self, loader: Iterable[Any], layout: BatchLayout, rank: int, seed: int, training: bool) -> None:
         super().__init__(layout, rank, seed, training)
         self.dataset = getattr(loader, "dataset", None)
         self.num_workers = loader.num_workers if isinstance(loader, DataLoader) else 0
@@ -339,8 +340,8 @@ class StreamLoader(UserLoader):
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch; where they are made in this process, with random numbers of their own."""
-        sampler = getattr(self._loader, "sampler", None)
-        if sampler is not None and hasattr(sampler, "set_epoch"):
+        sampler: Any = getattr(self._loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if isinstance(self._stream, DataLoader) and isinstance(self._stream.dataset, SeededStream):
             self._stream.dataset.epoch = epoch
@@ -358,13 +359,8 @@ class StreamLoader(UserLoader):
             with host_seeded(stream_key(self._seed, epoch, self.rank, number)):
                 batch = self._next(running)
 
-    def _next(self, running: Any) -> Any:
+    def _next(self, running: Iterator[Any]) -> Any:
         try:
             return next_batch(running, self.num_workers)
         except StopIteration:
             return _END
-
-
-def loader_of(dataset: Any, micro_batch_size: int, num_workers: int) -> DataLoader:
-    """Return a DataLoader for a data set that a provider returned."""
-    return DataLoader(dataset, batch_size=micro_batch_size, num_workers=num_workers)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.data.containers import Deadline, decode
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 #: containers round timestamps, in seconds
 _SLACK = 0.003
@@ -31,7 +35,9 @@ class FrameSource:
         end: time of the last frame, once the file has been decoded to its end; else None.
     """
 
-    def __init__(self, container: Any, stream: Any, first: int, spacing: float, deadline: Deadline) -> None:
+    def __init__(
+        self, container: InputContainer, stream: VideoStream, first: int, spacing: float, deadline: Deadline
+    ) -> None:
         self.end: float | None = None
         self._container, self._stream, self._deadline = container, stream, deadline
         self._first, self._spacing, self._unit = first, spacing, float(stream.time_base)

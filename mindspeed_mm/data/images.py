@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -121,7 +121,7 @@ _PIL = threading.RLock()
 
 
 @contextlib.contextmanager
-def _reading(file: MediaFile, most: int) -> Iterator[Any]:
+def _reading(file: MediaFile, most: int) -> Iterator[Image.Image]:
     """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample.
 
     PIL's own limit, twice `most`, stays: some formats say only while they are decoded how large they are.
@@ -184,7 +184,7 @@ def _load_upright(opened: Image.Image) -> Image.Image:
     return opened.transpose(turns[orientation - 2]) if 2 <= orientation <= 8 else opened
 
 
-def _has_late_chunks(opened: Any) -> bool:
+def _has_late_chunks(opened: Image.Image) -> bool:
     """Whether a PNG file may say its orientation behind the pixels, where only decoding them would reach it."""
     if "exif" in opened.info:
         return False

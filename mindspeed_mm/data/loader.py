@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.data_config import DataloaderParam
@@ -37,7 +37,7 @@ class MMDataLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         sampler: PlannedBatches,
         collate: Callable[[Sequence[Any]], Any],
         param: DataloaderParam,
@@ -125,7 +125,7 @@ class MMDataLoader:
             self._notes.add(notes)
             yield batch
 
-    def _finish_batch(self, batch: Any) -> list[Note]:
+    def _finish_batch(self, batch: dict[str, Any]) -> list[Note]:
         """Move the position; returns the rows that the plan has left out, and adds their number to the batch."""
         left_out = self.sampler.finish_batch()
         self.consumed_samples += self.sampler.planner.layout.global_batch_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -16,6 +16,13 @@ from mindspeed_mm.utils.errors import MMError
 
 _CHUNK = 32
 _UNKNOWN = -1
+
+
+class Measurable(Protocol):
+    """A data set that knows what its rows cost before their samples are made."""
+
+    def measure(self, row: int, /) -> list[SampleSize]:
+        """Return the sizes of a row, one entry a piece."""
 
 
 class SizeTable:
@@ -72,7 +79,7 @@ class SizeTable:
 class _Measured(Dataset):
     """The data set as the measuring workers see it: chunks of rows to their sizes, errors as values."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Measurable) -> None:
         self._dataset = dataset
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
@@ -89,12 +96,12 @@ class Measurer:
     epochs take it from memory.
 
     Args:
-        dataset: Has `measure(row) -> list[SampleSize]`, one entry a piece.
+        dataset: The data set.
         num_workers: Processes that measure ahead; 0 measures when asked.
         num_rows: Says how many rows there are, None as long as that isn't known.
     """
 
-    def __init__(self, dataset: Any, num_workers: int, num_rows: Callable[[], int | None]) -> None:
+    def __init__(self, dataset: Measurable, num_workers: int, num_rows: Callable[[], int | None]) -> None:
         self._dataset = dataset
         self._num_workers = num_workers
         self._num_rows = num_rows

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media import KINDS
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.tokens import media_token_ids
 from mindspeed_mm.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SHOWN = 3
 
 
-def read_model_config(folder: str | None) -> Any:
+def read_model_config(folder: str | None) -> PreTrainedConfig | None:
     """Read config.json of a model directory with transformers; None where it has none that can be read here.
 
     What is wrong with it, whoever builds the model says.
@@ -28,7 +32,9 @@ def read_model_config(folder: str | None) -> Any:
         return None
 
 
-def check_model_match(processor: Any, adapter: DataAdapter, path: str, config: Any, model: str) -> None:
+def check_model_match(
+    processor: Processor, adapter: DataAdapter, path: str, config: PreTrainedConfig, model: str
+) -> None:
     """Check that every id which the tokenizer makes has an embedding, and that media have the tokens that they are
     replaced at.
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TypeAlias
 
+from mindspeed_mm.configs.config import ConfigReader
 from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam, DatasetParam
 from mindspeed_mm.configs.published import published_paths
 from mindspeed_mm.configs.sections import Section, build_section, plain
 from mindspeed_mm.utils.errors import ConfigError
+
+#: a section as an entry script reads it from a file
+RawSection: TypeAlias = ConfigReader | Mapping[str, object]
 
 
 class _LoaderSection(Section):
     dataloader_param: DataloaderParam = DataloaderParam()
 
 
-def dataset_param_of(param: Any) -> DatasetParam:
+def dataset_param_of(param: DatasetParam | RawSection) -> DatasetParam:
     """Return `dataset_param` typed: as it is if it is typed already, else checked like the whole file is.
 
     Args:
@@ -39,7 +44,7 @@ def dataset_param_of(param: Any) -> DatasetParam:
     return param
 
 
-def dataloader_param_of(param: Any) -> DataloaderParam:
+def dataloader_param_of(param: DataloaderParam | RawSection | None) -> DataloaderParam:
     """Return `dataloader_param` typed (see `dataset_param_of`); None means all defaults."""
     if param is None:
         return DataloaderParam()

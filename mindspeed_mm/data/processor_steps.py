@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.data.processors import Processor
 
 _PIPELINE = "dataset_param.preprocess_parameters.train_pipeline"
 _RESAMPLE = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # numbers of PIL.Image.Resampling
@@ -15,7 +16,7 @@ _SIZING = ("Resize", "ResizeVideo")
 _SLACK = 1e-6
 
 
-def check_steps(processor: Any, options: PreprocessParameters, path: str) -> None:
+def check_steps(processor: Processor, options: PreprocessParameters, path: str) -> None:
     """Check that the steps of `train_pipeline` are what a processor does to pictures and frames.
 
     Args:
@@ -37,12 +38,12 @@ def check_steps(processor: Any, options: PreprocessParameters, path: str) -> Non
     )
 
 
-def _parts(processor: Any) -> list[tuple[str, Any]]:
+def _parts(processor: Processor) -> list[tuple[str, object]]:
     image = getattr(processor, "image_processor", None)
     return [("image", image), ("video", getattr(processor, "video_processor", None) or image)]
 
 
-def _problem(step: Mapping[str, Any], part: Any, options: PreprocessParameters) -> str | None:
+def _problem(step: Mapping[str, Any], part: object, options: PreprocessParameters) -> str | None:
     name = step["trans_type"]
     if name in ("ToTensor", "ToTensorVideo"):
         return None if getattr(part, "do_rescale", True) else "values are not scaled to 0 … 1 there"
@@ -57,9 +58,10 @@ def _problem(step: Mapping[str, Any], part: Any, options: PreprocessParameters) 
     return "there is no such step there"
 
 
-def _sizing(step: Mapping[str, Any], part: Any) -> str | None:
-    asked, size = step.get("size"), getattr(part, "size", None)
-    made = [size.get("height"), size.get("width")] if size is not None and hasattr(size, "get") else None
+def _sizing(step: Mapping[str, Any], part: object) -> str | None:
+    asked = step.get("size")
+    size: Any = getattr(part, "size", None)
+    made = [size.get("height"), size.get("width")] if hasattr(size, "get") else None
     if isinstance(asked, list) and made is not None and None not in made and asked != made:
         return f"'size' is {show(asked)}, and {show(made)} there"
     interpolation, resample = step.get("interpolation"), getattr(part, "resample", None)
@@ -69,7 +71,7 @@ def _sizing(step: Mapping[str, Any], part: Any) -> str | None:
     return "'antialias' is false, and true there" if step.get("antialias") is False else None
 
 
-def _differing(step: Mapping[str, Any], keys: Sequence[str], part: Any) -> str | None:
+def _differing(step: Mapping[str, Any], keys: Sequence[str], part: object) -> str | None:
     for key in keys:
         asked, made = step.get(key), getattr(part, f"image_{key}", None)
         if asked is None or made is None:

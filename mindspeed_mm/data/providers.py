@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mindspeed_mm.configs.config import ConfigReader
-from mindspeed_mm.configs.data_config import DataConfig
+from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.recipe import DataProvider
 from mindspeed_mm.configs.run import Run
@@ -40,6 +40,8 @@ from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.log import info_rank0, notice
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from mindspeed_mm.configs.run import ModelConfig
 
 
@@ -52,7 +54,7 @@ class ValidData:
         global_batches: in one pass; None: unknown.
     """
 
-    loader: Any
+    loader: MMDataLoader | UserLoader
     global_batches: float | None
 
     def __post_init__(self) -> None:
@@ -136,7 +138,13 @@ def data_json_provider(
 
 
 def loaders_of_run(
-    run: Run, start: DataStart, param: Any, train: Any, valid: Any, *, batching: Batching | None = None
+    run: Run,
+    start: DataStart,
+    param: DataloaderParam,
+    train: Dataset,
+    valid: Dataset | None,
+    *,
+    batching: Batching | None = None,
 ) -> tuple[MMDataLoader, MMDataLoader | None, None]:
     """Return the loaders of a run's training and validation data sets.
 
@@ -146,7 +154,7 @@ def loaders_of_run(
     """
     from mindspeed_mm.data import build_mm_dataloader
 
-    def loader(dataset: Any, *, training: bool) -> MMDataLoader:
+    def loader(dataset: Dataset, *, training: bool) -> MMDataLoader:
         return build_mm_dataloader(
             dataset,
             param,
@@ -164,7 +172,7 @@ def loaders_of_run(
     return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
 
 
-def _model_config(model: ModelConfig | ConfigReader | None) -> tuple[Any, str]:
+def _model_config(model: ModelConfig | ConfigReader | None) -> tuple[PreTrainedConfig | None, str]:
     """transformers' configuration of the model that is trained (None: it isn't known), and what it was read from."""
     folder = getattr(model, "init_from_hf_path", None)
     if isinstance(model, VLMModelConfig) and not folder:
@@ -256,7 +264,7 @@ def _call_provider(provider: DataProvider, run: Run, start: DataStart) -> Any:
     return provider(**offered) if offered or not taken else provider(_wanted_samples(run))
 
 
-def _go_to_checkpoint(loader: Any, start: DataStart) -> None:
+def _go_to_checkpoint(loader: MMDataLoader | UserLoader, start: DataStart) -> None:
     """Take the position that a checkpoint holds; one from before positions were kept has consumed samples only.
 
     The state of a user's own loader is not asked for: that of a worker is no position.
@@ -270,7 +278,7 @@ def _go_to_checkpoint(loader: Any, start: DataStart) -> None:
         loader.load_state_dict(consumed)
 
 
-def _why_no_length(loader: Any) -> str:
+def _why_no_length(loader: MMDataLoader | UserLoader) -> str:
     if isinstance(loader, MMDataLoader) and loader.capacity is not None:
         return (
             "samples are packed, so that the steps of an epoch aren't known before its rows have been read (a token "
@@ -288,7 +296,7 @@ def _wanted_samples(run: Run) -> list[int]:
 
 
 def _as_loader(
-    data: Any, run: Run, start: DataStart, gather: GatherObjects | None, *, training: bool
+    data: object, run: Run, start: DataStart, gather: GatherObjects | None, *, training: bool
 ) -> MMDataLoader | UserLoader:
     if isinstance(data, MMDataLoader):
         return data
@@ -307,7 +315,7 @@ def _as_loader(
         order = DataSetOrder(len(data), per_batch, training, seed, drop_last=training or whole_only)
         own = DataLoader(data, batch_size=per_batch, num_workers=run.batch.num_workers)
         loader = IndexedLoader(own, order, *common)
-    elif hasattr(data, "__iter__"):
+    elif isinstance(data, Iterable):
         loader = StreamLoader(data, *common)
     else:
         raise ConfigError(
@@ -328,7 +336,7 @@ def _as_loader(
     return loader
 
 
-def _endless(loader: Any) -> Iterator[Any]:
+def _endless(loader: MMDataLoader | UserLoader) -> Iterator[Any]:
     """Micro-batches without end, from the loader's position, or of validation data from the start.
 
     Workers start with the first batch that is asked for, after the model has been built: they then share, instead of

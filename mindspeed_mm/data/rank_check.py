@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from mindspeed_mm.data.foreign import IndexedLoader, StreamLoader
 from mindspeed_mm.data.user_order import LoaderOrder
@@ -175,7 +175,7 @@ def digest(value: object) -> str | None:
         return None
     found = hashlib.sha256()
     try:
-        _feed(value, found)
+        _feed(value, found.update)
     except (_Unknown, RuntimeError, NotImplementedError):  # torch: a tensor without bytes in a row, a sparse one
         return None
     return found.hexdigest()
@@ -185,27 +185,28 @@ class _Unknown(Exception):
     """A value that can't be compared."""
 
 
-def _feed(value: object, found: Any) -> None:
-    found.update(type(value).__name__.encode())
+def _feed(value: object, update: Callable[[bytes], None]) -> None:
+    """Hand a value to the `update` of a hash, part by part."""
+    update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
-        found.update(str((value.dtype, tuple(value.shape))).encode())
+        update(str((value.dtype, tuple(value.shape))).encode())
         if value.numel():
-            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _feed(key, found)
-            _feed(item, found)
+            _feed(key, update)
+            _feed(item, update)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _feed(item, found)
+            _feed(item, update)
     else:
         try:
-            found.update(pickle.dumps(value))
+            update(pickle.dumps(value))
         except Exception:
             raise _Unknown from None
 
 
-def require_micro_batch_size(loader: Any, micro_batch_size: int, what: str) -> None:
+def require_micro_batch_size(loader: DataLoader, micro_batch_size: int, what: str) -> None:
     """Check that a DataLoader makes micro-batches of the size that everything else counts with.
 
     Raises:

@@ -115,7 +115,7 @@ def _form_of(row: Mapping[str, Any], where: Place) -> _Form | None:
     return forms[0] if forms else None
 
 
-def _form_of_turns(column: str, turns: Any) -> _Form | None:
+def _form_of_turns(column: str, turns: object) -> _Form | None:
     turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     for keys in _TURN_KEYS:
         said = [turn[keys[0]] for turn in turns if isinstance(turn.get(keys[0]), str)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ class BatchRows(Dataset):
             which draw from none of them, they are left alone.
     """
 
-    def __init__(self, dataset: Any, collate: Any, capacity: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, dataset: Dataset, collate: Callable[[Sequence[Any]], Any], capacity: int | None = None, seed: int = 0
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._capacity = capacity
@@ -53,7 +55,10 @@ class BatchRows(Dataset):
             if place is not None:
                 seed_host(sample_key(self._seed, place + number, 0))
             samples.append(self._row(*row[0]) if self._capacity is None else self._pack(row, self._capacity))
-        return self._collate(samples) if self._capacity is None else self._collate.pack(samples)
+        if self._capacity is None:
+            return self._collate(samples)
+        assert isinstance(self._collate, Collator), "packs are collated by our own collator"
+        return self._collate.pack(samples)
 
     def _row(self, index: int, piece: int = 0, epoch: int | None = None) -> Any:
         if epoch is not None:

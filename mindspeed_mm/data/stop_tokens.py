@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def stop_tokens(tokenizer: Any, path: str) -> tuple[str, ...]:
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[str, ...]:
     """Return the texts of the tokens that end an answer at inference, the tokenizer's own end token first.
 
     They are those of generation_config.json, or, where it names none, of config.json, which transformers then takes;

@@ -9,7 +9,7 @@ rendering the conversation turn by turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.data.answer_ends import end_answers
@@ -118,7 +118,7 @@ def _by_stand_ins(
     ]
 
 
-def _stand_in(template: ChatTemplate, message: Any, name: str) -> dict[str, Any]:
+def _stand_in(template: ChatTemplate, message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return {**message, "content": template.content(name)}
     first, *others = message["tool_calls"]

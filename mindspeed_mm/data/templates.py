@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_mm.data.named_templates import named_template
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.stop_tokens import stop_tokens
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -15,6 +16,7 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\ue0f1probe\ue0f2"
 
 Messages = Sequence[Mapping[str, Any]]
+Content = str | list[dict[str, str]]  # of a message: plain text, or typed parts
 TextSpan = tuple[int, int]
 
 
@@ -89,14 +91,14 @@ class ChatTemplate:
         """Whether content may be a list of typed parts."""
         return self._shows([{"type": "text", "text": _PROBE}])
 
-    def _shows(self, content: Any) -> bool:
+    def _shows(self, content: Content) -> bool:
         try:
             text = self.render([{"role": "user", "content": content}])
         except Exception:  # a template that can't take this form may fail in any way
             return False
         return _PROBE in text and "'type'" not in text
 
-    def content(self, text: str) -> Any:
+    def content(self, text: str) -> Content:
         """`text` in the form that this template takes."""
         return text if self.takes_text else [{"type": "text", "text": text}]
 
@@ -208,7 +210,7 @@ class ChatTemplate:
         return self._heads[role]
 
     def _find_head(self, role: str) -> str:
-        answer = {"role": "assistant", "content": self.content("" if role == "tool" else _PROBE)}
+        answer: dict[str, Any] = {"role": "assistant", "content": self.content("" if role == "tool" else _PROBE)}
         if role == "tool":
             answer["tool_calls"] = [{"type": "function", "function": {"name": "probe", "arguments": {}}}]
         talk = [{"role": "user", "content": self.content("?")}, answer]
@@ -231,7 +233,7 @@ def _opening(text: str, tokens: Sequence[str]) -> str:
     return next((space + token for token in tokens if text.startswith(token, len(space))), "")
 
 
-def chat_template_of(processor: Any, name: str | None, enable_thinking: bool, path: str) -> ChatTemplate:
+def chat_template_of(processor: Processor, name: str | None, enable_thinking: bool, path: str) -> ChatTemplate:
     """Make the template of a run.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.data.encode import PlannedMedium, Prepared
+from mindspeed_mm.data.media import MediaRef
 from mindspeed_mm.utils.errors import BadSample, DataError
 
 
@@ -30,7 +31,7 @@ class TokenCache:
         if not os.path.isfile(path):
             raise DataError(f"token cache {path}: no such file")
 
-    def prepared(self, row: int, refs: Sequence[Any]) -> list[Prepared] | BadSample:
+    def prepared(self, row: int, refs: Sequence[MediaRef]) -> list[Prepared] | BadSample:
         """Return the pieces of a row, or what is wrong with it.
 
         Args:

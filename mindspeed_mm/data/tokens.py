@@ -8,16 +8,20 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media import KINDS, DecodedVideo, Foreseen, Geometry, MediaKind
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.stacking import as_tensor, stack_media
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.versions import installed_version
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # A special token that a person typed stands for itself: while the text is rendered and its turns are found, a private
 # character takes its place, so that no typed marker is taken for the template's own. Afterwards it is put back, or,
@@ -26,7 +30,8 @@ _FIRST_PRIVATE = 0xF0000
 
 TokenColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
 Move = tuple[tuple[int, int], str]  # a placeholder's span in the text before, and what is written there
-Decoded = Any  # PIL.Image | Clip | float32 array
+#: a decoded medium: a picture, a clip, or a sound of [samples] float32
+Decoded: TypeAlias = "Image.Image | DecodedVideo | np.ndarray"
 
 _ARGUMENTS: Mapping[MediaKind, tuple[str, str]] = {
     "image": ("images", "images_kwargs"),
@@ -65,7 +70,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        processor: Any,
+        processor: Processor,
         adapter: DataAdapter,
         image_options: Mapping[str, Any],
         split_special_tokens: bool = False,
@@ -189,7 +194,7 @@ class Tokenizer:
         """Make tensors of decoded media.
 
         Args:
-            media: Kind and content (PIL image, Clip, or [samples] float32) of each, in order.
+            media: Kind and content (PIL image, DecodedVideo, or [samples] float32) of each, in order.
 
         Returns:
             The processor's tensors, those of each kind stacked in order; and for each medium the text that its
@@ -339,7 +344,7 @@ class Tokenizer:
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
 
 
-def media_token_ids(processor: Any, kind: MediaKind) -> list[int]:
+def media_token_ids(processor: Processor, kind: MediaKind) -> list[int]:
     """Return the ids of the tokens that a processor writes for a medium; none where it has none of that kind."""
     found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
     found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number

@@ -85,7 +85,7 @@ class TurnReader:
                 raise RowFault(f"turn {number + 1}: {fault}", fault.reason) from None
         return messages
 
-    def _turn(self, turn: Any) -> Message:
+    def _turn(self, turn: object) -> Message:
         role_tag, content_tag = self.attr.role_tag, self.attr.content_tag
         if not isinstance(turn, dict) or role_tag not in turn:
             near = did_you_mean(role_tag, turn, used=[content_tag]) if isinstance(turn, dict) else ""
@@ -214,7 +214,7 @@ def _loss_flag(turn: Mapping[str, Any]) -> bool:
 _BAD_CALL = "a tool call can't be read"
 
 
-def _calls_in_text(content: Any) -> list[dict[str, Any]]:
+def _calls_in_text(content: object) -> list[dict[str, Any]]:
     """A function turn holds the call as JSON: one object with name and arguments, or a list of them."""
     value = content
     if isinstance(content, str):
@@ -226,7 +226,7 @@ def _calls_in_text(content: Any) -> list[dict[str, Any]]:
     return _plain_calls(value)
 
 
-def _plain_calls(calls: Any) -> list[dict[str, Any]]:
+def _plain_calls(calls: object) -> list[dict[str, Any]]:
     plain = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
 
+from torch.utils.data import Dataset
+
+from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.utils.errors import DataError, MMError
 from mindspeed_mm.utils.extras import has_extra, require_extra
 
@@ -13,11 +15,11 @@ _MOST_ROWS = 1000
 _MOST_SECONDS = 30.0
 
 
-def require_media_packages(source: Any) -> None:
+def require_media_packages(source: RowSource) -> None:
     """Where the package that reads videos and sounds is missing, look through the rows for media that need it.
 
     Args:
-        source: a RowSource.
+        source: the rows.
 
     Raises:
         ConfigError: a row has a video or a sound, and nothing that reads it is installed.
@@ -28,8 +30,8 @@ def require_media_packages(source: Any) -> None:
     while source.has(row) and time.monotonic() - started < _MOST_SECONDS:
         try:
             media = source.read(row).media
-        except MMError:  # of a row that is told when its turn comes
-            media = ()
+        except MMError:  # of a row that is reported when it is read for a batch
+            media = []
         for ref in media:
             if ref.kind != "image" and not ref.frames:
                 what = "a sound" if ref.kind == "audio" else "a video"
@@ -37,7 +39,7 @@ def require_media_packages(source: Any) -> None:
         row += 1
 
 
-def refuse_unusable(dataset: Any, num_rows: int | None) -> None:
+def refuse_unusable(dataset: Dataset, num_rows: int | None) -> None:
     """Look for a row that gives a sample, from the first one on: most often that is the one.
 
     After many rows without one, and of a data set that can't be measured, nothing is said: the run finds out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -170,9 +170,9 @@ class LoaderOrder:
         return None
 
 
-def length_of(sized: Any) -> int | None:
-    """Return the length of what has one."""
+def length_of(source: object) -> int | None:
+    """Return the length of a loader, sampler or iterable; None: it has none."""
     try:
-        return len(sized)
+        return len(source) if isinstance(source, Sized) else None
     except TypeError:
         return None

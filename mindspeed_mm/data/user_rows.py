@@ -43,7 +43,7 @@ class SeededRows(Dataset):
         collates: Whether rows are put together; else the data set hands out whole micro-batches.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, collates: bool = True) -> None:
+    def __init__(self, dataset: Dataset, collate: Callable[[Any], Any], seed: int, collates: bool = True) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
@@ -86,7 +86,7 @@ class SeededStream(IterableDataset):
         rank: Data-parallel rank.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, seed: int, rank: int) -> None:
+    def __init__(self, dataset: IterableDataset, batch_size: int, seed: int, rank: int) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed
@@ -127,11 +127,11 @@ def with_our_workers(loader: DataLoader, **changed: Any) -> DataLoader:
         loader: The user's; stays as it is, and every option of it holds for the copy.
         changed: Attributes that the copy has instead.
     """
-    twin = copy.copy(loader)
+    copied = copy.copy(loader)
     # DataLoader refuses to have these set after its construction; a constructor of a subclass may take anything
-    twin.__dict__.update(changed, _iterator=None)
+    copied.__dict__.update(changed, _iterator=None)
     if loader.num_workers:
-        twin.worker_init_fn = WorkerStart(loader.dataset, loader.worker_init_fn)
+        copied.worker_init_fn = WorkerStart(loader.dataset, loader.worker_init_fn)
         if loader.multiprocessing_context is None and "fork" in multiprocessing.get_all_start_methods():
-            twin.multiprocessing_context = "fork"
-    return twin
+            copied.multiprocessing_context = "fork"
+    return copied

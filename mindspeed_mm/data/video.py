@@ -24,7 +24,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,11 @@ from mindspeed_mm.data.frames import REORDERED, FrameSource
 from mindspeed_mm.data.media import DecodedVideo
 from mindspeed_mm.data.media_files import MediaFile
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from av import VideoFrame
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 _COVER = 0x400  # FFmpeg's disposition of an attached picture
 _TOLERANCE = 1.5  # frames that a header may be off
@@ -278,7 +283,7 @@ def _reached(times: Sequence[float], end: float, length: VideoLength) -> int:
     return bisect.bisect_right(times, end + 1.5 * spacing)
 
 
-def _video_stream(container: Any, file: MediaFile) -> Any:
+def _video_stream(container: InputContainer, file: MediaFile) -> VideoStream:
     """The first video stream that isn't a cover picture."""
     streams = [stream for stream in container.streams.video if not int(stream.disposition) & _COVER]
     if not streams:
@@ -290,16 +295,18 @@ def _video_stream(container: Any, file: MediaFile) -> Any:
     return streams[0]
 
 
-def _rate(stream: Any) -> float:
+def _rate(stream: VideoStream) -> float:
     return float(stream.average_rate or stream.guessed_rate or 25)
 
 
-def _index(stream: Any) -> list[Any]:
+def _index(stream: VideoStream) -> list[Any]:
     """Entries of the file's index for frames that are shown."""
     return [entry for entry in getattr(stream, "index_entries", ()) if not entry.is_discard]
 
 
-def _header_length(container: Any, stream: Any, first: Any, deadline: Deadline) -> VideoLength:
+def _header_length(
+    container: InputContainer, stream: VideoStream, first: VideoFrame, deadline: Deadline
+) -> VideoLength:
     """The length as the header says it; no frames in it: the file has to be read through."""
     unknown = VideoLength(1.0, 0, False)
     seconds = float(header_seconds(stream) or (container.duration or 0) / 1e6)
@@ -327,13 +334,13 @@ def _header_length(container: Any, stream: Any, first: Any, deadline: Deadline) 
     return VideoLength(seconds, len(times), even)
 
 
-def _last_begin(container: Any, stream: Any, times: np.ndarray, deadline: Deadline) -> int | None:
+def _last_begin(container: InputContainer, stream: VideoStream, times: np.ndarray, deadline: Deadline) -> int | None:
     """The timestamp of the last frame, from the last packets of the file; None: they can't be read."""
     container.seek(int(times[-REORDERED - 1 :][0]), stream=stream, any_frame=True)
     begins = [packet.pts for packet in packets_of(container, stream, deadline) if packet.pts is not None]
     return max(begins, default=None)
 
 
-def _rgb(frame: Any, size: tuple[int, int], turns: int) -> np.ndarray:
+def _rgb(frame: VideoFrame, size: tuple[int, int], turns: int) -> np.ndarray:
     width, height = size[::-1] if turns % 2 else size
     return np.rot90(frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC"), turns)

@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mindspeed_mm.utils.errors import DataError
+
+BatchT = TypeVar("BatchT")
 
 
 class WorkerFailure:
@@ -23,12 +25,14 @@ class WorkerFailure:
         self.message = message
 
 
-def as_it_is(batch: Any) -> Any:
+def as_it_is(batch: BatchT) -> BatchT:
     """A collate function for data sets that hand out finished batches."""
     return batch
 
 
-def torch_loader(rows: Any, batch_sampler: Any, num_workers: int, seed: int, **options: Any) -> DataLoader:
+def torch_loader(
+    rows: Dataset, batch_sampler: Iterable[Any], num_workers: int, seed: int, **options: Any
+) -> DataLoader:
     """Return a DataLoader over a data set that makes whole batches (`__getitems__`).
 
     Args:
@@ -64,7 +68,7 @@ def forked(num_workers: int) -> dict[str, Any]:
     return {"multiprocessing_context": "fork"} if can else {}
 
 
-def warm_up(dataset: Any) -> None:
+def warm_up(dataset: object) -> None:
     """Let a data set load what each of its workers will need, so that they share it instead of loading it each.
 
     Args:
@@ -98,7 +102,7 @@ class WorkerStart:
         then: The user's `worker_init_fn`, if there is one.
     """
 
-    def __init__(self, dataset: Any, then: Any = None) -> None:
+    def __init__(self, dataset: Dataset, then: Callable[[int], None] | None = None) -> None:
         self._dataset = dataset
         self._then = then
 
@@ -153,7 +157,7 @@ def next_batch(running: Iterator[Any], num_workers: int) -> Any:
     return batch
 
 
-def shut_down(running: Any) -> None:
+def shut_down(running: Iterator[Any] | None) -> None:
     """End the workers of an iterator that `start` returned."""
     stop = getattr(running, "_shutdown_workers", None)
     if stop is not None:

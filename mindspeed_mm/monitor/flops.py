@@ -11,12 +11,15 @@ Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B, applied part by p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.transformers.family import FamilyTraits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     return FlopsModel(per_token, per_target, attention, per_patch)
 
 
-def _share(name: str, param: nn.Parameter, text: Any) -> float:
+def _share(name: str, param: nn.Parameter, text: PreTrainedConfig) -> float:
     """Of weights stacked over experts [experts, rows, columns], the part that one token goes through."""
     if param.dim() != 3 or "experts" not in name.split("."):
         return 1.0

@@ -104,7 +104,7 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

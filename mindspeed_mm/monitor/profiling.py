@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.configs.tools_config import MemoryProfile, Profile
 from mindspeed_mm.utils.log import logger, notice
 
 
@@ -18,13 +18,13 @@ class StepProfiler:
     Writes a chrome trace per rank into `save_path`.
     """
 
-    def __init__(self, options: Any, rank: int) -> None:
+    def __init__(self, options: Profile, rank: int) -> None:
         """
         Args:
             options: `ToolsConfig.profile`.
             rank: of this process.
         """
-        self._profiler: Any = None
+        self._profiler: torch.profiler.profile | None = None
         if not options.enable or not (rank in options.ranks or -1 in options.ranks):
             return
         if options.profile_type == "dynamic":
@@ -34,7 +34,7 @@ class StepProfiler:
         folder = Path(static.save_path)
         folder.mkdir(parents=True, exist_ok=True)
 
-        def write(profiler: Any) -> None:
+        def write(profiler: torch.profiler.profile) -> None:
             path = folder / f"trace_rank{rank:05d}_step{static.start_step}.json"
             profiler.export_chrome_trace(str(path))
             logger.info(f"profile written to {path}")
@@ -72,7 +72,7 @@ class MemorySnapshots:
     On the host there is no allocator history to record.
     """
 
-    def __init__(self, options: Any, rank: int) -> None:
+    def __init__(self, options: MemoryProfile, rank: int) -> None:
         self._options = options
         self._rank = rank
         self._step = 0

@@ -35,7 +35,7 @@ class Watch:
     Told about are the first ten steps of a run, every `log_interval`-th one, and the last one.
     """
 
-    _flops: float | None
+    _flops: float | None  # of the interval; None: unknown
     _imbalance: float
 
     def __init__(

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_mm.tools.row_workers import CHUNK, look_at
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable, write_json
+
+if TYPE_CHECKING:
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.data.generation.dataset import ShapedDataset
+    from mindspeed_mm.data.generation.rule import GenerationRule
 
 _SHOWN = 3
 
@@ -33,7 +38,7 @@ class CheckedClip:
     note: str = ""
 
 
-def check_clips(options: argparse.Namespace, content: Any, folder: Path) -> int:
+def check_clips(options: argparse.Namespace, content: Mapping[str, Any], folder: Path) -> int:
     """Check the data of a data.json; print what was found, and write report.json.
 
     Args:
@@ -68,7 +73,7 @@ def check_clips(options: argparse.Namespace, content: Any, folder: Path) -> int:
     return 1 if not report["samples"] or (raises and report["left_out"]) else 0
 
 
-def _with(config: Any, **changes: Any) -> Any:
+def _with(config: GenerationDataConfig, **changes: object) -> GenerationDataConfig:
     """The same data.json with other basic_parameters, and all rows in one part."""
     basic = config.dataset_param.basic_parameters.model_copy(
         update={"val_rate": None, "val_data_path": None, **changes}
@@ -77,7 +82,7 @@ def _with(config: Any, **changes: Any) -> Any:
     return config.model_copy(update={"dataset_param": param})
 
 
-def _rule(model_file: str | None) -> Any:
+def _rule(model_file: str | None) -> GenerationRule:
     from mindspeed_mm.data.generation.rule import GenerationRule
 
     if model_file is None:
@@ -92,7 +97,7 @@ def _rule(model_file: str | None) -> Any:
 class _Facts:
     """Facts of rows, a chunk at a time: what the loader's workers make."""
 
-    def __init__(self, dataset: Any, wanted: Sequence[int], decode: bool) -> None:
+    def __init__(self, dataset: ShapedDataset, wanted: Sequence[int], decode: bool) -> None:
         self._dataset, self._wanted, self._decode = dataset, wanted, decode
 
     def __len__(self) -> int:
@@ -104,14 +109,14 @@ class _Facts:
     def _of(self, index: int) -> CheckedClip:
         try:
             bucket = self._dataset.measure(index)[0].bucket
-            if self._decode:
+            if self._decode and bucket is not None:
                 self._dataset.get(index, bucket)
         except BadSample as error:
             return CheckedClip(fault=error.reason, note=str(error))
         return CheckedClip(bucket=bucket)
 
 
-def _summarise(facts: Sequence[CheckedClip], dataset: Any, rows: int, batch: int) -> dict[str, Any]:
+def _summarise(facts: Sequence[CheckedClip], dataset: ShapedDataset, rows: int, batch: int) -> dict[str, Any]:
     """`rows`, `looked_at`, `samples`, `buckets` (shape → samples, tokens of one), `steps_per_epoch`, `left_out`."""
     found = Counter(row.bucket for row in facts if row.bucket is not None)
     faults = Counter(row.fault for row in facts if row.fault is not None)

@@ -17,11 +17,11 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.configs.hf_directory import describe_missing_model
@@ -31,6 +31,10 @@ from mindspeed_mm.utils.errors import CheckpointError, ConfigError, MMError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.torch_import import import_torch
+
+if TYPE_CHECKING:
+    from mindspeed_mm.checkpoint.lazy import LazyTensor
+    from mindspeed_mm.checkpoint.sources import WeightSource
 
 
 class GenericDCPConverter:
@@ -294,10 +298,10 @@ class _Unprefixed:
 
     in_hub_layout = True
 
-    def __init__(self, source: Any, prefix: str) -> None:
+    def __init__(self, source: WeightSource, prefix: str) -> None:
         self.path, self._source, self._prefix = source.path, source, prefix
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, LazyTensor]:
         found = self._source.tensors()
         if self._prefix and not any(name.startswith(self._prefix) for name in found):
             notice(f"--hf_prefix '{self._prefix}' has no effect: no name in '{self.path}' begins with it")
@@ -362,9 +366,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def _typed(hint: object, value: object) -> object:
     """Return the dataclass that a parameter asks for, made of nested dicts; any other value as it is."""
-    if not (isinstance(hint, type) and is_dataclass(hint)):
+    if not (isinstance(hint, type) and is_dataclass(hint) and isinstance(value, Mapping)):
         return value
     hints = get_type_hints(hint)
     return hint(**{name: _typed(hints[name], inner) for name, inner in value.items()})
@@ -376,11 +380,11 @@ def _end_quietly_with_the_reader() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def _first_line(documented: Any) -> str:
+def _first_line(documented: object) -> str:
     return (documented.__doc__ or "").strip().splitlines()[0]
 
 
-def _tell_no_effect(tie_weight_mapping: Any, fused_linear_names: Any) -> None:
+def _tell_no_effect(tie_weight_mapping: dict[str, str] | None, fused_linear_names: list[str] | None) -> None:
     if tie_weight_mapping:
         notice("--tie_weight_mapping has no effect: config.json says what is tied")
     if fused_linear_names:

@@ -22,6 +22,7 @@ from mindspeed_mm.utils.extras import has_extra
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 if TYPE_CHECKING:
+    from mindspeed_mm.configs.data_config import DataConfig
     from mindspeed_mm.data.dataset import RecordDataset
     from mindspeed_mm.data.media import SampleSize
 
@@ -91,7 +92,7 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
     refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
     facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
-    report = summarise(facts, dataset, wanted, config, options)
+    report = summarise(facts, dataset, config, options)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
     lengths = [length for row in facts for length in row.lengths]
@@ -116,7 +117,7 @@ def _telling_where(folder: Path) -> Iterator[None]:
         raise
 
 
-def _open_all(config: Any, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
+def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
     """Every row of the files, those that a run would leave out as well."""
     from mindspeed_mm.data.adapter import check_model_path
     from mindspeed_mm.data.build import open_rows_of
@@ -177,7 +178,10 @@ class _Facts:
 
 
 def summarise(
-    facts: Sequence[RowFacts], dataset: RecordDataset, wanted: Sequence[int], config: Any, options: argparse.Namespace
+    facts: Sequence[RowFacts],
+    dataset: RecordDataset,
+    config: DataConfig,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Add up what was found about rows.
 
@@ -236,7 +240,7 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def _batches(
-    facts: Sequence[RowFacts], dataset: RecordDataset, config: Any, options: argparse.Namespace, share: float
+    facts: Sequence[RowFacts], dataset: RecordDataset, config: DataConfig, options: argparse.Namespace, share: float
 ) -> dict[str, Any]:
     """Steps of an epoch and the share of padding, for rows as they come and for packs."""
     from mindspeed_mm.data.cost import CostModel

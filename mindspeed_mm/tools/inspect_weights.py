@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.utils.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def _print_hub(path: Path, *, every: bool) -> None:
     _print_tensors("weights", {n: _entry(tuple(t.shape), t.dtype) for n, t in tensors.items()}, every=every)
 
 
-def _entry(shape: tuple[int, ...], dtype: Any) -> _Entry:
+def _entry(shape: tuple[int, ...], dtype: torch.dtype) -> _Entry:
     from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
 
     return _Entry(shape, str(dtype).removeprefix("torch."), tensor_bytes(shape, dtype))

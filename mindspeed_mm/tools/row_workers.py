@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol, TypeVar
+
+RowFactsT = TypeVar("RowFactsT")
 
 CHUNK = 16  # rows that a worker takes at once
 
 
-def look_at(rows: Any, workers: int) -> Iterator[Any]:
+class FactChunks(Protocol[RowFactsT]):
+    """The facts of rows, a chunk at a time."""
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+
+    def __getitem__(self, chunk: int, /) -> list[RowFactsT]:
+        """Return the facts of a chunk of rows."""
+
+
+def look_at(rows: FactChunks[RowFactsT], workers: int) -> Iterator[RowFactsT]:
     """Yield the facts of rows, read by worker processes, beside a progress bar.
 
     Args:
-        rows: their facts, a chunk at a time: has a length, and `rows[chunk]` is a list.
+        rows: their facts, a chunk at a time.
         workers: processes; few rows are read in this one.
     """
     from rich.console import Console

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mindspeed_mm.utils.dtypes import TORCH_DTYPES, to_torch_dtype
+
+ValueT = TypeVar("ValueT")
 
 
 def _what_torch_sees() -> torch.device:
@@ -36,8 +38,8 @@ def use_device(default: Callable[[], torch.device], has_queue: Callable[[torch.d
 
 
 def move_to_device(
-    value: object, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
-) -> Any:
+    value: ValueT, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
+) -> ValueT:
     """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`.
 
     Nothing waits for a copy to an accelerator, whose queue keeps the order; a copy to the host is waited for.

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from mindspeed_mm.configs.generation_data import GenerationBasicParameters
 from mindspeed_mm.data.files import DataEntry, RowSource
@@ -142,7 +142,7 @@ class _Reader:
     def __init__(self, row: Mapping[str, Any], where: object) -> None:
         self._row, self._where = row, where
 
-    def bad(self, key: str, found: Any, expected: str) -> BadSample:
+    def bad(self, key: str, found: object, expected: str) -> BadSample:
         return BadSample(f"{self._where}: '{key}' is {str(found)[:80]!r}; expected {expected}", BAD_ANNOTATION)
 
     def value(self, key: str) -> Any:
@@ -209,7 +209,7 @@ class _Reader:
         return numbers
 
 
-def _is_texts(value: object) -> bool:
+def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 

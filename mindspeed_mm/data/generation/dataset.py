@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.generation_data import GenerationDatasetParam
 from mindspeed_mm.data.files import RowSource
-from mindspeed_mm.data.generation.annotations import read_annotation
+from mindspeed_mm.data.generation.annotations import Annotation, read_annotation
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.captions import choose, clean, is_left_out
 from mindspeed_mm.data.generation.clips import TOO_SHORT, ClipGeometry, ClipReader
@@ -237,7 +237,7 @@ class GenerationDataset(ShapedDataset):
         facts = self._reader.facts(annotation, file)
         return self._judge(row, file, facts)
 
-    def _open(self, row: int) -> tuple[Any, MediaFile]:
+    def _open(self, row: int) -> tuple[Annotation, MediaFile]:
         place = Place(self.source, row)
         annotation = read_annotation(self.source.row(row), self._pictures_only, place)
         return annotation, find_media(annotation.ref, self.source.folders(row), place)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.tasks.generation.outputs import read_frames, save_picture
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw, ImageFont
 
 SHEET = "contact_sheet.png"
 _LIMIT = 256  # samples on a sheet
@@ -49,7 +52,7 @@ def write_contact_sheet(root: Path, records: Sequence[Mapping[str, Any]]) -> Pat
     return root / SHEET
 
 
-def _cell(path: Path) -> Any:
+def _cell(path: Path) -> Image.Image:
     from PIL import Image
 
     frames = read_frames(path, (0.0, 0.5, 1.0) if path.suffix == ".mp4" else (0.0,))
@@ -70,7 +73,9 @@ def _cell(path: Path) -> Any:
     return strip
 
 
-def _lines(text: str, draw: Any, font: Any, width: int) -> list[str]:
+def _lines(
+    text: str, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
+) -> list[str]:
     """The text in at most two lines, cut where it is longer."""
     lines: list[str] = []
     rest = " ".join(text.split())

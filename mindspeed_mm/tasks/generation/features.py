@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.tasks.generation.outputs import SAMPLES, read_frames
 from mindspeed_mm.utils.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
 
@@ -84,7 +87,7 @@ class VisionModel:
         return "siglip" in str(self.model.config.model_type)
 
 
-def _pooled(output: Any) -> torch.Tensor:
+def _pooled(output: torch.Tensor | ModelOutput) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output.float()
     pooled = getattr(output, "pooler_output", None)

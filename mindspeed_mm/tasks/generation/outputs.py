@@ -7,13 +7,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import replace_file, working_file
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _RECORDS = ".samples"
 SAMPLES = "samples.jsonl"
@@ -84,7 +87,7 @@ class SampleFolder:
         return records
 
 
-def save_picture(picture: Any, path: Path) -> None:
+def save_picture(picture: np.ndarray | Image.Image, path: Path) -> None:
     """Write [height, width, 3] uint8, or a PIL image, as png."""
     from PIL import Image
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,9 @@ from mindspeed_mm.tasks.generation.weights import load_predictor
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+
 _WAN_MULTIPLE = 16  # Wan's pipelines take no other sizes of pictures that they are given
 
 
@@ -43,7 +47,7 @@ class GenerationPipeline:
         weights: where the predictor's weights came from, in words.
     """
 
-    pipeline: Any
+    pipeline: DiffusionPipeline
     rule: GenerationRule
     needs_image: bool
     latent_channels: int
@@ -81,7 +85,7 @@ def build_pipeline(
     """
     import diffusers
 
-    model, said = config.model, config.sampling
+    model, keys = config.model, config.sampling
     family, structure, source = resolve_predictor(model)
     place = load or source
     if place is None:
@@ -89,25 +93,24 @@ def build_pipeline(
             f"{config.file}: 'predictor' names no weights (no from_pretrained, or train_from_scratch); give --load, "
             "the run folder of its training"
         )
-    of_predictor = _dtype(dtype or said.dtype or model.predictor.dtype)
-    load_expert = functools.partial(load_predictor, family.model_class_name, structure, dtype=of_predictor, ema=ema)
+    of_predictor = _dtype(dtype or keys.dtype or model.predictor.dtype)
     parts = open_parts(model, family, config.tokenizers)
-    transformer, words = load_expert(place, step=step)
     pipeline_class = getattr(diffusers, family.pipelines[family.task])
     takes = inspect.signature(pipeline_class.__init__).parameters
-    components = _components(parts, takes)
-    components["transformer"] = transformer
+    load_weights = functools.partial(load_predictor, family.model_class_name, structure, dtype=of_predictor, ema=ema)
+    transformer, words = load_weights(place, step=step)
+    components = {**_components(parts, takes), "transformer": transformer}
     second, boundary = _second_expert(config, low_noise_predictor, pipeline_class)
     if second is not None:
-        components["transformer_2"], more = load_expert(second)
-        components["boundary_ratio"] = boundary
+        expert, more = load_weights(second)
+        components |= {"transformer_2": expert, "boundary_ratio": boundary}
         words = f"{words}, {more}"
     if family.task == "ti2v" and "expand_timesteps" in takes:
         components["expand_timesteps"] = True
     if "guider" in takes:
         components["guider"] = diffusers.ClassifierFreeGuidance()
     objective = build_objective(model.diffusion, family.defaults, model.file)
-    wanted_shift = shift or said.pipeline_config.flow_shift or said.diffusion.flow_shift
+    wanted_shift = shift or keys.pipeline_config.flow_shift or keys.diffusion.flow_shift
     components["scheduler"] = build_sampler(objective, model.diffusion.model_id, sampler, wanted_shift)
     pipeline = pipeline_class(**components)
     _normalise_as_trained(pipeline.vae, model.ae or AeConfig())
@@ -174,7 +177,7 @@ def _dtype(said: str | None) -> torch.dtype:
     return made
 
 
-def _components(parts: FrozenParts, takes: Any) -> dict[str, Any]:
+def _components(parts: FrozenParts, takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """The frozen parts by the names of the pipeline's arguments; None for those it can do without."""
     assert parts.ae is not None and parts.captions is not None
     made = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
@@ -187,12 +190,12 @@ def _components(parts: FrozenParts, takes: Any) -> dict[str, Any]:
 
 
 def _second_expert(
-    config: SoRAInferenceConfig, said: str | Path | None, pipeline_class: type
+    config: SoRAInferenceConfig, given: str | Path | None, pipeline_class: type[DiffusionPipeline]
 ) -> tuple[Path | None, float]:
     """Weights of the expert of low noise, and the share of the noise range at which it takes over."""
     whole = Path(config.model.init_from_diffusers) if config.model.init_from_diffusers else None
     beside = whole / "transformer_2" if whole is not None else None
-    place = said or config.sampling.low_noise_predictor
+    place = given or config.sampling.low_noise_predictor
     if place is None and beside is not None and (beside / "config.json").is_file():
         place = beside
     boundary = config.sampling.boundary_ratio
@@ -203,6 +206,10 @@ def _second_expert(
                 "'low_noise_predictor' (or --low-noise-predictor), or remove it"
             )
         return None, 0.0
+    if "transformer_2" not in inspect.signature(pipeline_class.__init__).parameters:
+        raise ConfigError(
+            f"{config.file}: 'low_noise_predictor': {pipeline_class.__name__} takes no second expert; remove it"
+        )
     if boundary is None and whole is not None and is_pipeline(whole):
         boundary = json.loads((whole / INDEX).read_text(encoding="utf-8")).get("boundary_ratio")
     if boundary is None:
@@ -210,14 +217,10 @@ def _second_expert(
             f"{config.file}: 'boundary_ratio' is missing: the share of the noise range at which 'low_noise_predictor' "
             "takes over (Wan 2.2: 0.875 for text to video, 0.9 for image to video)"
         )
-    if "transformer_2" not in inspect.signature(pipeline_class).parameters:
-        raise ConfigError(
-            f"{config.file}: 'low_noise_predictor': {pipeline_class.__name__} takes no second expert; remove it"
-        )
     return Path(place), boundary
 
 
-def _normalise_as_trained(vae: Any, described: AeConfig) -> None:
+def _normalise_as_trained(vae: ModelMixin, described: AeConfig) -> None:
     """Let the pipeline undo what training did to latents, where model.json departs from the autoencoder's config."""
     said = vae.config
     factor = described.scaling_factor if described.scaling_factor is not None else said.get("scaling_factor")
@@ -239,7 +242,7 @@ def _offload(config: SoRAInferenceConfig) -> bool:
     return options.cpu_offload or options.enable_offloading
 
 
-def _placed(pipeline: Any, offload: bool) -> Any:
+def _placed(pipeline: DiffusionPipeline, offload: bool) -> DiffusionPipeline:
     current = accelerator.current()
     device = current.device()
     pipeline.set_progress_bar_config(disable=True)
@@ -249,7 +252,7 @@ def _placed(pipeline: Any, offload: bool) -> Any:
     return pipeline.to(device)
 
 
-def _rule(rule: GenerationRule, pipeline: Any) -> GenerationRule:
+def _rule(rule: GenerationRule, pipeline: DiffusionPipeline) -> GenerationRule:
     """The model's rule, and what its pipeline asks beyond it."""
     if type(pipeline).__name__ != "WanImageToVideoPipeline" or rule.spatial_multiple % _WAN_MULTIPLE == 0:
         return rule

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.sora_inference import Sampler
 from mindspeed_mm.models.diffusion.objective import Objective
 from mindspeed_mm.utils.errors import ConfigError
 
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
 
 def build_sampler(
     objective: Objective, model_id: str | None, sampler: Sampler | None = None, shift: float | None = None
-) -> Any:
+) -> SchedulerMixin:
     """Return diffusers' scheduler for a model trained with an objective.
 
     Args:
@@ -28,7 +31,7 @@ def build_sampler(
     return with_shift(objective.sampling_scheduler(), sampler, shift)
 
 
-def with_shift(scheduler: Any, sampler: Sampler | None, shift: float | None) -> Any:
+def with_shift(scheduler: SchedulerMixin, sampler: Sampler | None, shift: float | None) -> SchedulerMixin:
     """Return a scheduler of flow matching with another solver or shift; `scheduler` itself if neither is asked for."""
     import diffusers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,12 @@ def default_steps_and_guidance(made: GenerationPipeline) -> tuple[int, float | N
     return takes["num_inference_steps"].default, guidance.default if guidance is not None else None
 
 
-def _call(made: GenerationPipeline, requests: Sequence[Request], options: SamplingOptions, takes: Any) -> np.ndarray:
+def _call(
+    made: GenerationPipeline,
+    requests: Sequence[Request],
+    options: SamplingOptions,
+    takes: Mapping[str, inspect.Parameter],
+) -> np.ndarray:
     frames, height, width = options.size
     keys = [sample_key(options.seed, request.index, request.sample) for request in requests]
     asked: dict[str, Any] = {
@@ -141,14 +146,16 @@ def _latents(made: GenerationPipeline, keys: Sequence[int], size: tuple[int, int
     return {"latents": normals(keys, _NOISE, (made.latent_channels, *shape)), **rounded}
 
 
-def _guidance_name(made: GenerationPipeline, takes: Any) -> str:
+def _guidance_name(made: GenerationPipeline, takes: Mapping[str, inspect.Parameter]) -> str:
     """The argument that is classifier-free guidance: guidance_scale is an embedding's value in distilled models."""
     structure = made.pipeline.transformer.config
     distilled = structure.get("guidance_embeds")
     return "true_cfg_scale" if "true_cfg_scale" in takes and not distilled else "guidance_scale"
 
 
-def _guidance(made: GenerationPipeline, scales: tuple[float, ...] | None, takes: Any) -> dict[str, Any]:
+def _guidance(
+    made: GenerationPipeline, scales: tuple[float, ...] | None, takes: Mapping[str, inspect.Parameter]
+) -> dict[str, Any]:
     if scales is None:
         return {}
     if "guidance_scale" not in takes and getattr(made.pipeline, "guider", None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -19,6 +19,9 @@ from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from mindspeed_mm.configs.config import ConfigReader
 
 _MEGABYTE = 1 << 20
 
@@ -143,7 +146,7 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
     return 0
 
 
-def _settle_predictor(model: Any, family: str, dataset_type: str) -> None:
+def _settle_predictor(model: ConfigReader, family: str, dataset_type: str) -> None:
     """Name the predictor that features are made for, and its task, where model.json names neither."""
     if any(model.get(key) is not None for key in ("predictor", "init_from_diffusers")):
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig, TextEncoderConfig
+from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
 from mindspeed_mm.models.predictor.family import PredictorFamily
 
@@ -24,7 +25,7 @@ def made_from(
     data: GenerationDataConfig,
     family: PredictorFamily,
     tokenizers: Sequence[str | None],
-    dataset: Any,
+    dataset: ShapedDataset,
     options: argparse.Namespace,
     needs_text: bool,
 ) -> dict[str, Any]:
