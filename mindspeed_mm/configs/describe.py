@@ -66,7 +66,7 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         data=typed.data,
         own_flags=MappingProxyType(own_flags),
     )
-    set_args(PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}))
+    set_args(PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}, own_flags))
     return run
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,18 +23,23 @@ class PublishedArguments(Namespace):
     """Every flag, `mm` with the files, and how far the run is; what `get_args()` returns while a run trains.
 
     What the launch has described can't be changed here, as parts of the run have been built from it already: a write
-    of another value is a ConfigError, one of the same value is taken. Attributes of a script's own may be written. A
-    copy (`copy.copy`, `copy.deepcopy`) is a plain Namespace of the script's own.
+    of another value is a ConfigError, one of the same value is taken. Attributes of a script's own may be written,
+    those that its flags and `args_defaults` brought too. A copy (`copy.copy`, `copy.deepcopy`) is a plain Namespace of
+    the script's own.
+
+    Args:
+        values: by attribute name.
+        own: names among them that are the script's own.
     """
 
     __slots__ = ("_described",)
 
     _described: frozenset[str]
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], own: Iterable[str] = ()) -> None:
         object.__setattr__(self, "_described", frozenset())
         super().__init__(**values)
-        object.__setattr__(self, "_described", frozenset(values))
+        object.__setattr__(self, "_described", frozenset(values).difference(own))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self._described:
