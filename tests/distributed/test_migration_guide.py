@@ -25,15 +25,16 @@ STEPS, ROWS, WIDTH, CLIP = 3, 8, 10, 0.5
 
 
 def run_script(words: list[str], script: str) -> dict[str, Any]:
-    """Run a user's script; which modules of its model are units, what one rank holds of a weight, and its steps."""
+    """Run a user's script; which modules of its model are units, what one rank holds of a weight, and what it noted."""
     before, registered = sys.argv, dict(ModelHub.MODEL_MAPPINGS)
     sys.argv = [script, *words]
     try:
-        (model,) = runpy.run_path(str(SCRIPTS / script), run_name="__main__")["built"]
+        names = runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     finally:
         sys.argv = before
         ModelHub.MODEL_MAPPINGS.clear()
         ModelHub.MODEL_MAPPINGS.update(registered)
+    (model,) = names["built"]
     model = getattr(model, "sharded_module", model)
     weight = next(param for param in model.parameters())
     return {
@@ -41,6 +42,7 @@ def run_script(words: list[str], script: str) -> dict[str, Any]:
         "units": [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
         "local": tuple((weight.to_local() if isinstance(weight, DTensor) else weight).shape),
         "steps": getattr(model, "steps", None),
+        "seen": names.get("seen"),
         "is_ours": getattr(model, "is_ours", None),
         "trained": [name for name, param in model.named_parameters() if param.requires_grad],
     }
@@ -89,6 +91,9 @@ def test_a_model_of_ones_own(sharding: str, ranks2: RankPool, tmp_path: Path) ->
     assert found["units"] == ["", "layers.0", "layers.1"]
     assert found["local"] == (WIDTH // 2, 6)
     assert found["steps"] == (["pre", "shard", "post"] if sharding == "steps" else None)
+    # two micro-batches in each step and in the evaluation at the end, and once more after pretrain
+    each = [(iteration, iteration * ROWS) for iteration in range(STEPS + 1) for _ in range(2)]
+    assert found["seen"] == [*each, each[-1]]
     losses, norms = metrics_of(run)
     expected_losses, expected_norms = train_own_model(sharding)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
