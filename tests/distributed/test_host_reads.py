@@ -1,0 +1,119 @@
+"""Between two logged steps the host reads nothing of the device, from a loss's return to the next forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.data.counting import BatchCounts
+from tests.distributed.test_devices import Pairs, run_on_the_host
+from tests.support.host_reads import DEVICE, HostRead, HostReads, counted_host_reads
+from tests.support.tiny_steps import Micro, TinySteps, forward_step
+from tests.support.workers import RankPool
+
+#: what is not ours: the end of a file's path → what it does there
+ALLOWED = {
+    "torch/optim/adam.py": "takes the scale and the flag to where the parameters are, which is where they are already",
+    "transformers/masking_utils.py": "a text encoder's forward pass looks whether any caption was filled up",
+}
+PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "__array__": lambda x: np.asarray(x),
+    "__bool__": lambda x: bool(x[0] > 0),
+    "__int__": lambda x: int(x.sum()),
+    "__float__": lambda x: float(x.max()),
+    "__index__": lambda x: [1, 2][x[1].long()],
+    "__format__": lambda x: f"{x[0]}",
+    "_local_scalar_dense": lambda x: torch.arange(x[1].long()),
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x),
+    "index": lambda x: x[x > 0],
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_each_kind_of_read_is_found_once(kind: str) -> None:
+    """And none of the same values in host memory."""
+    reads = HostReads()
+    reads.open()
+    host = torch.tensor([0.0, 1.0])
+    with reads.seen():
+        PLANTED[kind](host)
+        assert reads.windows == [[]]
+        PLANTED[kind](host.to(DEVICE) * 1)
+    (found,) = reads.windows[0]
+    assert found.file == __file__ and kind.strip("_") in found.kind
+
+
+def test_a_copy_is_read_one_step_late() -> None:
+    """At once it is a read of the device like any other."""
+    with counted_host_reads() as reads:
+        device = accelerator.current()
+        reads.open()
+        values = torch.ones(2, device=device.device())
+        at_once, late = device.read_later(values), device.read_later(values)
+        at_once()
+        assert [read.kind for read in reads.windows[0]] == ["tolist"]
+        reads.open()
+        late()
+        assert reads.windows[1] == []
+
+
+def host_reads_of_steps(kind: str, flags: dict[str, Any]) -> list[list[HostRead]]:
+    """Reads of three steps of two micro-batches each, none of them logged."""
+    with counted_host_reads() as reads:
+        tiny = TinySteps(kind, clip_grad=1.0, **flags)
+        for factor in (1.0, float("nan"), 2.0):
+            micros = [Micro(factor=factor, metrics={"a": torch.tensor(1.0)}), Micro(metrics={"b": (2.0, 1)})]
+            tiny.backend.forward_backward(forward_step, iter(micros), 2)
+            tiny.backend.step(BatchCounts(rows=2, media={"image": 1}), False)
+    return reads.windows
+
+
+STEPS: dict[str, dict[str, Any]] = {"adam": {}, "sgd": {"optimizer": "sgd", "sgd_momentum": 0.9}}
+STEPS |= {"fp16": {"fp16": True, "loss_scale": 8.0}, "averages": {"ema_decay": 0.9}}
+
+
+def not_allowed(windows: list[list[HostRead]]) -> list[HostRead]:
+    return [read for window in windows for read in window if not read.file.endswith(tuple(ALLOWED))]
+
+
+@pytest.mark.parametrize("settings", STEPS)
+@pytest.mark.parametrize("kind", ["fsdp2", "ptd"])
+def test_steps(ranks2: RankPool, megatron_pools: dict[int, RankPool], kind: str, settings: str) -> None:
+    pool = {"fsdp2": ranks2, "ptd": megatron_pools[2]}[kind]
+    for windows in pool.run(host_reads_of_steps, kind, STEPS[settings]):
+        assert len(windows) == 6 and not_allowed(windows) == []
+
+
+#: four steps, of which the last one alone is logged, and one save at the end
+RUN = ["--train-iters", "4", "--log-interval", "4", "--save-interval", "100"]
+
+
+def host_reads_of_a_run(words: list[str], script: str) -> list[list[HostRead]]:
+    with counted_host_reads() as reads:
+        run_on_the_host([*words, *RUN], script)
+    return reads.windows
+
+
+@pytest.mark.parametrize("name", ["language", "megatron", "generation"])
+def test_runs(name: str, qwen2_5_vl_dir: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of rows with and without images on both backends, and of clips, from the loader to the loop's own figures."""
+    words, script = getattr(Pairs(tmp_path, qwen2_5_vl_dir, request), name)(tmp_path)
+    pool = request.getfixturevalue("megatron_pools")[2] if name == "megatron" else request.getfixturevalue("ranks2")
+    for windows in pool.run(host_reads_of_a_run, words(tmp_path / "saved"), script, timeout=120):
+        micro_batches = 2 if name == "generation" else 1
+        assert len(windows) == 4 * micro_batches
+        assert not_allowed(windows[:-micro_batches]) == []
