@@ -56,6 +56,8 @@ All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file
 
 In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
 A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
+What the launch has described is only read there: writing another value is an error that says where to give it. Flags of
+the script's own, what `args_defaults` stores beside flags, and new attributes may be written.
 
 Rules that hold everywhere:
 
