@@ -89,6 +89,7 @@ REPEATED_BY_DESIGN: Mapping[str, tuple[str, ...]] = {
     "DIALECT": ("configs/dialects/",),
     "ADAPTER": ("models/transformers/",),
     "FAMILY": ("models/transformers/",),
+    "MEGATRON": ("models/transformers/",),
     "TRAITS": ("models/transformers/",),
 }
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70

@@ -7,16 +7,15 @@ README files count as many families.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mindspeed_mm.models.common.families import PACKAGE, find_family  # noqa: E402
 from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
 from mindspeed_mm.models.predictor.family import PredictorFamily  # noqa: E402
 from mindspeed_mm.models.predictor.family import families as predictors  # noqa: E402
@@ -26,7 +25,6 @@ from mindspeed_mm.models.transformers.paths import OLDER_PATHS  # noqa: E402
 from tests.support.families import families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-PACKAGE = "mindspeed_mm.models.transformers"
 HEAD = ("family", "model_type", "class", "media", "packed rows", "published sizes", "Megatron-core form")
 
 GENERATION_HEAD = ("model_id", "class of diffusers", "tasks", "trained by", "timesteps")
@@ -107,20 +105,20 @@ A family is one file in `mindspeed_mm/models/predictor/`: which class, which pip
 
 def row(name: str) -> list[str]:
     """The table row of one family."""
-    model_class: Any = ModelHub.find(name)
+    family = find_family(name)
+    assert family is not None
     title = (importlib.import_module(f"{PACKAGE}.{name}").__doc__ or name).splitlines()[0]
-    traits: FamilyTraits = traits_of(model_class)
+    traits: FamilyTraits = traits_of(family.model_class)
     media = dict.fromkeys(kind for tower in traits.towers for kind in tower.modalities)
     published = families()[name].published if name in families() else {}
-    has_megatron = importlib.util.find_spec(f"{PACKAGE}.{name}.megatron") is not None
     return [
         title.partition(":")[0].rstrip("."),
         f"`{name}`",
-        f"`{model_class.__name__}`",
+        f"`{family.model_class.__name__}`",
         ", ".join(media) or "text",
         "yes" if traits.packed_positions is not None else "",
         ", ".join(published),
-        "yes" if has_megatron else "",
+        "yes" if family.megatron is not None else "",
     ]
 
 

@@ -95,9 +95,12 @@ class LossConfig(Section):
         return self.chunk_size or (4096 if self.compute_mode == "dynamic_chunk" else 1024)
 
 
-def _read_plugins(value: object) -> Any:
+def read_plugins(value: object) -> Any:
+    """The modules that `plugin` names: a name stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
+
+Plugins = Annotated[list[str], BeforeValidator(read_plugins)]
 
 #: published spelling of a family → the one that transformers has
 PUBLISHED_FAMILIES = {"qwen2_5vl": "qwen2_5_vl"}
@@ -167,9 +170,7 @@ class TransformersModelConfig(Section):
         False, description="with train_from_scratch: the weights that the directory holds stay unread on purpose"
     )
     trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
-    plugin: Annotated[list[str], BeforeValidator(_read_plugins)] = Field(
-        [], description="modules imported first; they may register models"
-    )
+    plugin: Plugins = Field([], description="modules imported first; they may register models")
     attn_implementation: Attention = Field(None, description="attention kernel of every part that names none itself")
     image_encoder: ImageEncoderBlock = Field(ImageEncoderBlock(), description="vision tower and projector")
     vision_encoder: ModuleBlock = Field(ModuleBlock(), description="the same as image_encoder.vision_encoder")

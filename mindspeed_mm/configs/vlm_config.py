@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from mindspeed_mm.configs.model_config import FamilyName, LossConfig, check_ignored_weights, freeze_answer
+from mindspeed_mm.configs.model_config import FamilyName, LossConfig, Plugins, check_ignored_weights, freeze_answer
 from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
@@ -183,6 +183,7 @@ class VLMModelConfig(Section):
         False, description="with train_from_scratch: the weights that the directory holds stay unread on purpose"
     )
     trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
+    plugin: Plugins = Field([], description="modules imported first; they may register models")
     img_context_token_id: Size | None = Field(None, description="token that stands for a part of an image")
     video_token_id: Size | None = Field(None, description="token that stands for a part of a video")
     vision_start_token_id: Size | None = Field(None, description="token before an image or a video")
@@ -237,6 +238,12 @@ class VLMModelConfig(Section):
         for name in path.split("."):
             found = getattr(found, name)
         return found
+
+    def tower_numbers(self) -> dict[str, Any]:
+        """Return what is said of the vision tower's structure: dotted key → value."""
+        path, block = PART_PATHS["vision_encoder"], self.image_encoder.vision_encoder
+        names = [name for name in VLMVisionEncoderBlock.model_fields if name not in RecomputedBlock.model_fields]
+        return {f"{path}.{name}": value for name in names if (value := getattr(block, name)) is not None}
 
     def pipeline_layers(self, part: ModelPart) -> list[list[int]] | None:
         """Return a part's layers as [virtual stage][pipeline rank] (one row without virtual stages), or None."""

@@ -16,16 +16,17 @@ from torch import nn
 from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.families import require_megatron_form
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
-from mindspeed_mm.models.common.megatron_family import MegatronFamily, find_megatron_family
+from mindspeed_mm.models.common.megatron_family import MegatronFamily, Towers
 from mindspeed_mm.models.common.megatron_layers import SampleLengths
 from mindspeed_mm.models.common.megatron_names import Made
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_model, language_config
-from mindspeed_mm.models.text_decoder.names import DecoderShape, decoder_tensor
+from mindspeed_mm.models.text_decoder.names import DecoderShape
 from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.twin import meta_model
@@ -55,7 +56,7 @@ def planned_stages(
         pipeline,
         virtual,
         text_layers=hf_config.get_text_config().num_hidden_layers,
-        vision_layers=hf_config.vision_config.depth if family.image_encoder is not None else None,
+        vision_layers=hf_config.vision_config.depth if family.towers is not None else None,
         text=described.pipeline_layers("text_decoder"),
         vision=described.pipeline_layers("vision_encoder"),
         projector=described.pipeline_layers("vision_projector"),
@@ -69,7 +70,7 @@ def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | 
         ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
     """
     hf_config = described.hf_config()
-    stages = planned_stages(described, hf_config, find_megatron_family(hf_config.model_type), pipeline, virtual)
+    stages = planned_stages(described, hf_config, require_megatron_form(hf_config.model_type), pipeline, virtual)
     model = meta_model(ModelHub.get(None, hf_config), hf_config)
     freeze_parts(model, traits_of(model), frozen_parts(described))
     return model, stages
@@ -130,7 +131,8 @@ class VLModel(MegatronModule):
             vp_stage: number of the chunk on this pipeline rank; None without interleaving.
         """
         text_config = hf_config.get_text_config()
-        super().__init__(config=language_config(text_config, sizes))
+        super().__init__(config=language_config(text_config, sizes, family.structure))
+        self.towers: Towers | None = family.loaded_towers
         self.hf_config, self.family, self.sizes, self.stage, self.vp_stage = hf_config, family, sizes, stage, vp_stage
         self.loss_options = loss_options or LossOptions()
         self._twin = (twin,)  # a tuple, so that it is no part of this module
@@ -144,8 +146,8 @@ class VLModel(MegatronModule):
         )
         self.image_encoder = None
         if stage.has_vision:
-            assert family.image_encoder is not None
-            self.image_encoder = family.image_encoder(
+            assert self.towers is not None
+            self.image_encoder = self.towers.image_encoder(
                 hf_config.vision_config,
                 replace(sizes, recompute={**sizes.recompute, **(vision_recompute or {})}),
                 layers=stage.vision_layers,
@@ -157,6 +159,7 @@ class VLModel(MegatronModule):
             self.text_decoder = build_language_model(
                 text_config,
                 replace(sizes, recompute={**sizes.recompute, **(text_recompute or {})}),
+                family,
                 tied=self.share_embeddings_and_output_weights,
                 layers=stage.text_layers,
                 pre_process=stage.has_embedding,
@@ -179,7 +182,7 @@ class VLModel(MegatronModule):
         sizes = context.sizes or ParallelSizes()
         described = VLMModelConfig.from_dict(config)
         hf_config = described.hf_config()
-        family = find_megatron_family(hf_config.model_type)
+        family = require_megatron_form(hf_config.model_type)
         if not vp_stage:
             check_first_weights(
                 cls.__name__,
@@ -222,7 +225,7 @@ class VLModel(MegatronModule):
                     "--seq-length is missing: pipeline stages exchange tensors of that length, and rows are padded to "
                     "it; give it, or add --variable-seq-lengths"
                 )
-        if family.image_encoder is not None and not vp_stage:
+        if family.towers is not None and not vp_stage:
             _tell_default_freezes(described)
         model.freeze(**frozen_parts(described))
         return model
@@ -270,9 +273,9 @@ class VLModel(MegatronModule):
         if inner.startswith("decoder.layers."):
             number, rest = inner.removeprefix("decoder.layers.").split(".", 1)
             inner = f"decoder.layers.{int(number) + self.stage.text_layers.start}.{rest}"
-        made = decoder_tensor(inner, self._shape, self.family.decoder, self.family.head)
+        made = self.family.made_of(inner, self._shape)
         if made.sources == (self.family.head,) and self.share_embeddings_and_output_weights:
-            return decoder_tensor("embedding.word_embeddings.weight", self._shape, self.family.decoder)
+            return self.family.made_of("embedding.word_embeddings.weight", self._shape)
         return made
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +327,7 @@ class VLModel(MegatronModule):
             batch["sample_lengths"] = run_lengths(documents)
         if batch.get("labels") is not None:
             batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
-        if self.family.image_encoder is not None:
+        if self.towers is not None:
             batch["media_tokens"] = self._count_media_tokens(batch)
         return batch
 
@@ -340,7 +343,7 @@ class VLModel(MegatronModule):
         """Position ids, [batch, sequence] or [3, batch, sequence]; None: the plain order."""
         twin = self.hf_twin()
         if documents is None:
-            return self.family.positions(twin, batch) if self.family.positions else None
+            return None if self.towers is None else self.towers.positions(twin, batch)
         positions = require_packed_positions(traits_of(twin), type(twin).__name__)(twin, batch, documents)
         return positions[1:] if positions.dim() == 3 else positions
 
@@ -412,8 +415,8 @@ class VLModel(MegatronModule):
             trained = any(p.requires_grad for p in self.image_encoder.parameters())
             if not trained and self.stage.has_patch_embedding and self.stage.has_embedding:
                 return None
-            assert self.family.smallest_image is not None
-            pixels, grids = self.family.smallest_image(self.hf_config.vision_config)
+            assert self.towers is not None
+            pixels, grids = self.towers.smallest_image(self.hf_config.vision_config)
             pixels = pixels.to(device)
         if not self.stage.has_patch_embedding:
             self.image_encoder.set_input_tensor(received)

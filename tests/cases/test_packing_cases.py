@@ -34,7 +34,7 @@ def build_megatron(hf_dir: Path, reference: Any) -> Any:
     from mindspeed_mm.checkpoint.lazy import leaf
     from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
     from mindspeed_mm.checkpoint.megatron_weights import fill
-    from mindspeed_mm.models.common.megatron_family import find_megatron_family
+    from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.transformers.twin import meta_model
     from mindspeed_mm.models.vlm_model import VLModel
@@ -44,7 +44,7 @@ def build_megatron(hf_dir: Path, reference: Any) -> Any:
     config = reference.config
     (stage,) = plan_stages(1, None, text_layers=4, vision_layers=4)
     twin = meta_model(ModelHub.get(None, config), config)
-    model = VLModel(config, find_megatron_family("qwen2_5_vl"), ParallelSizes(), stage, twin)
+    model = VLModel(config, require_megatron_form("qwen2_5_vl"), ParallelSizes(), stage, twin)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
     def read(name: str, region: Any) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Run:
 
         from mindspeed_mm.backends.ptd import world_of_megatron
         from mindspeed_mm.checkpoint.megatron_state import MegatronState
-        from mindspeed_mm.models.common.megatron_family import find_megatron_family
+        from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.transformers.twin import meta_model
         from mindspeed_mm.models.vlm_model import VLModel
@@ -108,8 +108,8 @@ class Run:
         dtype = getattr(torch, layout.dtype)
         sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.virtual, params_dtype=dtype)
         config = AutoConfig.from_pretrained(hf_dir)
-        family, text = find_megatron_family(config.model_type), config.get_text_config()
-        vision = config.vision_config.depth if family.image_encoder is not None else None
+        family, text = require_megatron_form(config.model_type), config.get_text_config()
+        vision = config.vision_config.depth if family.towers is not None else None
         stages = plan_stages(layout.pipeline, layout.virtual, text_layers=text.num_hidden_layers, vision_layers=vision)
         self.twin = meta_model(ModelHub.get(None, config), config)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -12,7 +12,6 @@ from torch import nn
 
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
-from mindspeed_mm.models.transformers.qwen3 import Qwen3ForCausalLM
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.support.tiny_steps import Chunk, Line, Micro, TinySteps, forward_step
 from tests.support.workers import RankPool
@@ -73,7 +72,7 @@ def test_what_is_trained_in_evaluation_mode_is_said(caplog: pytest.LogCaptureFix
 def test_what_a_models_own_hook_freezes_stays_in_evaluation_mode(
     qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Own(Qwen3ForCausalLM):  # type: ignore[misc, valid-type]
+    class Own(ModelHub.find("qwen3")):  # type: ignore[misc]
         def freeze(self, config: Any) -> None:
             self.model.layers[0].requires_grad_(False).eval()
 

@@ -240,11 +240,11 @@ def test_random_values_are_asked_for(megatron_pools: dict[int, RankPool], qwen3_
 
 def unknown_family(hf_dir: str) -> str:
     start()
-    from mindspeed_mm.models.common.megatron_family import find_megatron_family
+    from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.utils.errors import ConfigError
 
     with pytest.raises(ConfigError) as error:
-        find_megatron_family("internvl")
+        require_megatron_form("internvl")
     return str(error.value)
 
 

@@ -29,6 +29,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from mindspeed_mm.checkpoint.lazy import leaf
     from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
     from mindspeed_mm.checkpoint.megatron_weights import fill
+    from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.loss import select_targets
     from mindspeed_mm.models.text_decoder.gpt import build_language_model
     from mindspeed_mm.models.text_decoder.names import DecoderShape, decoder_tensor
@@ -43,7 +44,9 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
         param.data.add_(torch.randn_like(param) * 0.05)  # norms and biases too
 
     sizes = ParallelSizes(tensor=tensor_parallel, sequence_parallel=sequence_parallel)
-    model = build_language_model(config, sizes, tied=config.tie_word_embeddings)
+    model = build_language_model(
+        config, sizes, require_megatron_form(config.model_type), tied=config.tie_word_embeddings
+    )
     shape = DecoderShape(config.num_key_value_heads, tensor_parallel)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
@@ -116,12 +119,13 @@ def refuse(tensor_parallel: int, **changes: Any) -> str:
     from mindspeed_mm.utils.errors import ConfigError
 
     accelerator.prepare_megatron()
+    from mindspeed_mm.configs.family_structure import FamilyStructure
     from mindspeed_mm.models.text_decoder.gpt import language_config
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     config = transformers.Qwen2Config(num_attention_heads=8, num_key_value_heads=4, **changes)
     with pytest.raises(ConfigError) as error:
-        language_config(config, ParallelSizes(tensor=tensor_parallel))
+        language_config(config, ParallelSizes(tensor=tensor_parallel), FamilyStructure(qkv_bias=True))
     return str(error.value)
 
 

@@ -143,13 +143,14 @@ def rotary_angles() -> tuple[torch.Tensor, torch.Tensor]:
     start()
     from transformers import Qwen3Config
 
+    from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.megatron_layers import SampleLengths
     from mindspeed_mm.models.text_decoder.gpt import build_language_model
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 64}
     config = Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)
-    model = build_language_model(config, ParallelSizes(), tied=False)
+    model = build_language_model(config, ParallelSizes(), require_megatron_form("qwen3"), tied=False)
     seen: list[torch.Tensor] = []
     model.decoder.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["rotary_pos_emb"]), with_kwargs=True

@@ -1,52 +1,91 @@
-"""What a family folder tells about its models' Megatron-core form, in its file `megatron.py`."""
+"""How a family's models are built of Megatron-core's modules: what the file `megatron.py` of its folder states.
+
+Importing this module, or that file, imports neither torch nor Megatron-core: the structure is needed when model.json is
+checked, the rest when a stage is built.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+from mindspeed_mm.configs.family_structure import FamilyStructure
+from mindspeed_mm.models.common.families import load_reference
 
-from mindspeed_mm.utils.errors import ConfigError
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import nn
+
+    from mindspeed_mm.models.common.megatron_names import Made
+    from mindspeed_mm.models.text_decoder.names import DecoderShape
+
+LayerSpec: TypeAlias = "Callable[[TransformerConfig], ModuleSpec]"
+TensorNames: TypeAlias = "Callable[[str, DecoderShape, str, str], Made]"
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The encoders of a family out of Megatron-core's modules.
+
+    Attributes:
+        image_encoder: (vision config, ParallelSizes, *, layers, has_patch_embedding, has_projector) → module with
+            `forward(pixel_values, grid_thw)`, `set_input_tensor`, `made_of`, `vision_encoder`, `vision_projector`.
+        smallest_image: (vision config) → (pixel_values, grid_thw) of one merged patch of zeros.
+        positions: (transformers model on meta, batch) → position ids [3, batch, sequence] int64, or None for the plain
+            order.
+    """
+
+    image_encoder: Callable[..., nn.Module]
+    smallest_image: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+    positions: Callable[[Any, dict[str, Any]], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class MegatronFamily:
-    """How a transformers model is built of Megatron-core's modules; the defaults suit a text model.
+    """The Megatron-core form of a family; the defaults suit a text model like Llama.
+
+    `layer_spec`, `tensor_names` and `towers` are the object itself or a reference `module:attribute` to it.
 
     Attributes:
+        structure: norms and biases of the decoder, and what model.json may say of the model.
         decoder: prefix of the decoder's tensors in the transformers model.
-        head: name of the output layer's tensor.
-        image_encoder: (vision config, ParallelSizes, *, layers, has_patch_embedding, has_projector) → module with
-            `forward(pixel_values, grid_thw)`, `set_input_tensor`, `made_of`, `vision_encoder`, `vision_projector`.
-        smallest_image: (vision config) → (pixel_values, grid_thw) of one merged patch of zeros.
-        positions: (transformers model on meta, batch) → position ids [3, batch, sequence], or None for the plain
-            order.
+        head: name of the output layer's tensor there.
+        layer_spec: Megatron-core's configuration → the spec of a decoder layer.
+        tensor_names: (name in the decoder, DecoderShape, `decoder`, `head`) → the transformers' tensors it is made of.
+        towers: None: the family reads text only.
     """
 
+    structure: FamilyStructure = field(default_factory=FamilyStructure)
     decoder: str = "model."
     head: str = "lm_head.weight"
-    image_encoder: Callable[..., nn.Module] | None = None
-    smallest_image: Callable[[Any], tuple[Any, Any]] | None = None
-    positions: Callable[[Any, dict[str, Any]], Any] | None = None
+    layer_spec: str | LayerSpec = "mindspeed_mm.models.common.megatron_layers:layer_spec_of"
+    tensor_names: str | TensorNames = "mindspeed_mm.models.text_decoder.names:decoder_tensor"
+    towers: str | Towers | None = None
+
+    @cached_property
+    def loaded_towers(self) -> Towers | None:
+        """`towers`, imported."""
+        return load_reference(self.towers) if isinstance(self.towers, str) else self.towers
+
+    def spec_of_layer(self, config: TransformerConfig) -> ModuleSpec:
+        """The spec of a decoder layer for Megatron-core's configuration of the decoder."""
+        return _loaded(self.layer_spec)(config)
+
+    def made_of(self, name: str, shape: DecoderShape) -> Made:
+        """Which of transformers' tensors a tensor of the decoder is made of.
+
+        Args:
+            name: in the decoder, with the number of the layer in the whole model.
+
+        Raises:
+            KeyError: the decoder has no such tensor.
+        """
+        return _loaded(self.tensor_names)(name, shape, self.decoder, self.head)
 
 
-def find_megatron_family(model_type: str) -> MegatronFamily:
-    """Return what the family folder of a HF `model_type` says.
-
-    Raises:
-        ConfigError: no folder, or one without a Megatron-core form.
-    """
-    package = "mindspeed_mm.models.transformers"
-    places = importlib.import_module(package).__path__
-    # by file: finding a module would import each family's package
-    having = sorted({file.parent.name for place in places for file in Path(place).glob("*/megatron.py")})
-    if model_type not in having:
-        raise ConfigError(
-            f"model_type '{model_type}' has no Megatron-core form here; those that have one: {', '.join(having)}; "
-            "others train with --use-torch-fsdp2"
-        )
-    return importlib.import_module(f"{package}.{model_type}.megatron").FAMILY
+def _loaded(value: Any) -> Any:
+    return load_reference(value) if isinstance(value, str) else value

@@ -154,3 +154,8 @@ def decoder_layer_spec(*, qk_norm: bool) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def layer_spec_of(config: TransformerConfig) -> ModuleSpec:
+    """The layer of `decoder_layer_spec`, with norms of queries and keys where the configuration has them."""
+    return decoder_layer_spec(qk_norm=config.qk_layernorm)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mindspeed_mm.configs.hf_directory import model_id_problem
 from mindspeed_mm.configs.model_config import settled_model_id
+from mindspeed_mm.configs.plugins import import_plugins
 from mindspeed_mm.configs.scalars import show
+from mindspeed_mm.models.common.families import (
+    REGISTERED_CLASSES,
+    Family,
+    family_folders,
+    find_family,
+    known_families,
+    register_family,
+)
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_T = TypeVar("_T", bound=type)
+_T = TypeVar("_T", bound="type | Family")
 
 
 class ModelHub:
@@ -26,26 +33,24 @@ class ModelHub:
     `mindspeed_mm.models.transformers` named by their model_id, imported when asked for.
     """
 
-    MODEL_MAPPINGS: ClassVar[dict[str, type]] = {}
+    MODEL_MAPPINGS: ClassVar[dict[str, type]] = REGISTERED_CLASSES
 
     @classmethod
-    def register(cls, model_id: str, model_class: _T | None = None) -> Any:
-        """Register `model_class` under `model_id`; without a class, return a decorator that does.
+    def register(cls, model_id: str, model: Any = None) -> Any:
+        """Register a class, or a `Family`, under `model_id`; without either, return a decorator that registers a class.
+
+        A class says how its family is trained on FSDP2; a `Family` may also bring an adapter for its rows, and how it
+        is built of Megatron-core's modules.
 
         Raises:
-            ConfigError: the id belongs to another class already.
+            ConfigError: the id belongs to another class or family already.
         """
 
         def add(new: _T) -> _T:
-            old = cls.MODEL_MAPPINGS.get(model_id)
-            if old is not None and (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__):
-                raise ConfigError(
-                    f"model_id '{model_id}' is registered already, by {old.__module__}.{old.__qualname__}"
-                )
-            cls.MODEL_MAPPINGS[model_id] = new
+            register_family(model_id, new)
             return new
 
-        return add if model_class is None else add(model_class)
+        return add if model is None else add(model)
 
     @classmethod
     def import_plugins(cls, modules: Iterable[str]) -> None:
@@ -54,30 +59,18 @@ class ModelHub:
         Raises:
             ConfigError: one of them can't be imported; names it and the reason.
         """
-        for name in modules:
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise ConfigError(
-                    f"model.json: plugin '{name}' can't be imported ({error}); expected a module on PYTHONPATH or in "
-                    "the "
-                    "working folder, written with dots"
-                ) from error
+        import_plugins(modules)
 
     @classmethod
     def find(cls, model_id: str | None) -> type | None:
-        """Return the class registered under `model_id`, importing its family folder if there is one; else None."""
-        if model_id is None:
-            return None
-        if model_id not in cls.MODEL_MAPPINGS and model_id in cls.families():
-            importlib.import_module(f"mindspeed_mm.models.transformers.{model_id}")
-        return cls.MODEL_MAPPINGS.get(model_id)
+        """Return the class that the family named `model_id` trains; None: there is no such family."""
+        family = find_family(model_id)
+        return None if family is None else family.model_class
 
     @classmethod
     def families(cls) -> list[str]:
         """Ids of the families that are folders of this package."""
-        package = importlib.import_module("mindspeed_mm.models.transformers")
-        return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.ispkg)
+        return family_folders()
 
     @classmethod
     def get(cls, model_id: str | None, hf_config: PretrainedConfig, *, where: str = "model.json") -> type:
@@ -97,7 +90,7 @@ class ModelHub:
         if settled != model_id:
             notice(
                 f"{where}: 'model_id' is '{model_id}', as published files call it, and {source} describes a "
-                f"'{settled}': that is what is trained; write \"model_id\": \"{settled}\""
+                f'\'{settled}\': that is what is trained; write "model_id": "{settled}"'
             )
             model_id = settled
         found = cls.find(model_id) if model_id is not None else cls.find(hf_config.model_type)
@@ -106,7 +99,7 @@ class ModelHub:
         if found is not None:
             return found
         if model_id is not None and model_id != hf_config.model_type:
-            known = sorted({*cls.MODEL_MAPPINGS, *cls.families(), hf_config.model_type})
+            known = sorted({*known_families(), hf_config.model_type})
             raise ConfigError(
                 f"{where}: model_id '{model_id}' is neither registered nor the model_type of the HF config "
                 f"('{hf_config.model_type}'){did_you_mean(model_id, known)}; known: {', '.join(known)}"

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 
 #: value of the offset embedding that CogVideoXImageToVideoPipeline gives to models that have one (1.5, image to video)
 OFFSET = 2.0
 
 
-@register_family
+@register_predictor_family
 class CogVideoX(PredictorFamily):
     """diffusers' CogVideoXTransformer3DModel: 2B with sine positions, 5B and 1.5 with rotary ones.
 

@@ -174,7 +174,7 @@ class PredictorFamily(ABC):
 _families: dict[str, type[PredictorFamily]] = {}
 
 
-def register_family(family: type[PredictorFamily]) -> type[PredictorFamily]:
+def register_predictor_family(family: type[PredictorFamily]) -> type[PredictorFamily]:
     """Make a family known by its names."""
     for name in (*family.names, *family.published_names):
         old = _families.get(name)

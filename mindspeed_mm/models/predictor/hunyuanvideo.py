@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 
 
-@register_family
+@register_predictor_family
 class HunyuanVideo(PredictorFamily):
     """diffusers' HunyuanVideoTransformer3DModel.
 

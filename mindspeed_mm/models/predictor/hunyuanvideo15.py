@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
 
@@ -42,7 +42,7 @@ _KNOWN = (
 )
 
 
-@register_family
+@register_predictor_family
 class HunyuanVideo15(PredictorFamily):
     """diffusers' HunyuanVideo15Transformer3DModel.
 

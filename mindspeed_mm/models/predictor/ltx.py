@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 
 #: frames a second that positions in time are counted with: LTXPipeline's default
 FRAME_RATE = 25
 
 
-@register_family
+@register_predictor_family
 class Ltx(PredictorFamily):
     """diffusers' LTXVideoTransformer3DModel.
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, register_predictor_family
 from mindspeed_mm.models.predictor.pictures import PACKED, PackedPictures, only_frame, pack, refuse, unpack
 
 
-@register_family
+@register_predictor_family
 class QwenImage(PackedPictures):
     """diffusers' QwenImageTransformer2DModel."""
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 from mindspeed_mm.models.predictor.pictures import only_frame
 from mindspeed_mm.utils.errors import DataError
 
 
-@register_family
+@register_predictor_family
 class StableDiffusion3(PredictorFamily):
     """diffusers' SD3Transformer2DModel."""
 

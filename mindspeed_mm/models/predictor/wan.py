@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_family
+from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -27,7 +27,7 @@ _READ = {
 _READ |= {"ffn_dim", "num_layers", "pipeline_num_layers", "cross_attn_norm", "qk_norm", "eps", "img_dim", "max_seq_len"}
 
 
-@register_family
+@register_predictor_family
 class Wan(PredictorFamily):
     """diffusers' WanTransformer3DModel."""
 

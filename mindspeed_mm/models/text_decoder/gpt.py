@@ -13,8 +13,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mm.configs.family_structure import FamilyStructure
 from mindspeed_mm.models.common.loss import Targets
-from mindspeed_mm.models.common.megatron_layers import RMSNorm, decoder_layer_spec
+from mindspeed_mm.models.common.megatron_family import MegatronFamily
+from mindspeed_mm.models.common.megatron_layers import RMSNorm
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -22,13 +24,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> TransformerConfig:
+def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes, structure: FamilyStructure) -> TransformerConfig:
     """Megatron-core's configuration for a decoder that transformers describes.
 
     Dropout, norm epsilon, biases and head sizes are those of `hf_config`, never Megatron's defaults.
 
     Args:
         hf_config: the text configuration, of the Llama kind: pre-norm, RMS norms, rotary positions, gated SiLU MLP.
+        structure: what the configuration doesn't say of the family.
 
     Raises:
         ConfigError: heads, groups or widths don't divide by the tensor-parallel size, the activation is another one, or
@@ -49,8 +52,8 @@ def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> Transf
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=has_qkv_bias(hf_config),
-        qk_layernorm=has_qk_norm(hf_config),
+        add_qkv_bias=structure.has_qkv_bias(hf_config),
+        qk_layernorm=structure.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=getattr(hf_config, "attention_dropout", 0.0) or 0.0,
         mrope_section=hf_config.rope_parameters.get("mrope_section"),
@@ -100,16 +103,6 @@ def _refuse_misfits(hf_config: PretrainedConfig, sizes: ParallelSizes) -> None:
             f"config.json: layer_types has {len(other)} layers of {other[0]}; this decoder's layers attend to the "
             "whole row; set use_sliding_window to false, or add --use-torch-fsdp2"
         )
-
-
-def has_qk_norm(hf_config: PretrainedConfig) -> bool:
-    """Whether the family normalises queries and keys."""
-    return hf_config.model_type.startswith("qwen3")
-
-
-def has_qkv_bias(hf_config: PretrainedConfig) -> bool:
-    """Whether the projections of queries, keys and values have a bias."""
-    return bool(getattr(hf_config, "attention_bias", hf_config.model_type.startswith("qwen2")))
 
 
 def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -187,6 +180,7 @@ class LanguageModel(GPTModel):
 def build_language_model(
     hf_config: PretrainedConfig,
     sizes: ParallelSizes,
+    family: MegatronFamily,
     *,
     tied: bool,
     layers: range | None = None,
@@ -196,6 +190,8 @@ def build_language_model(
     """Build a stage's part of the decoder; its weights are random, on the device of the context.
 
     Args:
+        hf_config: the text configuration.
+        family: norms, biases and layers of the model's family.
         tied: whether the head is the embedding.
         layers: numbers of its layers in the whole model; None: all.
         pre_process, post_process: whether this stage holds the embedding, and the head.
@@ -204,13 +200,13 @@ def build_language_model(
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"config.json: rope_type is '{rope['rope_type']}'; this decoder has the default one")
-    config = language_config(hf_config, sizes)
+    config = language_config(hf_config, sizes, family.structure)
     # a stage is built as a model of its own: which layers it has is decided by `layers`, not by Megatron-core
     config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = 1, None
     config.num_layers = len(layers)
     for name, value in recompute_for(sizes.recompute, len(layers)).items():
         setattr(config, name, value)
-    spec = decoder_layer_spec(qk_norm=config.qk_layernorm)
+    spec = family.spec_of_layer(config)
     model = LanguageModel(
         config,
         TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm),

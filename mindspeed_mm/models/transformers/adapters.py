@@ -1,33 +1,30 @@
-"""Which data adapter a model takes: its family folder's own, or the default one."""
+"""Which data adapter a model takes: its family's own, or the default one."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.configs.model_config import settled_model_id
+from mindspeed_mm.configs.model_config import read_plugins, settled_model_id
+from mindspeed_mm.configs.plugins import import_plugins
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
-
-_PACKAGE = "mindspeed_mm.models.transformers"
+from mindspeed_mm.models.common.families import find_family
 
 
 def find_adapter(model_config: Any) -> DataAdapter:
-    """Return `ADAPTER` of the module `data` in the family's folder, where there is one; else the default adapter.
+    """Return the adapter of the model's family, or the default one where it has none of its own.
 
     Args:
         model_config: model.json's content: `model_id`, or what config.json in `init_from_hf_path` calls its model_type,
-            names the family.
+            names the family; a `plugin` may register it.
     """
-    for family in _names(model_config):
-        if family.isidentifier() and importlib.util.find_spec(f"{_PACKAGE}.{family}") is not None:
-            module = f"{_PACKAGE}.{family}.data"
-            if importlib.util.find_spec(module) is not None:
-                return importlib.import_module(module).ADAPTER
-            break
+    import_plugins(read_plugins(getattr(model_config, "plugin", None) or []))
+    for name in _names(model_config):
+        family = find_family(name)
+        if family is not None and family.data_adapter is not None:
+            return family.data_adapter
     return DefaultAdapter()
 
 

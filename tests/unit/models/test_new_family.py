@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mindspeed_mm.models.transformers as package
+from mindspeed_mm.models.common import families
+from mindspeed_mm.models.common.families import find_family
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.adapters import find_adapter
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
+from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.utils.errors import ConfigError
 from tests.support.families.qwen3_vl import make
 
 
@@ -43,3 +50,45 @@ def test_a_folder_is_a_family(new_family: str, tmp_path: Path) -> None:
     assert json.loads((hf_dir / "config.json").read_text())["model_type"] == "qwen3_vl"
     del description["model_id"]
     assert type(find_adapter(type("Model", (), description))).__module__ == f"{package.__name__}.qwen3_vl.data"
+
+
+def test_records_are_read_without_torch() -> None:
+    """So that model.json can be checked before anything that takes long is imported."""
+    code = (
+        "import sys\n"
+        "from mindspeed_mm.models.common.families import family_folders, find_family\n"
+        "records = [find_family(name) for name in family_folders()]\n"
+        "structures = [family.megatron_form.structure for family in records if family.megatron]\n"
+        "print(len(records), len(structures), {'torch', 'transformers', 'megatron'} & set(sys.modules))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == [str(len(ModelHub.families())), "3", "set()"]
+
+
+def test_what_records_name_is_there() -> None:
+    for name in ModelHub.families():
+        family = find_family(name)
+        assert family is not None
+        assert issubclass(family.model_class, FSDP2Mixin)
+        assert isinstance(family.model_class.traits, FamilyTraits)  # type: ignore[attr-defined]
+        assert (family.data_adapter is None) == (family.adapter is None)
+
+
+def test_a_name_belongs_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of the user's own takes the folder's place, and keeps its rows; two of them can't have one name."""
+    monkeypatch.setattr(families, "REGISTERED_CLASSES", {})
+    monkeypatch.setattr(families, "_REGISTERED", {})
+
+    class Own(ModelHub.find("qwen3_vl")):  # type: ignore[misc]
+        pass
+
+    ModelHub.register("qwen3_vl", Own)
+    family = find_family("qwen3_vl")
+    assert family is not None and family.model_class is Own
+    assert type(family.data_adapter).__name__ == "TimedVideoAdapter"
+    with pytest.raises(ConfigError, match=r"model_id 'qwen3_vl' is registered already, by .*Own"):
+        ModelHub.register("qwen3_vl", families.Family("transformers:LlamaForCausalLM"))
+    ModelHub.register("own_llama", families.Family("transformers:LlamaForCausalLM", traits=families.TEXT))
+    assert ModelHub.find("own_llama") is not ModelHub.find("llama")
+    with pytest.raises(ConfigError, match=r"model_id 'own_llama' is registered already, by transformers:Llama"):
+        ModelHub.register("own_llama")(Own)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-import runpy
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +13,8 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.models.common.families import find_family, require_megatron_form
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.megatron_family import find_megatron_family
 from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
 from mindspeed_mm.tools import cli
@@ -93,19 +92,23 @@ def test_a_family_that_needs_a_newer_transformers_says_so(install: Install) -> N
     install("transformers", "5.22.2")
     assert version_faults() == []
     sentence = r"Qwen2\.5-Omni and Qwen3-Omni: transformers 5\.22\.2 is installed and transformers >= 5\.23 is needed: "
-    with pytest.raises(ConfigError, match=sentence):
-        runpy.run_module("mindspeed_mm.models.transformers.qwen2_5_omni.__init__")
+    for name in ("qwen2_5_omni", "qwen3_omni_moe_thinker"):
+        found = find_family(name)
+        assert found is not None
+        family = replace(found)  # which has loaded nothing yet
+        with pytest.raises(ConfigError, match=sentence):
+            _ = family.model_class
+        with pytest.raises(ConfigError, match=sentence):
+            _ = family.data_adapter
 
 
 def test_a_family_that_needs_a_newer_transformers_is_not_in_the_way_of_others(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    install: Install,
 ) -> None:
-    """The Megatron backend looks for its families without importing those that it doesn't train."""
     install("transformers", "5.22.2")
-    monkeypatch.delitem(sys.modules, "mindspeed_mm.models.transformers.qwen2_5_omni", raising=False)
-    assert find_megatron_family("qwen3").decoder == "model."
+    assert require_megatron_form("qwen3").decoder == "model."
     with pytest.raises(ConfigError, match=r"'gemma3' has no .* have one: qwen2, qwen2_5_vl, qwen3; others train"):
-        find_megatron_family("gemma3")
+        require_megatron_form("gemma3")
 
 
 def test_torch_npu_beside_another_torch_is_told_first(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

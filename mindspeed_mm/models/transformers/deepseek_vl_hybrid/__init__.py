@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import DeepseekVLHybridForConditionalGeneration as HFDeepseekVLHybrid
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.deepseek_vl import TRAITS
-
-
-def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
-    """Run both towers and the aligner on one picture of zeros, of the only sizes that they take → [tokens, hidden]."""
-    config = model.config
-    low, high = (
-        torch.zeros(1, part.num_channels, part.image_size, part.image_size, device=device, dtype=model.dtype)
-        for part in (config.vision_config, config.high_res_vision_config)
-    )
-    return torch.cat(list(model.model.get_image_features(low, high, return_dict=True).pooler_output))
-
-
-_HIGH = (
-    "model.high_res_vision_model",
-    "model.high_res_vision_neck",
-    "model.high_res_vision_proj",
+FAMILY = Family(
+    "transformers:DeepseekVLHybridForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-DeepseekVLHybridForConditionalGeneration = adapt_class(HFDeepseekVLHybrid)
-DeepseekVLHybridForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
-    TRAITS,
-    parts={**TRAITS.parts, "vision_encoder": ("model.vision_model", *_HIGH)},
-    towers=(
-        dataclasses.replace(
-            TRAITS.towers[0],
-            run_dummy=_run_one_picture,
-            beside=("model.aligner", *_HIGH, "model.high_res_vision_alpha"),
-        ),
-    ),
-)
-ModelHub.register("deepseek_vl_hybrid", DeepseekVLHybridForConditionalGeneration)

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-from transformers import Gemma3ForConditionalGeneration as HFGemma3
-from transformers.utils.generic import is_flash_attention_requested
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.gemma3.batches import packed_masks
-from mindspeed_mm.models.transformers.llava import TRAITS
-from mindspeed_mm.utils.errors import ConfigError
-
-
-class Gemma3ForConditionalGeneration(adapt_class(HFGemma3)):  # type: ignore[misc]
-    """The transformers class; it refuses attention without a mask for pictures."""
-
-    __module__ = HFGemma3.__module__
-    traits = dataclasses.replace(TRAITS, packed_masks=packed_masks)
-
-    def __init__(self, config: Any) -> None:
-        """
-        Args:
-            config: Gemma3Config.
-
-        Raises:
-            ConfigError: its text model is to use flash attention.
-        """
-        if is_flash_attention_requested(config.text_config):
-            raise ConfigError(
-                f"Gemma 3 with attention '{config.text_config._attn_implementation}' would train its pictures' tokens "
-                "as if none saw the ones behind it, because flash attention takes no mask; set text_decoder."
-                "attn_implementation: sdpa in model.json"
-            )
-        super().__init__(config)
-
-
-ModelHub.register("gemma3", Gemma3ForConditionalGeneration)
+FAMILY = Family(
+    ".model:Gemma3ForConditionalGeneration",
+    traits=".model:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
+)

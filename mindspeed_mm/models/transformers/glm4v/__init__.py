@@ -1,30 +1,12 @@
-"""GLM-4.1V: the transformers class with the mixins, its parts and its vision tower's smallest input."""
+"""GLM-4.1V."""
 
 from __future__ import annotations
 
-from transformers import Glm4vForConditionalGeneration as HFGlm4v
+from mindspeed_mm.models.common.families import Family
 
-from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
-from mindspeed_mm.models.transformers.qwen2_5_vl import run_one_patch
-from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
-
-TRAITS = FamilyTraits(
-    language_model="model.language_model",
-    parts={
-        "vision_encoder": ("model.visual",),
-        "vision_projector": ("model.visual.downsample", "model.visual.merger"),
-        "text_decoder": ("model.language_model", "lm_head"),
-    },
-    sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
-    packed_positions=packed_positions,
-    one_tower_pass=glm4v_tower_pass,
+FAMILY = Family(
+    "transformers:Glm4vForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-
-Glm4vForConditionalGeneration = adapt_class(HFGlm4v)
-Glm4vForConditionalGeneration.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("glm4v", Glm4vForConditionalGeneration)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from transformers import Glm4vMoeForConditionalGeneration as HFGlm4vMoe
+from dataclasses import replace
 
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.glm4v import TRAITS
+from mindspeed_mm.models.transformers.glm4v import FAMILY as GLM4V
 
-Glm4vMoeForConditionalGeneration = adapt_class(HFGlm4vMoe)
-Glm4vMoeForConditionalGeneration.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("glm4v_moe", Glm4vMoeForConditionalGeneration)
+FAMILY = replace(GLM4V, model="transformers:Glm4vMoeForConditionalGeneration")

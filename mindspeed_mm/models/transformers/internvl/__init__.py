@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+from mindspeed_mm.models.common.families import Family
 
-from transformers import InternVLForConditionalGeneration as HFInternVL
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
-
-InternVLForConditionalGeneration = adapt_class(HFInternVL)
-InternVLForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
-    TRAITS, towers=(dataclasses.replace(TOWER, modalities=("image", "video")),)
+FAMILY = Family(
+    "transformers:InternVLForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-ModelHub.register("internvl", InternVLForConditionalGeneration)

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import LlavaNextForConditionalGeneration as HFLlavaNext
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
-
-
-def run_smallest_tiling(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower, projector and row sign on the smallest picture, which is shown whole and in tiles → [tokens, hidden].
-
-    The picture has the shape of the smallest arrangement of tiles, of which it takes every one.
-    """
-    config = model.config
-    vision, side = config.vision_config, config.vision_config.image_size
-    height, width = min(config.image_grid_pinpoints, key=lambda sides: sides[0] * sides[1])
-    tiles = 1 + (height // side) * (width // side)
-    pixels = torch.zeros(1, tiles, vision.num_channels, side, side, device=device, dtype=model.dtype)
-    sizes = torch.tensor([[height, width]])
-    return torch.cat(list(model.model.get_image_features(pixels, sizes, return_dict=True).pooler_output))
-
-
-LlavaNextForConditionalGeneration = adapt_class(HFLlavaNext)
-LlavaNextForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
-    TRAITS,
-    towers=(dataclasses.replace(TOWER, run_dummy=run_smallest_tiling, beside=(*TOWER.beside, "model.image_newline")),),
+FAMILY = Family(
+    "transformers:LlavaNextForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-ModelHub.register("llava_next", LlavaNextForConditionalGeneration)

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import LlavaOnevisionForConditionalGeneration as HFLlavaOnevision
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
-from mindspeed_mm.models.transformers.llava_next import run_smallest_tiling
-
-
-def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower, projector, pooling and closing sign on a clip of one frame of zeros → [1, tokens, hidden]."""
-    vision = model.config.vision_config
-    shape = (1, 1, vision.num_channels, vision.image_size, vision.image_size)
-    pixels = torch.zeros(shape, device=device, dtype=model.dtype)
-    return model.model.get_video_features(pixels, return_dict=True).pooler_output
-
-
-# The model runs its tower once for pictures and once for videos, whose features it makes in different ways. So every
-# rank makes both passes, on a dummy where it has no such medium; the tower rests when there is neither.
-_BOTH = dataclasses.replace(TOWER, modalities=("image", "video"), beside=(*TOWER.beside, "model.image_newline"))
-_TOWERS = (
-    dataclasses.replace(_BOTH, run_dummy=run_smallest_tiling),
-    dataclasses.replace(_BOTH, input_keys=("pixel_values_videos",), run_dummy=run_smallest_video),
+FAMILY = Family(
+    "transformers:LlavaOnevisionForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-
-LlavaOnevisionForConditionalGeneration = adapt_class(HFLlavaOnevision)
-LlavaOnevisionForConditionalGeneration.traits = dataclasses.replace(TRAITS, towers=_TOWERS)  # type: ignore[attr-defined]
-ModelHub.register("llava_onevision", LlavaOnevisionForConditionalGeneration)

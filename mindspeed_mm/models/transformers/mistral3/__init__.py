@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import Mistral3ForConditionalGeneration as HFMistral3
-
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.llava import TOWER, TRAITS
-
-
-def _run_two_patches(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower and projector on a picture of two merged patches of zeros → [2, hidden]; of one it takes none."""
-    config = model.config
-    side = config.vision_config.patch_size * config.spatial_merge_size
-    pixels = torch.zeros(1, config.vision_config.num_channels, side, 2 * side, device=device, dtype=model.dtype)
-    sizes = torch.tensor([[side, 2 * side]])
-    return torch.cat(list(model.model.get_image_features(pixels, sizes, return_dict=True).pooler_output))
-
-
-Mistral3ForConditionalGeneration = adapt_class(HFMistral3)
-Mistral3ForConditionalGeneration.traits = dataclasses.replace(  # type: ignore[attr-defined]
-    TRAITS, towers=(dataclasses.replace(TOWER, run_dummy=_run_two_patches, patches_per_row=lambda config: 1),)
+FAMILY = Family(
+    "transformers:Mistral3ForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-ModelHub.register("mistral3", Mistral3ForConditionalGeneration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_mm.configs.family_structure import FamilyStructure
 from mindspeed_mm.models.common.megatron_family import MegatronFamily
 
-FAMILY = MegatronFamily()
+MEGATRON = MegatronFamily(FamilyStructure(qkv_bias=True))

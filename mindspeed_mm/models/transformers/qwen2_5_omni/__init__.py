@@ -1,62 +1,29 @@
-"""Qwen2.5-Omni's thinker: the transformers class with the mixins, its parts and its towers' smallest inputs."""
+"""Qwen2.5-Omni's thinker."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from transformers import Qwen2_5OmniThinkerForConditionalGeneration as HFThinker
-
-from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.models.transformers.qwen2_5_omni.batches import omni_packed_positions, omni_tower_pass
-from mindspeed_mm.models.transformers.qwen2_5_vl import run_one_patch
+from mindspeed_mm.models.common.families import Family
 from mindspeed_mm.utils.versions import require_release
 
-# Every Omni family's folder imports this one, its data module included.
-require_release(
-    "Qwen2.5-Omni and Qwen3-Omni",
-    "transformers",
-    "5.23",
-    "their modules have today's names, and their processors say what they write for a medium, since then",
+
+def check_release() -> None:
+    """Refuse transformers that is too old for the Omni families.
+
+    Raises:
+        ConfigError: with the release that is needed.
+    """
+    require_release(
+        "Qwen2.5-Omni and Qwen3-Omni",
+        "transformers",
+        "5.23",
+        "their modules have today's names, and their processors say what they write for a medium, since then",
+    )
+
+
+FAMILY = Family(
+    "transformers:Qwen2_5OmniThinkerForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
+    check_release=check_release,
 )
-
-_FRAMES = 8  # become one token in Qwen3-Omni's tower, two in Qwen2.5-Omni's
-
-
-def run_smallest_sound(model: Any, device: torch.device) -> torch.Tensor:
-    """Run the audio tower on 80 ms of zeros → [tokens, hidden]."""
-    tower = model.model.audio_tower
-    features = torch.zeros(1, tower.num_mel_bins, _FRAMES, device=device)
-    mask = torch.ones(1, _FRAMES, dtype=torch.int64, device=device)
-    return model.model.get_audio_features(features, mask, return_dict=True).last_hidden_state
-
-
-AUDIO_TOWER = Tower("model.audio_tower", ("audio",), ("input_features",), run_smallest_sound)
-
-TRAITS = FamilyTraits(
-    language_model="model.language_model",
-    parts={
-        "vision_encoder": ("model.visual",),
-        "vision_projector": ("model.visual.merger",),
-        "audio_encoder": ("model.audio_tower",),
-        "text_decoder": ("model.language_model", "lm_head"),
-    },
-    sub_configs={
-        "vision_encoder": "vision_config",
-        "audio_encoder": "audio_config",
-        "text_decoder": "text_config",
-    },
-    towers=(
-        AUDIO_TOWER,
-        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),
-    ),
-    packed_positions=omni_packed_positions,
-    one_tower_pass=omni_tower_pass,
-)
-
-Qwen2_5OmniThinker = adapt_class(HFThinker)
-Qwen2_5OmniThinker.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("qwen2_5_omni", Qwen2_5OmniThinker)

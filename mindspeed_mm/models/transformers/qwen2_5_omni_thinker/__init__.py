@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.qwen2_5_omni import Qwen2_5OmniThinker
+from mindspeed_mm.models.transformers.qwen2_5_omni import FAMILY
 
-ModelHub.register("qwen2_5_omni_thinker", Qwen2_5OmniThinker)
+__all__ = ["FAMILY"]

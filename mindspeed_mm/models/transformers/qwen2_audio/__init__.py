@@ -1,46 +1,12 @@
-"""Qwen2-Audio: the transformers class with the mixins, its parts and its audio tower's only length of input."""
+"""Qwen2-Audio."""
 
 from __future__ import annotations
 
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import Qwen2AudioForConditionalGeneration as HFQwen2Audio
-
-from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.common.packed import plain_positions
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.family import FamilyTraits
-
-
-def run_window_of_zeros(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower and projector on a window of zeros, the one length that they take → [1, positions, hidden]."""
-    tower = model.model.audio_tower
-    features = torch.zeros(1, tower.num_mel_bins, 2 * tower.max_source_positions, device=device)
-    return model.model.multi_modal_projector(tower(features).last_hidden_state)
-
-
-TRAITS = FamilyTraits(
-    language_model="model.language_model",
-    parts={
-        "audio_encoder": ("model.audio_tower", "model.multi_modal_projector"),
-        "text_decoder": ("model.language_model", "lm_head"),
-    },
-    sub_configs={"audio_encoder": "audio_config", "text_decoder": "text_config"},
-    towers=(
-        Tower(
-            "model.audio_tower",
-            ("audio",),
-            ("input_features",),
-            run_window_of_zeros,
-            beside=("model.multi_modal_projector",),
-            patches_per_row=lambda config: config.audio_config.max_source_positions,
-        ),
-    ),
-    packed_positions=plain_positions,
+FAMILY = Family(
+    "transformers:Qwen2AudioForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-
-Qwen2AudioForConditionalGeneration = adapt_class(HFQwen2Audio)
-Qwen2AudioForConditionalGeneration.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("qwen2_audio", Qwen2AudioForConditionalGeneration)

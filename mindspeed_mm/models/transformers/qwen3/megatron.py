@@ -1,7 +1,8 @@
-"""Qwen3 (text) out of Megatron-core's modules."""
+"""Qwen3 (text) out of Megatron-core's modules: norms of queries and keys, no biases."""
 
 from __future__ import annotations
 
+from mindspeed_mm.configs.family_structure import FamilyStructure
 from mindspeed_mm.models.common.megatron_family import MegatronFamily
 
-FAMILY = MegatronFamily()
+MEGATRON = MegatronFamily(FamilyStructure(qk_norm=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.qwen3_omni_moe import Qwen3OmniMoeThinker
+from mindspeed_mm.models.transformers.qwen3_omni_moe import FAMILY
 
-ModelHub.register("qwen3_omni_moe_thinker", Qwen3OmniMoeThinker)
+__all__ = ["FAMILY"]

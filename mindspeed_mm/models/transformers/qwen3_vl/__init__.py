@@ -1,48 +1,12 @@
-"""Qwen3-VL: the transformers class with the mixins, its parts and its vision tower's smallest input."""
+"""Qwen3-VL."""
 
 from __future__ import annotations
 
-from typing import Any
+from mindspeed_mm.models.common.families import Family
 
-import torch
-from transformers import Qwen3VLForConditionalGeneration as HFQwen3VL
-
-from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.family import FamilyTraits
-from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
-
-
-def run_one_deepstack_patch(model: Any, device: torch.device) -> torch.Tensor:
-    """Run the vision tower on one merged patch of zeros → [1, hidden], with what it hands to the first decoder layers.
-
-    The sum reaches every weight of the tower, those of the deepstack mergers too.
-    """
-    vision = model.config.vision_config
-    side = vision.spatial_merge_size
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.zeros(side * side, patch, device=device, dtype=model.model.visual.dtype)
-    grid = torch.tensor([[1, side, side]], device=device)
-    output = model.model.visual(pixels, grid_thw=grid, return_dict=True)
-    return output.pooler_output + sum(output.deepstack_features)
-
-
-TRAITS = FamilyTraits(
-    language_model="model.language_model",
-    parts={
-        "vision_encoder": ("model.visual",),
-        "vision_projector": ("model.visual.merger", "model.visual.deepstack_merger_list"),
-        "text_decoder": ("model.language_model", "lm_head"),
-    },
-    sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(
-        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
-    ),
-    packed_positions=packed_positions,
-    one_tower_pass=one_tower_pass,
+FAMILY = Family(
+    "transformers:Qwen3VLForConditionalGeneration",
+    traits=".traits:TRAITS",
+    adapter=".data:ADAPTER",
+    package=__name__,
 )
-
-Qwen3VLForConditionalGeneration = adapt_class(HFQwen3VL)
-Qwen3VLForConditionalGeneration.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("qwen3_vl", Qwen3VLForConditionalGeneration)

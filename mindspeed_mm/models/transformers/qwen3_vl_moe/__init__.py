@@ -1,13 +1,9 @@
-"""Qwen3-VL with experts: the transformers class with the mixins; parts, tower and batches are named as Qwen3-VL's."""
+"""Qwen3-VL with experts: parts, tower and batches are named as Qwen3-VL's."""
 
 from __future__ import annotations
 
-from transformers import Qwen3VLMoeForConditionalGeneration as HFQwen3VLMoe
+from dataclasses import replace
 
-from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.qwen3_vl import TRAITS
+from mindspeed_mm.models.transformers.qwen3_vl import FAMILY as QWEN3_VL
 
-Qwen3VLMoeForConditionalGeneration = adapt_class(HFQwen3VLMoe)
-Qwen3VLMoeForConditionalGeneration.traits = TRAITS  # type: ignore[attr-defined]
-ModelHub.register("qwen3_vl_moe", Qwen3VLMoeForConditionalGeneration)
+FAMILY = replace(QWEN3_VL, model="transformers:Qwen3VLMoeForConditionalGeneration")

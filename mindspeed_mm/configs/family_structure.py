@@ -1,0 +1,99 @@
+"""What a family of models states about model.json's numbers on the Megatron backend, and how the check finds it.
+
+Families belong to `models/`, which this room doesn't import: the package connects a function that finds them, and the
+check of model.json asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from mindspeed_mm.configs.vlm_config import VLMModelConfig
+
+NumberPlace = Literal["text", "vision", "top", "rope"]
+#: place → name of an attribute there → value
+Numbers = Mapping[NumberPlace, dict[str, Any]]
+#: dotted key of model.json → what it must say if it says anything, and why
+Facts = Mapping[str, tuple[Any, str]]
+
+
+@dataclass(frozen=True)
+class ModelNumber:
+    """A key of model.json and the attribute of transformers' configuration that it means.
+
+    Attributes:
+        path: dotted key.
+        place, name: which of the configurations, and the attribute in it.
+        read: value in model.json → value of the attribute.
+        wins: a value that differs from the HF directory's replaces it, with a notice, instead of being an error.
+    """
+
+    path: str
+    place: NumberPlace
+    name: str
+    read: Callable[[Any], Any] = lambda value: value
+    wins: bool = False
+
+
+@dataclass(frozen=True)
+class NumbersAlone:
+    """How model.json describes a model of the family without a HF directory.
+
+    Attributes:
+        defaults: dotted key → value of its attribute where the key is absent; a key that isn't here must be given.
+        build: (model.json, numbers) → transformers' configuration.
+    """
+
+    defaults: Mapping[str, Any]
+    build: Callable[[VLMModelConfig, Numbers], Any]
+
+
+@dataclass(frozen=True)
+class FamilyStructure:
+    """The structure of a family's models, as far as model.json may speak of it; the defaults suit a Llama-like decoder.
+
+    Attributes:
+        qk_norm: whether each head's queries and keys are normalised.
+        qkv_bias: whether the projections of queries, keys and values have a bias, where the text configuration has no
+            `attention_bias`.
+        tower_numbers: keys that describe the vision tower; none: the family has no tower.
+        tower_facts: transformers' configuration → keys that follow from its numbers.
+        tower_misfits: (name of model.json, transformers' configuration) → sentences about the tower's numbers.
+        alone: None: a model is described by a HF directory only.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tower_numbers: tuple[ModelNumber, ...] = ()
+    tower_facts: Callable[[Any], Facts] | None = None
+    tower_misfits: Callable[[str, Any], Iterator[str]] | None = None
+    alone: NumbersAlone | None = None
+
+    def has_qkv_bias(self, text_config: Any) -> bool:
+        """Whether the projections of queries, keys and values of a model have a bias."""
+        return bool(getattr(text_config, "attention_bias", self.qkv_bias))
+
+
+_finders: list[Callable[[str], FamilyStructure]] = []
+
+
+def connect_families(find: Callable[[str], FamilyStructure]) -> None:
+    """Let the check of model.json find families.
+
+    Args:
+        find: HF model_type → the family's structure; raises ConfigError where it has no Megatron-core form.
+    """
+    _finders[:] = [find]
+
+
+def find_structure(model_type: str) -> FamilyStructure:
+    """Return what the family of a HF model_type states.
+
+    Raises:
+        ConfigError: it has no Megatron-core form.
+    """
+    (find,) = _finders  # connected by the package's __init__
+    return find(model_type)

@@ -1,0 +1,22 @@
+"""Parts and tower of GLM-4.1V."""
+
+from __future__ import annotations
+
+from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
+from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import run_one_patch
+
+TRAITS = FamilyTraits(
+    language_model="model.language_model",
+    parts={
+        "vision_encoder": ("model.visual",),
+        "vision_projector": ("model.visual.downsample", "model.visual.merger"),
+        "text_decoder": ("model.language_model", "lm_head"),
+    },
+    sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
+    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
+    packed_positions=packed_positions,
+    one_tower_pass=glm4v_tower_pass,
+)

@@ -1,0 +1,9 @@
+"""Parts and tower of InternVL, which sees images and frames of videos."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mindspeed_mm.models.transformers.llava.traits import TOWER, TRAITS
+
+TRAITS = dataclasses.replace(TRAITS, towers=(dataclasses.replace(TOWER, modalities=("image", "video")),))
