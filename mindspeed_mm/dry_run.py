@@ -79,9 +79,10 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     """Build the model on meta, and expand the paths of fsdp2.yaml."""
     import torch
 
-    from mindspeed_mm.backends.fsdp2 import call_provider, sharded_root, with_precision
+    from mindspeed_mm.backends.fsdp2 import call_provider, with_precision
     from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
+    from mindspeed_mm.models.contract import as_shardable
 
     path = run.parallel.fsdp2_config_path
     context = BuildContext(
@@ -97,11 +98,9 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     )
     with build_context(context):
         with torch.device("meta"):
-            model = call_provider(recipe.model_of(run))
-        root = sharded_root(model)
-        plan = getattr(model, "plan_sharding", None)
-        outline = plan(run.launch.world_size, path) if plan is not None else None
-    answer: dict[str, object] = {"model": _model_outline(root)}
+            model = as_shardable(call_provider(recipe.model_of(run)))
+        outline = model.plan_sharding(run.launch.world_size, path)
+    answer: dict[str, object] = {"model": _model_outline(model.sharded_module)}
     if outline is None:  # a class with a fully_shard of its own
         return {**answer, "layout": {"backend": "fsdp2", "world_size": run.launch.world_size}, "units": None}
     parts = {"units": outline.units, "recomputed": outline.recomputed, "ignored": outline.ignored}

@@ -39,7 +39,7 @@ class Limit(NamedTuple):
 LIMITS = {
     "description-writes": Limit(0, 0, "writes to the description of the run after it was built"),
     "untyped-namespaces": Limit(0, 0, "parameters and fields that are an untyped namespace, below the doors"),
-    "model-attributes": Limit(36, 0, "getattr and hasattr of a named attribute on the trained model"),
+    "model-attributes": Limit(1, 0, "getattr and hasattr of a named attribute on the trained model"),
     "launcher-reads": Limit(0, 0, "reads of the launcher's ranks and sizes from the environment"),
     "repeated-names": Limit(0, 0, "public names that several modules define"),
     "import-cycles": Limit(0, 0, "files in a cycle of imports at the top of files"),

@@ -26,9 +26,8 @@ from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
-from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.contract import Shardable, as_shardable
 from mindspeed_mm.models.transformers.base_model import applies_flags
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
@@ -62,6 +61,7 @@ class FSDP2Backend:
     schedule: Schedule
     ema: Ema | None
     engine: StepEngine
+    _contract: Shardable
 
     def setup(self, run: Run) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
@@ -119,33 +119,29 @@ class FSDP2Backend:
                 model = call_provider(model_provider)
             if isinstance(model, list):
                 (model,) = model
-            if not hasattr(model, "fully_shard"):
-                raise ConfigError(
-                    f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; "
-                    "derive "
-                    "its class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
-                )
+            contract = as_shardable(model)
             check_packing(model, run.batch)
             tell_trained_in_evaluation_mode([model])
-            waiting = {m: m.pending_weights for m in model.modules() if getattr(m, "pending_weights", None)}
+            waits = contract.weights.pending is not None
             # weights that a checkpoint may lack (--no-strict-load) need a value first
-            model.weights_come_later = (model in waiting or not load_weights) and not run.checkpoint.no_strict_load
-            if not applies_flags(root := sharded_root(model)):
+            contract.set_weights_come_later((waits or not load_weights) and not run.checkpoint.no_strict_load)
+            if not applies_flags(root := contract.sharded_module):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
-            model.fully_shard(process_group=self.world.batch.group, fsdp2_config_path=run.parallel.fsdp2_config_path)
+            waiting = list(contract.waiting()) if load_weights else []
+            contract.fully_shard(self.world.batch.group, run.parallel.fsdp2_config_path)
         limit_waiting(run.parallel.distributed_timeout_minutes)
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
-        self.model = model
-        self._root = sharded_root(model)
+        self.model, self._contract = model, contract
+        self._root = contract.sharded_module
         self._units = sharded_units(self._root)
         use_summed_gradients(self._root)  # a model's own sharding may have called torch's fully_shard itself
-        for module, directory in waiting.items() if load_weights else ():
-            self._load_weights_of(sharded_root(module), Path(directory))
-        if self.compute_dtype == "fp16" and hasattr(model, "expected_factor"):
-            model.expected_factor = self.backward_factor.expected
-        self._towers = _tower_parameters(model)
-        traits = getattr(model, "traits", None)
-        self._flops_model = flops_model(self._root, traits) if isinstance(traits, FamilyTraits) else None
+        for module, directory in waiting:
+            self._load_weights_of(module, directory)
+        if self.compute_dtype == "fp16":
+            contract.set_expected_factor(self.backward_factor.expected)
+        self._towers = contract.idle_towers()
+        traits = contract.traits
+        self._flops_model = None if traits is None else flops_model(self._root, traits)
         return model
 
     def build_optimizer(self, model: nn.Module, run: Run) -> torch.optim.Optimizer:
@@ -159,8 +155,8 @@ class FSDP2Backend:
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._copies = [number_of_copies(p, self.world.sums.size) for p in self._parameters]
         self._guard = GuardedOptimizer(self.optimizer)
-        asked, flag = getattr(model, "ema_decay", None), run.optimizer.ema_decay
-        decay = asked if flag is None else flag
+        flag = run.optimizer.ema_decay
+        decay = self._contract.ema_decay if flag is None else flag
         self.ema = Ema(self._root, decay) if decay else None
         self.engine = StepEngine(
             self,
@@ -247,10 +243,9 @@ class FSDP2Backend:
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
         """See the protocol."""
-        source = getattr(self.model, "source", None)
         states = {
             **self.engine.state_dict(),
-            "source": str(Path(source).absolute()) if source else None,  # what an export from here on starts from
+            "source": self._contract.weights.absolute_source,  # what an export from here on starts from
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
@@ -284,12 +279,9 @@ class FSDP2Backend:
                 self._export(directory.with_name(directory.name.replace("hf", "hf_ema", 1)), is_final)
 
     def _export(self, directory: Path, is_final: bool) -> None:
-        source = getattr(self.model, "source", None)
-        dtype = getattr(self.model, "source_dtype", None)
-        describe = getattr(self.model, "export_layout", None)
-        layout: PipelineLayout | None = describe() if describe is not None and is_final else None
-        group = self.world.host.group
-        hf_export.export(self._root, directory, source, group, dtype, self._conversions, layout)
+        origin, group = self._contract.weights, self.world.host.group
+        layout = self._contract.final_export_layout() if is_final else None
+        hf_export.export(self._root, directory, origin.source, group, origin.dtype, self._conversions, layout)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         run = self.described
@@ -308,11 +300,6 @@ def call_provider(provider: ModelProvider) -> Any:
     parameters = inspect.signature(provider).parameters
     named = {k: True for k in ("pre_process", "post_process") if k in parameters}
     return provider(**named)
-
-
-def sharded_root(model: nn.Module) -> nn.Module:
-    """The module that holds the parameters under their own names: the model, or the one it delegates sharding to."""
-    return getattr(model, "sharded_module", model)
 
 
 def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2Config:
@@ -334,12 +321,3 @@ def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2C
     if flag and to_torch_dtype(config.param_dtype) != to_torch_dtype(flag):
         notice(f"--{flag} has no effect: fsdp2.yaml's param_dtype is {config.param_dtype}")
     return config
-
-
-def _tower_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
-    traits = getattr(model, "traits", None)
-    if not isinstance(traits, FamilyTraits):
-        return []
-    inner = sharded_root(model)
-    known = [t for t in traits.towers if t.run_dummy is not None]  # of others, batches needn't be counted right
-    return [(t.modalities, [p for p in t.parameters(inner) if p.requires_grad]) for t in known]

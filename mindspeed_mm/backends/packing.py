@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
 from mindspeed_mm.configs.run_sections import Batch
+from mindspeed_mm.models.contract import as_trainable
 
 
-def check_packing(model: Any, batch: Batch) -> None:
+def check_packing(model: nn.Module, batch: Batch) -> None:
     """Let a model that has `check_packing` refuse the packed rows that data.json or a flag asks for.
 
     Raises:
         ConfigError: what the model reports.
     """
-    if batch.packs and hasattr(model, "check_packing"):
-        model.check_packing()
+    if batch.packs:
+        as_trainable(model).check_packing()

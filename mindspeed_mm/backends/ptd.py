@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.module import unwrap_model
+from mindspeed_mm.models.contract import Staged, as_staged
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
@@ -53,6 +54,7 @@ class PTDBackend:
     optimizer: Any
     schedule: Schedule
     engine: StepEngine
+    _stages: list[Staged]
 
     def setup(self, run: Run) -> None:
         """Start the process groups and seed."""
@@ -102,30 +104,25 @@ class PTDBackend:
         accelerator.current().manual_seed(run.process.seed)
         with build_context(context), self.world.device:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
-        for chunk in chunks:
-            if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
-                raise ConfigError(
-                    f"{type(chunk).__name__}, which model_provider returned, has no set_input_tensor or no config (a "
-                    "TransformerConfig): Megatron's schedules can't drive it; build it of Megatron-core's modules, or "
-                    "add --use-torch-fsdp2"
-                )
-            chunk.model_type = getattr(chunk, "model_type", ModelType.encoder_or_decoder)  # the schedules ask for it
-            if hasattr(chunk, "hf_twin"):
-                materialize_chunk(chunk, self.world.device)
-            check_packing(chunk, run.batch)
+        self._stages = [as_staged(chunk) for chunk in chunks]
+        self._meta_model = self._stages[0].meta_model
+        for stage in self._stages:
+            stage.set_model_type(ModelType.encoder_or_decoder)
+            if self._meta_model is not None:
+                materialize_chunk(stage.model, self.world.device)
+            check_packing(stage.model, run.batch)
         tell_trained_in_evaluation_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must see the same switches
         self.chunks = chunks
-        self._twin = chunks[0].hf_twin() if hasattr(chunks[0], "hf_twin") else None
-        self._stored = MegatronState(chunks, self._twin, self.world)
-        if run.checkpoint.no_strict_load and self._twin is not None:
+        self._stored = MegatronState(chunks, self._meta_model, self.world)
+        if run.checkpoint.no_strict_load and self._meta_model is not None:
             self._stored.draw_weights(run.process.seed)  # what files may lack needs a value first
         if load_weights:
-            self._fill(chunks[0])
+            self._fill()
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
-        self._tied = tied_embedding(chunks, self.world, run.parallel.distributed_timeout_minutes)
+        self._tied = tied_embedding(self._stages, self.world, run.parallel.distributed_timeout_minutes)
         self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
@@ -139,16 +136,14 @@ class PTDBackend:
             group=self.world.batch.group,
         )
         self._connect_schedule()
-        if self._twin is not None:
-            self._flops_model = flops_model(self._twin, traits_of(self._twin))
-        else:
-            self._flops_model = None
+        meta_model = self._meta_model
+        self._flops_model = None if meta_model is None else flops_model(meta_model, traits_of(meta_model))
         return self.model
 
     def build_optimizer(self, model: list[nn.Module], run: Run) -> Any:
         """Build Megatron's optimizer, over parameter groups of ours, and its schedule."""
-        trained = sorted(set().union(*self.gather_objects(trained_names(self.model))))
-        self.optimizer = build_megatron_optimizer(self.model, run, self.sizes.params_dtype, trained)
+        trained = sorted(set().union(*self.gather_objects(trained_names(self._stages))))
+        self.optimizer = build_megatron_optimizer(self.model, self._stages, run, self.sizes.params_dtype, trained)
         self.schedule = Schedule(self.optimizer, schedule_options(run))
         self._guard = None if self.optimizer.is_stub_optimizer else GuardedOptimizer(self.optimizer.optimizer)
         self.engine = StepEngine(
@@ -249,11 +244,7 @@ class PTDBackend:
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
         """See the protocol."""
-        source = getattr(self.chunks[0], "source", None)
-        states = {
-            **self.engine.state_dict(),
-            "source": str(Path(source).absolute()) if source else None,
-        }
+        states = {**self.engine.state_dict(), "source": self._stages[0].weights.absolute_source}
         return self._snapshots.take({**extra, **states}, detached=detached)
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
@@ -278,15 +269,15 @@ class PTDBackend:
     def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
         """See the protocol."""
         self._gather_parameters()
-        chunk = self.chunks[0]
-        self._stored.export_hf(directory, getattr(chunk, "source", None), getattr(chunk, "source_dtype", None))
+        origin = self._stages[0].weights
+        self._stored.export_hf(directory, origin.source, origin.dtype)
         self._follow_parameters()
 
-    def _fill(self, chunk: Any) -> None:
-        directory = getattr(chunk, "pending_weights", None)
+    def _fill(self) -> None:
+        directory = self._stages[0].weights.pending
         if directory is not None:
-            self.load_weights(Path(directory))
-        elif self._twin is not None:
+            self.load_weights(directory)
+        elif self._meta_model is not None:
             self._stored.draw_weights(self.described.process.seed)
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
@@ -390,17 +381,13 @@ def world_of_megatron(world: World) -> World:
     )
 
 
-def tied_embedding(chunks: list[Any], world: World, timeout_minutes: float) -> TiedEmbedding:
+def tied_embedding(stages: Sequence[Staged], world: World, timeout_minutes: float) -> TiedEmbedding:
     """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call.
 
     Args:
         timeout_minutes: after which a collective of these ranks raises that one of them never joins.
     """
-    tied = [
-        c.shared_embedding_or_output_weight()
-        for c in chunks
-        if getattr(c, "share_embeddings_and_output_weights", False) and c.pre_process != c.post_process
-    ]
+    tied = [copy for stage in stages if (copy := stage.tied_copy()) is not None]
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     everywhere: list[Any] = [None] * world.size
     dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=world.host.group)

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.twin import type_without_fsdp
 
 
 def write_own_config(model: nn.Module, working: Path) -> None:
     """Write what a model that is none of transformers' was built from (its `config`), if JSON can hold it."""
-    config = getattr(model, "config", None)
+    config = as_trainable(model).config
     if is_diffusers_class(type(model)):
         described: Any = model
         # made by diffusers for the class as it is now, which may be one that fully_shard derived

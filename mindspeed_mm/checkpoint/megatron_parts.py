@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.lazy import Region, whole
 from mindspeed_mm.models.common.megatron_names import Made, same
+from mindspeed_mm.models.contract import Staged
 from mindspeed_mm.utils.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -164,7 +165,7 @@ def hold(
     """
     held = []
     for chunk in chunks:
-        made_of: Callable[[str], Made] = getattr(chunk, "made_of", None) or own_names(chunk)
+        made_of = Staged(chunk).made_of or own_names(chunk)
         for name, param in chunk.named_parameters():
             made = made_of(name)
             offset, size = [0] * param.dim(), list(param.shape)
@@ -201,7 +202,7 @@ def own_names(chunk: nn.Module) -> Callable[[str], Made]:
         for name, module in chunk.named_modules()
         if name.rsplit(".", 1)[-1].isdigit() and isinstance(getattr(module, "layer_number", None), int)
     }
-    tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+    tied = Staged(chunk).has_tied_head
 
     def name_of(name: str) -> Made:
         if tied and name.endswith("output_layer.weight"):

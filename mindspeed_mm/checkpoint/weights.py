@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -154,7 +155,7 @@ def _other_layout(model: nn.Module, source: WeightSource) -> str:
 
 def names_left_out(model: Any, names: Iterable[str]) -> list[str]:
     """Those names that the model's library leaves out without a word when it loads the class (an Omni's talker)."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = as_trainable(model).left_out
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 

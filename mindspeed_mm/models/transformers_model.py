@@ -25,6 +25,7 @@ from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
+from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.base_model import ShardingOutline
 from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
@@ -173,11 +174,7 @@ class TransformersModel(MultiModalModule):
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the inner model; see FSDP2Mixin.fully_shard."""
         self._loss_group = process_group
-        if not hasattr(self.model, "fully_shard"):
-            raise ConfigError(
-                f"model class {type(self.model).__name__} has no fully_shard: derive it from FSDP2Mixin "
-                "(mindspeed_mm.models.transformers.base_model)"
-            )
+        as_shardable(self.model)
         self.model.weights_come_later = self.weights_come_later
         self._override_sharding(fsdp2_config_path)
         done = self.model.fully_shard(process_group=process_group, fsdp2_config_path=fsdp2_config_path)
@@ -224,8 +221,7 @@ class TransformersModel(MultiModalModule):
         said = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
         frozen = {part: value for part, value in said.items() if value is not None}
         done = freeze_parts(self.model, self.traits, frozen)
-        if hasattr(self.model, "freeze"):
-            self.model.freeze(self.config)  # a model's own hook may freeze more
+        as_trainable(self.model).freeze(self.config)  # a model's own hook may freeze more
         for part, value in frozen.items():
             if value and part not in self.traits.parts:
                 notice(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.family import FamilyTraits
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     Args:
         model: sharded or not; whole shapes are what counts.
     """
-    config: Any = getattr(model, "config", None)
+    config: Any = as_trainable(model).config
     text = getattr(config, "text_config", config)
     if traits.language_model is None or not hasattr(text, "num_hidden_layers"):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +19,25 @@ from mindspeed_mm.utils.errors import ConfigError
 _TOWER = "modalities"
 
 
-def build_megatron_optimizer(model: Sequence[Any], run: Run, params_dtype: torch.dtype, trained: Sequence[str]) -> Any:
+class NamedChunk(Protocol):
+    """A chunk of the model, which knows its parameters by transformers' names.
+
+    Attributes:
+        model: not wrapped.
+    """
+
+    model: nn.Module
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The transformers' tensors that a parameter is made of; its own name where the chunk knows none."""
+
+    def modalities_of(self, name: str) -> tuple[str, ...]:
+        """The kinds of media that the tower of a parameter takes; (): it is of none."""
+
+
+def build_megatron_optimizer(
+    model: Sequence[Any], chunks: Sequence[NamedChunk], run: Run, params_dtype: torch.dtype, trained: Sequence[str]
+) -> Any:
     """Return Megatron's optimizer for the wrapped chunks of this rank.
 
     Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. Parameters
@@ -27,6 +45,7 @@ def build_megatron_optimizer(model: Sequence[Any], run: Run, params_dtype: torch
 
     Args:
         model: chunks in Megatron's DistributedDataParallel.
+        chunks: the same, not wrapped.
         run: the description.
         trained: names of the parameters that are trained on any rank, by `trained_names`.
 
@@ -39,7 +58,7 @@ def build_megatron_optimizer(model: Sequence[Any], run: Run, params_dtype: torch
     """
     if run.optimizer.optimizer == "sgd" and run.parallel.use_distributed_optimizer:
         raise ConfigError("--optimizer sgd: Megatron's distributed optimizer steps Adam only; remove one of the flags")
-    groups = _groups(model, run, trained)
+    groups = _groups(chunks, run, trained)
     config = OptimizerConfig(
         optimizer="sgd" if run.optimizer.optimizer == "sgd" else "adam",
         lr=run.optimizer.lr,
@@ -107,17 +126,13 @@ def step_busy_groups(
         optimizer.param_groups = groups
 
 
-def trained_names(model: Sequence[Any]) -> list[str]:
+def trained_names(chunks: Sequence[NamedChunk]) -> list[str]:
     """Names of what is trained here, by transformers' names where the chunks know them."""
-    return [name for chunk in model for names, _ in _named(chunk) for name in names]
+    return [name for chunk in chunks for own, _ in _trained(chunk) for name in chunk.names_of(own)]
 
 
-def _named(chunk: Any) -> list[tuple[tuple[str, ...], nn.Parameter]]:
-    """Trained parameters with the names of transformers' tensors that each is made of."""
-    inner = chunk.module
-    made_of = getattr(inner, "made_of", None)
-    named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
-    return [(made_of(n).sources if made_of else (n,), p) for n, p in named]
+def _trained(chunk: NamedChunk) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in chunk.model.named_parameters() if param.requires_grad]
 
 
 def _refuse_parts(names: tuple[str, ...], config: RunOptimizer) -> None:
@@ -136,14 +151,13 @@ def _refuse_parts(names: tuple[str, ...], config: RunOptimizer) -> None:
                 )
 
 
-def _groups(model: Sequence[Any], run: Run, trained: Sequence[str]) -> list[dict[str, Any]]:
+def _groups(chunks: Sequence[NamedChunk], run: Run, trained: Sequence[str]) -> list[dict[str, Any]]:
     named: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {(): []}
-    for chunk in model:
-        modalities_of = getattr(chunk.module, "modalities_of", lambda name: ())
-        own_names = {id(p): n for n, p in chunk.module.named_parameters()}
-        for names, param in _named(chunk):
+    for chunk in chunks:
+        for name, param in _trained(chunk):
+            names = chunk.names_of(name)
             _refuse_parts(names, run.optimizer)
-            named.setdefault(tuple(modalities_of(own_names[id(param)])), []).append((names[0], param))
+            named.setdefault(chunk.modalities_of(name), []).append((names[0], param))
     groups = []
     for modalities, parameters in named.items():
         for group in build_param_groups(

@@ -92,6 +92,7 @@ class Run:
         from mindspeed_mm.checkpoint.megatron_state import MegatronState
         from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
+        from mindspeed_mm.models.contract import Staged
         from mindspeed_mm.models.transformers.twin import meta_model
         from mindspeed_mm.models.vlm_model import VLModel
         from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
@@ -148,9 +149,10 @@ class Run:
             adam_eps=1e-8,
             sgd_momentum=0.9,
         )
+        stages = [Staged(chunk) for chunk in self.chunks]
         names: list[Any] = [None] * RANKS
-        dist.all_gather_object(names, trained_names(self.model))
-        self.optimizer = build_megatron_optimizer(self.model, run, dtype, sorted(set().union(*names)))
+        dist.all_gather_object(names, trained_names(stages))
+        self.optimizer = build_megatron_optimizer(self.model, stages, run, dtype, sorted(set().union(*names)))
         self.stored.attach(self.optimizer)
 
     def step(self, number: int) -> None:

@@ -25,7 +25,7 @@ class MultiModalModule(nn.Module):
 
 def unwrap_model(model: nn.Module) -> Any:
     """The user's own module inside wrappers that keep it as `.module` (Megatron's DistributedDataParallel)."""
-    inner: Any = model
-    while isinstance(getattr(inner, "module", None), nn.Module):
-        inner = inner.module
+    inner = model
+    while isinstance(wrapped := inner._modules.get("module"), nn.Module):
+        inner = wrapped
     return inner

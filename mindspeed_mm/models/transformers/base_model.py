@@ -17,7 +17,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
-from mindspeed_mm.models.transformers.family import is_transformers_model
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.models.transformers.paths import check_paths, find_modules
 from mindspeed_mm.parallel import fsdp2
@@ -103,7 +103,7 @@ class FSDP2Mixin:
         check_paths(module, config, self._keys_with_paths())
         dims = Dims.of(world_size, sharding_size=config.sharding_size, where=config.file)
         patterns = config.sub_modules_to_wrap
-        if patterns is None and is_transformers_model(module):
+        if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
 
         def found(key: str, entries: list[str] | None) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ class FSDP2Mixin:
         root = module if module is not None else self._module()
         patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
         traits = traits_of(root)
-        if patterns is None and plan.has_an_effect and is_transformers_model(root):
+        if patterns is None and plan.has_an_effect and as_trainable(root).is_transformers:
             patterns = default_wrap_list(root, traits)
             notice(
                 f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "

@@ -54,11 +54,6 @@ TEXT_TRAITS = FamilyTraits(
 )
 
 
-def is_transformers_model(module: Any) -> bool:
-    """Whether a module can be asked for its parts as transformers' models can (which needn't be imported for that)."""
-    return hasattr(module, "config") and hasattr(module, "get_decoder") and hasattr(module, "get_output_embeddings")
-
-
 def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions:
     """The family's `packed_positions`.
 

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.family import FamilyTraits, is_transformers_model
+from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.versions import installed_version
 
@@ -30,7 +31,7 @@ def block_lists(model: nn.Module) -> list[str]:
     transformers and diffusers name the classes of blocks; where they name none, blocks are lists of one class.
     """
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m.parameters())}
-    names = {*(getattr(model, "_no_split_modules", None) or ()), *(getattr(model, "_repeated_blocks", None) or ())}
+    names = as_trainable(model).block_classes
     found = [path for path, blocks in lists.items() if any(type(block).__name__ in names for block in blocks)]
     if not found:
         found = [path for path, blocks in lists.items() if len(blocks) > 1 and len({type(b) for b in blocks}) == 1]
@@ -45,13 +46,12 @@ def default_wrap_list(model: nn.Module, traits: FamilyTraits) -> list[str]:
 
 def traits_of(model: Any) -> FamilyTraits:
     """The traits that the model's class states (attribute `traits`), or what can be told by looking at the model."""
-    traits = getattr(model, "traits", None)
-    return traits if isinstance(traits, FamilyTraits) else infer_traits(model)
+    return as_trainable(model).traits or infer_traits(model)
 
 
 def infer_traits(model: Any) -> FamilyTraits:
     """The parts of a model that no family describes. It can't take packed rows: nothing has proved that it does."""
-    if not is_transformers_model(model):
+    if not as_trainable(model).is_transformers:
         return FamilyTraits(parts={"text_decoder": ("",)})
     decoder, head = (_path(model, part) for part in (model.get_decoder(), model.get_output_embeddings()))
     encoders = {part: path for part in _ENCODERS if (path := _encoder(model, part, decoder)) is not None}
@@ -83,7 +83,7 @@ def guard_idle_encoders(model: nn.Module, traits: FamilyTraits) -> None:
     idle = [tower for tower in traits.towers if tower.run_dummy is None]
     if not idle or not isinstance(model, FSDPModule):
         return
-    if not hasattr(model, "set_reduce_scatter_unused_params"):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
             f"torch {installed_version('torch')} is installed and torch >= 2.13 is needed to train a model with an "
             f"encoder ('{idle[0].path}') and without a family here: a rank whose rows have no input for the encoder "

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.sections import raise_all
-from mindspeed_mm.models.transformers.family import is_transformers_model
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -49,7 +49,7 @@ OLDER_PATHS: Mapping[str, str] = {
 
 def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
     """`expand_patterns`, for a transformers model also with the paths of `OLDER_PATHS`; each is said once."""
-    return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if is_transformers_model(root) else {})
+    return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if as_trainable(root).is_transformers else {})
 
 
 def check_paths(root: nn.Module, config: Fsdp2Config, keys: Iterable[str]) -> None:

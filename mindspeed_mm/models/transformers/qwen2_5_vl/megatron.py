@@ -76,9 +76,11 @@ def build_config(described: VLMModelConfig, numbers: Numbers) -> Any:
     """The Qwen2_5_VLConfig of a model that model.json describes by numbers alone."""
     from transformers import Qwen2_5_VLConfig
 
-    file, image_token, top = described.file, described.img_context_token_id, numbers["top"]
-    if image_token == top["video_token_id"]:
-        notice(f"{file}: 'img_context_token_id' is {image_token}, the video token; {image_token - 1} is taken")
+    image_token, top = described.img_context_token_id, numbers["top"]
+    if image_token is not None and image_token == top["video_token_id"]:
+        notice(
+            f"{described.file}: 'img_context_token_id' is {image_token}, the video token; {image_token - 1} is taken"
+        )
         image_token -= 1
     return Qwen2_5_VLConfig(
         text_config={**numbers["text"], "rope_parameters": numbers["rope"]},

@@ -1,0 +1,246 @@
+"""What a model is to the rest of the framework, whoever wrote it.
+
+A model that is trained may state any of the attributes and methods below; none is required but what its backend needs.
+`as_trainable`, `as_shardable` and `as_staged` are the only places that ask for them: everything else reads the typed
+views that they return, which ask the model anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.transformers.family import FamilyTraits
+from mindspeed_mm.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from mindspeed_mm.models.transformers.base_model import ShardingOutline
+
+ExpectedFactor = Callable[[int], "float | torch.Tensor"]
+
+
+class WeightOrigin(NamedTuple):
+    """Where a model's weights come from.
+
+    Attributes:
+        source: HF directory that an export starts from; None: none.
+        dtype: of the weights there, in which an export is written; None: as they are trained.
+        pending: directory whose weights the model waits for, built without values; None: it waits for none.
+    """
+
+    source: str | None
+    dtype: torch.dtype | None
+    pending: Path | None
+
+    @property
+    def absolute_source(self) -> str | None:
+        """`source` as a path that holds from any working folder."""
+        return str(Path(self.source).absolute()) if self.source else None
+
+
+class Trainable:
+    """What every backend, checkpoint and figure may know of a model.
+
+    Attributes:
+        model: the user's own module, without wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def name(self) -> str:
+        """The name of its class, for messages."""
+        return type(self.model).__name__
+
+    @property
+    def config(self) -> Any:
+        """`config`: what it was built from; None: not stated."""
+        return _stated(self.model, "config")
+
+    @property
+    def traits(self) -> FamilyTraits | None:
+        """`traits`: names of its parts and towers; None: not stated."""
+        found = _stated(self.model, "traits")
+        return found if isinstance(found, FamilyTraits) else None
+
+    @property
+    def weights(self) -> WeightOrigin:
+        """`source`, `source_dtype` and `pending_weights`."""
+        pending = _stated(self.model, "pending_weights")
+        return WeightOrigin(
+            _stated(self.model, "source"), _stated(self.model, "source_dtype"), Path(pending) if pending else None
+        )
+
+    @property
+    def ema_decay(self) -> float | None:
+        """`ema_decay`: the average of the weights that it asks for; None: none."""
+        return _stated(self.model, "ema_decay")
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether it can be asked for its parts as transformers' models can."""
+        return all(hasattr(self.model, name) for name in ("config", "get_decoder", "get_output_embeddings"))
+
+    @property
+    def block_classes(self) -> set[str]:
+        """Names of the classes of its blocks, as transformers and diffusers state them."""
+        stated = (_stated(self.model, name) for name in ("_no_split_modules", "_repeated_blocks"))
+        return {name for names in stated for name in names or ()}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Patterns of tensors that its library leaves out without a word when it loads the class."""
+        return tuple(_stated(self.model, "_keys_to_ignore_on_load_unexpected") or ())
+
+    def check_packing(self) -> None:
+        """Let it refuse packed rows, where it has `check_packing`.
+
+        Raises:
+            ConfigError: what the model says.
+        """
+        check = _stated(self.model, "check_packing")
+        if check is not None:
+            check()
+
+    def freeze(self, config: Any) -> None:
+        """Let it freeze parts by model.json, where it has `freeze`."""
+        freeze = _stated(self.model, "freeze")
+        if freeze is not None:
+            freeze(config)
+
+    def final_export_layout(self) -> PipelineLayout | None:
+        """The pipeline that it is a part of, where it has `export_layout`; None: it is exported by itself."""
+        describe = _stated(self.model, "export_layout")
+        return None if describe is None else describe()
+
+
+class Shardable(Trainable):
+    """What the FSDP2 backend knows of a model: one that has `fully_shard`."""
+
+    @property
+    def sharded_module(self) -> nn.Module:
+        """`sharded_module`: what `fully_shard` works on, whose parameter names checkpoints use; else the model."""
+        return _stated(self.model, "sharded_module") or self.model
+
+    def waiting(self) -> Iterator[tuple[nn.Module, Path]]:
+        """The modules that wait for weights, itself or ones inside, each with the directory that holds them.
+
+        A module that delegates its sharding is given by what it delegates to.
+        """
+        for module in self.model.modules():
+            directory = as_trainable(module).weights.pending
+            if directory is not None:
+                yield Shardable(module).sharded_module, directory
+
+    def set_weights_come_later(self, later: bool) -> None:
+        """Set `weights_come_later`: whether something else fills its weights after sharding, so that none are drawn."""
+        self.model.weights_come_later = later  # type: ignore[assignment]
+
+    def fully_shard(self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None) -> None:
+        """Let it shard itself."""
+        self.model.fully_shard(  # type: ignore[operator]
+            process_group=process_group, fsdp2_config_path=fsdp2_config_path
+        )
+
+    def plan_sharding(self, world_size: int, fsdp2_config_path: str | None) -> ShardingOutline | None:
+        """What `plan_sharding` says of the sharding over so many ranks; None: it has a way of its own."""
+        plan = _stated(self.model, "plan_sharding")
+        return None if plan is None else plan(world_size, fsdp2_config_path)
+
+    def set_expected_factor(self, expected: ExpectedFactor) -> None:
+        """Set `expected_factor`, if it has it: about what its loss is multiplied with in a float16 backward pass."""
+        if hasattr(self.model, "expected_factor"):
+            self.model.expected_factor = expected  # type: ignore[assignment]
+
+    def idle_towers(self) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
+        """The trained parameters of each tower that a batch may leave idle, with the kinds of media that it takes."""
+        towers = self.traits.towers if self.traits is not None else ()
+        known = [t for t in towers if t.run_dummy is not None]  # of others, batches needn't be counted right
+        return [(t.modalities, [p for p in t.parameters(self.sharded_module) if p.requires_grad]) for t in known]
+
+
+class Staged(Trainable):
+    """What the Megatron backend knows of a pipeline stage's chunk: one that has `set_input_tensor` and a `config`."""
+
+    @property
+    def meta_model(self) -> Any:
+        """`hf_twin()`: the transformers model without storage that it is a part of; None: it is of no such model."""
+        build = _stated(self.model, "hf_twin")
+        return None if build is None else build()
+
+    @property
+    def made_of(self) -> Callable[[str], Made] | None:
+        """`made_of`: name of a parameter → the transformers' tensors that it is made of; None: not stated."""
+        return _stated(self.model, "made_of")
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The transformers' tensors that a parameter is made of; its own name where the chunk knows none."""
+        return (name,) if self.made_of is None else self.made_of(name).sources
+
+    def modalities_of(self, name: str) -> tuple[str, ...]:
+        """`modalities_of`: the kinds of media that the tower of a parameter takes; (): it is of none."""
+        find = _stated(self.model, "modalities_of")
+        return () if find is None else tuple(find(name))
+
+    @property
+    def has_tied_head(self) -> bool:
+        """`share_embeddings_and_output_weights`: whether the head is the embedding."""
+        return bool(_stated(self.model, "share_embeddings_and_output_weights"))
+
+    def tied_copy(self) -> nn.Parameter | None:
+        """Its copy of a tied embedding, where another chunk has the other one; None: it has none, or both."""
+        model: Any = self.model
+        if not self.has_tied_head or model.pre_process == model.post_process:
+            return None
+        return model.shared_embedding_or_output_weight()
+
+    def set_model_type(self, default: Any) -> None:
+        """Give it the `model_type` that Megatron's schedules ask for, unless it has one."""
+        self.model.model_type = getattr(self.model, "model_type", default)
+
+
+def as_trainable(model: nn.Module) -> Trainable:
+    """View a model by what it may state to any backend."""
+    return Trainable(model)
+
+
+def as_shardable(model: nn.Module) -> Shardable:
+    """View a model by what it may state to the FSDP2 backend.
+
+    Raises:
+        ConfigError: it can't shard itself.
+    """
+    if not hasattr(model, "fully_shard"):
+        raise ConfigError(
+            f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; derive its "
+            "class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
+        )
+    return Shardable(model)
+
+
+def as_staged(chunk: nn.Module) -> Staged:
+    """View a chunk by what it may state to the Megatron backend.
+
+    Raises:
+        ConfigError: Megatron's schedules can't drive it.
+    """
+    if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
+        raise ConfigError(
+            f"{type(chunk).__name__}, which model_provider returned, has no set_input_tensor or no config (a "
+            "TransformerConfig): Megatron's schedules can't drive it; build it of Megatron-core's modules, or add "
+            "--use-torch-fsdp2"
+        )
+    return Staged(chunk)
+
+
+def _stated(model: nn.Module, name: str) -> Any:
+    return getattr(model, name, None)
