@@ -1,6 +1,6 @@
-"""Data sets and loaders: `build_mm_dataset` and `build_mm_dataloader` make them from data.json.
+"""Data sets and loaders: `build_mm_dataset` and `build_mm_dataloader` build them from data.json.
 
-Nothing heavy is imported before one of them is called.
+Nothing that takes long to import is imported before one of them is called.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_mm_dataloader(
         dataset: A data set of `build_mm_dataset`, or a map-style one of the user's own with samples of the same form;
             its `collate_fn`, if it has one, is used.
         dataloader_param: ConfigReader, dict or typed `DataloaderParam`; None takes the defaults.
-        process_group: Data-parallel group; if given, `dp_rank` and `dp_size` are taken from it.
+        process_group: Data-parallel group; where it is given, `dp_rank` and `dp_size` are taken from it.
         consumed_samples: Position to begin at: optimizer steps × global batch size.
         dataset_param: Unused; published callers pass it.
         micro_batch_size: Rows of a micro-batch of one rank.
@@ -84,14 +84,14 @@ def build_mm_dataloader(
         adapter: As in `build_mm_dataset`; None takes the data set's.
         train: False for evaluation: file order, every row once a pass, the last global batch filled up, and every
             `iter()` begins anew; never packed.
-        batching: What flags say of balance and dynamic batching; None: nothing. Packing is data.json's affair.
+        batching: Balance and dynamic batching, as the flags set them; None: neither. Packing is set in data.json.
 
     Returns:
         An endless loader of micro-batches.
 
     Raises:
         ConfigError: Unknown keys or sampler names, batch sizes that don't divide, packs without a length limit, or a
-            data set that doesn't tell sizes where they are needed.
+            data set that can't measure its rows where sizes are needed.
         DataError: Fewer rows than one global batch, with drop_last.
     """
     from mindspeed_mm.data.adapter import DefaultAdapter

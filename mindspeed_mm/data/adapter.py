@@ -1,4 +1,4 @@
-"""What the data room needs to know of a model family, as a protocol; families implement it in their own folder."""
+"""What the data pipeline needs to know of a model family, as a protocol; each family implements it in its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_mm.utils.extras import missing_library, require_torchvision
 if TYPE_CHECKING:
     from mindspeed_mm.data.media_reader import MediaLimits
 
-#: frames a second that a processor is told of a video's file: its frames are numbered by microseconds
+#: frame rate of a video's file in the processor's metadata: frames are numbered by microseconds
 TICKS = 1_000_000
 _PATH_KEY = "dataset_param.preprocess_parameters.model_name_or_path"
 _OPTION_GROUPS = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
@@ -31,22 +31,22 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 @runtime_checkable
 class DataAdapter(Protocol):
-    """A model family as the data room sees it. Must be picklable: it travels to the loader's workers."""
+    """A model family, for the data pipeline. Must be picklable: it is sent to the loader's workers."""
 
     media_keys: Mapping[str, Sequence[str]]
     """Medium ("image", "video", "audio") → names of its tensors in a batch; the last one has one row a medium."""
 
     token_keys: Sequence[str]
-    """Names of tensors beside `input_ids` that hold one value a token; the first one holds kinds of media."""
+    """Names of tensors beside `input_ids` with one value per token; the first one has the kinds of media."""
 
     padded_keys: Sequence[str]
-    """Media tensors that are filled with zeros to the largest picture they stand beside; the model cuts it off."""
+    """Media tensors that are padded with zeros to the largest picture of the batch; the model cuts the padding off."""
 
     one_at_a_time: bool
-    """Whether the processor is given each medium by itself. Needed where kinds share tensors, in the row's order."""
+    """Whether the processor gets one medium per call, in the row's order. Needed where kinds share tensors."""
 
     encoder_class: type[Any] | None
-    """Makes samples in place of `mindspeed_mm.data.encode.Encoder`, whose arguments and methods it has; None: that."""
+    """Replaces `mindspeed_mm.data.encode.Encoder`, with the same arguments and methods; None: that one."""
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Return the number of media of each kind in a batch, 0 included."""
@@ -61,22 +61,22 @@ class DataAdapter(Protocol):
         ...
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Return what the processor asks of media: smallest sides, frames, sampling rate."""
+        """Return the limits of the processor: smallest sides, frames, sampling rate."""
         ...
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Return what a medium of this geometry becomes, without decoding it; None where only decoding tells.
+        """Predict the tokens of a medium from its geometry, without decoding it; None where it must be decoded.
 
-        Checked in each process against the processor itself before it is believed.
+        Each process checks the prediction once against the processor itself before it uses it.
         """
         ...
 
     def video_metadata(self, clip: DecodedVideo) -> dict[str, Any]:
-        """Return what the processor is told of a clip, as transformers' VideoMetadata names it."""
+        """Return the metadata of a clip for the processor: the fields of transformers' VideoMetadata."""
         ...
 
     def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
-        """Return arguments that the processor needs for a clip; those of one call share them."""
+        """Return the processor's arguments for a clip; clips of one call have the same."""
         ...
 
 
@@ -130,7 +130,7 @@ class DefaultAdapter:
         return _tiled(processor, options, path)
 
     def reads(self, processor: Processor) -> tuple[MediaKind, ...]:
-        """Return the kinds that the processor has a part and a placeholder token for."""
+        """Return the kinds for which the processor has a part and a placeholder token."""
         parts: dict[MediaKind, tuple[str, ...]] = {
             "image": ("image_processor",),
             "video": ("video_processor",),
@@ -144,7 +144,7 @@ class DefaultAdapter:
         )
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Read the limits off the processor's parts, as Qwen-VL's name them."""
+        """Read the limits from the processor's parts, under the names of Qwen-VL's."""
         from mindspeed_mm.data.media_reader import MediaLimits
 
         image, video = getattr(processor, "image_processor", None), getattr(processor, "video_processor", None)
@@ -165,7 +165,7 @@ class DefaultAdapter:
         return MediaLimits(**{name: value for name, value in found.items() if value is not None})
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Ask the processor's parts how many patches or tokens a medium takes, and repeat its token so often.
+        """Get the number of patches or tokens of a medium from the processor's parts, and repeat its token.
 
         The parts are asked, not the processor: its own counting checks every one of its options at each call.
         """
@@ -192,21 +192,21 @@ class DefaultAdapter:
         return Foreseen(token * (patches // _number(part, "merge_size", 1) ** 2), patches, patches**2 // groups)
 
     def video_metadata(self, clip: DecodedVideo) -> dict[str, Any]:
-        """Tell when each frame is shown, and how fast they follow each other.
+        """Return the time of each frame, and their rate.
 
-        transformers takes the number of a frame in its file, and divides it by the file's rate. Files whose frames are
-        uneven have no such rate, so frames are numbered by microseconds.
+        transformers divides the number of a frame in its file by the file's frame rate. Files with uneven frames have
+        no such rate, so frames are numbered by microseconds.
         """
         length = len(clip.timestamps) * TICKS / clip.fps
         return {"total_num_frames": length, "fps": float(TICKS), "frames_indices": in_ticks(clip.timestamps)}
 
     def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
-        """None are needed."""
+        """Return no arguments: none are needed."""
         return {}
 
 
 def in_ticks(times: Sequence[float]) -> list[int]:
-    """Return the numbers of frames that a processor is told, of the seconds at which they are shown."""
+    """Return the frame numbers for the processor of frames that are shown at these seconds."""
     return [round(second * TICKS) for second in times]
 
 
@@ -216,7 +216,7 @@ def has_processor(path: str) -> bool:
 
 
 def check_model_path(path: str) -> None:
-    """Check, without loading anything, that a model directory exists and holds a tokenizer.
+    """Check, without loading anything, that a model directory exists and has a tokenizer.
 
     Raises:
         ConfigError: With the nearest name beside it or how to fetch it, or what was looked for in it.
@@ -229,7 +229,7 @@ def check_model_path(path: str) -> None:
 
 
 def _settled(processor: Processor) -> Processor:
-    """A processor whose default doesn't change by a warning: frames are limited one by one, as it does today."""
+    """Set the default that a warning of transformers announces to change: pixels are limited per frame, as today."""
     video = getattr(processor, "video_processor", None)
     if video is not None and getattr(video, "cap_pixels_per_frame", False) is None:
         video.cap_pixels_per_frame = False
@@ -237,9 +237,10 @@ def _settled(processor: Processor) -> Processor:
 
 
 def _with_call_defaults(processor: Processor) -> Processor:
-    """A processor that states in its attributes what a call does by default, as transformers' do since 5.23.
+    """Copy a processor's default arguments into its attributes, where transformers has them since 5.23.
 
-    Before, and in classes written for that, the class of its arguments states it, and goes before attributes.
+    Before, and in classes written for earlier versions, they are defaults of the class of its arguments, which take
+    precedence over attributes.
     """
     stated = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
     for group in _OPTION_GROUPS:
@@ -252,7 +253,7 @@ def _with_call_defaults(processor: Processor) -> Processor:
 
 
 def _tiled(processor: Processor, options: PreprocessParameters, path: str) -> Processor:
-    """A processor that cuts images into as many tiles as data.json says."""
+    """Let a processor cut images into the number of tiles that data.json sets."""
     names = ("crop_to_patches", "min_patches", "max_patches")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     part = getattr(processor, "image_processor", None)

@@ -2,7 +2,7 @@
 
 A template may write it after the answer, outside of its `{% generation %}` marks, at the head of the next message (the
 `<|user|>` of GLM), after all answers but the last, or not at all. What was not written is put behind the answer, so
-that the model learns to stop wherever the answer stands.
+that the model learns to stop after every answer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _REACH = 200  # characters behind an answer within which its end token begins
 
 
 def end_answers(template: ChatTemplate, messages: Messages, text: str, turns: Sequence[Turn]) -> tuple[str, list[Turn]]:
-    """Take the end token of each answer into its target.
+    """Extend the target of each answer by its end token.
 
     Args:
         template: The chat template.
         messages: The conversation.
-        text: As the template rendered it.
-        turns: Its targets, in order; of a message with several the last one ends it.
+        text: The text that the template rendered.
+        turns: The targets, in order; in a message with several, the last one ends it.
 
     Returns:
-        The text, with the end tokens that it lacked, and the targets in it.
+        The text with the missing end tokens, and the targets in it.
     """
     closing = {turn.message: number for number, turn in enumerate(turns)}
     pieces, position, grown, ended = [], 0, 0, []
@@ -45,12 +45,12 @@ def end_answers(template: ChatTemplate, messages: Messages, text: str, turns: Se
     return "".join((*pieces, text[position:])), ended
 
 
-def say_how_answers_end(template: ChatTemplate) -> None:
-    """Say once what a template leaves out, or that generation doesn't stop at what it writes."""
+def log_how_answers_end(template: ChatTemplate) -> None:
+    """Log once that a template leaves out end tokens, or writes some at which generation doesn't stop."""
     try:
         last, earlier = template.end_of_turn.strip(), template.end_of_earlier_turn.strip()
         missing = "" if last else template.missing_end({}).strip()
-    except Exception:  # a template that refuses the probe's conversation: its rows say so
+    except Exception:  # a template that refuses the probe's conversation: the errors of its rows show it
         return
     stops = " or ".join(template.stop_tokens)
     if last:

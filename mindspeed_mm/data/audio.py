@@ -1,7 +1,7 @@
 """Sounds: any file and any rate as one channel of floats at the model's rate.
 
 A file of M samples at r Hz becomes round(M·R/r) samples at R Hz (halves up), channels averaged; then it is cut to the
-longest length that the model hears, or padded with silence to the shortest. M is what the header says where
+longest length that the model takes, or padded with silence to the shortest. M is taken from the header where
 that is exact (PCM, FLAC, ALAC); lossy formats are decoded to count it, because their headers count the encoder's
 padding too. Where decoding gives less than the header says (a damaged file), silence stands for the rest.
 """
@@ -44,13 +44,13 @@ class SoundFacts:
 
 @dataclass(frozen=True)
 class SoundRule:
-    """What a model hears.
+    """Rate and length of the sounds that a model takes.
 
     Attributes:
         rate: samples a second.
         max_seconds: longer sounds are cut; None: they are not.
         min_samples: shorter sounds are padded with silence.
-        multiple: so are sounds whose samples aren't a multiple of this.
+        multiple: sounds are padded with silence to a multiple of this many samples.
     """
 
     rate: int
@@ -63,7 +63,7 @@ class SoundRule:
         return max(1, (2 * facts.length * self.rate + facts.rate) // (2 * facts.rate))
 
     def samples(self, facts: SoundFacts) -> int:
-        """Samples that the model gets."""
+        """Samples of the sound as the model gets it."""
         samples = self.whole(facts)
         if self.max_seconds is not None:
             samples = min(samples, round(self.max_seconds * self.rate))
@@ -71,7 +71,7 @@ class SoundRule:
 
 
 def look_sound(file: MediaFile, timeout: float) -> SoundFacts:
-    """Read how long a sound is; of lossy formats this takes decoding it.
+    """Return rate and length of a sound; lossy formats are decoded for it.
 
     Raises:
         BadSample: No sound in the file, or one without a sample.
@@ -95,9 +95,9 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
 
     Args:
         file: The sound, or a video whose sound track is wanted.
-        facts: What `look_sound` said.
-        rule: What the model hears.
-        timeout: Seconds that it may take.
+        facts: The result of `look_sound`.
+        rule: Rate and length for the model.
+        timeout: Time limit in seconds.
 
     Returns:
         [rule.samples(facts)] float32 between -1 and 1.
@@ -107,15 +107,15 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
             out of range.
     """
     wanted, whole = rule.samples(facts), rule.whole(facts)
-    heard = min(wanted, whole)
-    if heard < whole:
+    taken = min(wanted, whole)
+    if taken < whole:
         notice(
-            f"{file.where}: {file.label} lasts {whole / rule.rate:.1f} s; the model hears {heard / rule.rate:g} s, the "
-            "rest is left out (this is said once)",
+            f"{file.where}: {file.label} lasts {whole / rule.rate:.1f} s; the model takes {taken / rule.rate:g} s, the "
+            "rest is left out (this is logged once)",
             "sound cut",
         )
-    # What is resampled is a little longer than what is kept: the filter looks ahead.
-    needed = facts.length if heard == whole else heard * facts.rate // rule.rate + facts.rate // 10
+    # What is resampled is a little longer than what is kept: the filter needs samples after the last one.
+    needed = facts.length if taken == whole else taken * facts.rate // rule.rate + facts.rate // 10
     pieces, count = [], 0
     with open_container(file, "sound", timeout) as (container, deadline):
         stream = _sound_stream(container, file)
@@ -127,19 +127,19 @@ def read_sound(file: MediaFile, facts: SoundFacts, rule: SoundRule, timeout: flo
         whole_samples = np.concatenate(pieces)[:needed] if pieces else np.empty(0, np.float32)
         _check_samples(file, whole_samples, facts.rate)
         sound = _resampled(whole_samples, facts.rate, rule.rate) if pieces else whole_samples
-    if 2 * min(len(sound), heard) < heard:
+    if 2 * min(len(sound), taken) < taken:
         seconds = f"{count / facts.rate:.2f} of {min(needed, facts.length) / facts.rate:.2f} s"
         raise file.fault(f"is damaged: {seconds} can be decoded; at least half is needed", "sound can't be decoded")
     if count + facts.rate // 10 < min(needed, facts.length):
-        notice(f"{file.where}: {file.label} is damaged: its end is silence (this is said once)", "sound damaged")
+        notice(f"{file.where}: {file.label} is damaged: its end is silence (this is logged once)", "sound damaged")
     out = np.zeros(wanted, np.float32)
-    kept = sound[:heard]
+    kept = sound[:taken]
     np.clip(kept, -1, 1, out=out[: len(kept)])
     return out
 
 
 def _check_samples(file: MediaFile, samples: np.ndarray, rate: int) -> None:
-    """Refuse what is no sound between -1 and 1: files of floats can hold anything."""
+    """Refuse samples that aren't between -1 and 1: files of floats may have any values."""
     finite = np.isfinite(samples)
     if not finite.all():
         place = int(np.argmin(finite))

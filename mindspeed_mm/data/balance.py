@@ -1,4 +1,4 @@
-"""Which rank takes which row of a global batch, so that all ranks have as much to do in every micro-batch."""
+"""Assign the rows of a global batch to ranks, so that all ranks have equal costs in every micro-batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _MOST_SWAPS = 200
 
 
 def even_split(costs: Sequence[float], parts: int, loads: np.ndarray | None = None) -> list[list[int]]:
-    """Split items into parts of equal number and costs as equal as a greedy walk and swaps make them.
+    """Split items into parts of equal number and costs that a greedy pass and swaps make nearly equal.
 
     Args:
         costs: Of each item; their number is a multiple of `parts`.
         parts: Number of parts.
-        loads: What each part has to carry already, [parts]; None: nothing.
+        loads: Cost that each part has already, [parts]; None: zero.
 
     Returns:
         The items of each part, costliest first.

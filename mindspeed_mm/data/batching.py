@@ -1,4 +1,4 @@
-"""How samples become batches: packed, balanced, grouped or in plain order, as data.json and the flags say."""
+"""How samples become batches: packed, balanced, grouped or in plain order, as data.json and the flags ask for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BASIC = "dataset_param.basic_parameters"
 
 @dataclass(frozen=True)
 class Batching:
-    """What flags say of batches.
+    """The settings of batches that come from flags.
 
     Attributes:
         balance: what is balanced by cost within a global batch; packs always are.
-        dynamic_length: dynamic batching: a row of the batch holds samples of together at most this many tokens; None:
-            rows are packed only if data.json says so, up to the data set's length limit.
-        least_waiting: dynamic batching: samples that are read ahead at least.
+        dynamic_length: dynamic batching: the samples of a row of the batch have at most this many tokens together;
+            None: rows are packed only if data.json asks for it, up to the data set's length limit.
+        least_waiting: dynamic batching: least number of samples that are read in advance.
         costs: the measure of balance.
     """
 
@@ -88,14 +88,14 @@ def build_planner(
             `shapes`, every global batch is of one of them; if it has `names_epochs`, samples are asked for by epoch.
         layout: Sizes of a batch.
         param: `dataloader_param`.
-        batching: What flags say.
+        batching: Settings from the flags.
         train: False for evaluation: file order, every row once a pass, the last global batch filled up.
         seed: Decides the order of rows.
         num_workers: Worker processes of the loader; half as many measure.
-        capacity: What `pack_capacity` returned.
+        capacity: The result of `pack_capacity`.
 
     Raises:
-        ConfigError: The data set doesn't tell sizes, and something needs them.
+        ConfigError: The data set can't measure its rows, and something needs their sizes.
         DataError: No rows, or fewer than one global batch with drop_last.
     """
     order = _order(dataset, train and param.shuffles, seed)

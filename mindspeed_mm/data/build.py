@@ -35,7 +35,7 @@ def build_dataset(
         The data set, or (training, validation).
 
     Raises:
-        ConfigError: The model directory doesn't exist or holds no tokenizer; unknown template; preference pairs.
+        ConfigError: The model directory doesn't exist or has no tokenizer; unknown template; preference pairs.
         DataError: A file or one of its first rows can't be used.
     """
     basic = param.basic_parameters
@@ -66,7 +66,7 @@ def build_dataset(
 
 
 def _with_cache(dataset: RecordDataset) -> RecordDataset:
-    """Give a data set its token cache, if data.json asks for one."""
+    """Open the token cache of a data set, if data.json asks for one."""
     basic = dataset.param.basic_parameters
     if basic.preprocess_on_fly is not False:
         if basic.cache_dir is not None:
@@ -88,13 +88,13 @@ def _with_cache(dataset: RecordDataset) -> RecordDataset:
 def open_rows_of(
     param: DatasetParam, entries: Sequence[DataEntry], mixture: Mixture | None = None, lazy: bool = False
 ) -> RowSource:
-    """Open the rows of data sets as `dataset_param` says; where it names no columns, these are recognised.
+    """Open the rows of data sets as `dataset_param` describes them; columns that it doesn't name are recognised.
 
     Args:
         param: Typed `dataset_param`.
         entries: The data sets.
-        mixture: How rows that are found on the way are drawn from several data sets.
-        lazy: Find rows on the way.
+        mixture: How lazy rows are drawn from several data sets.
+        lazy: Find rows when they are asked for.
     """
     basic = param.basic_parameters
     is_text = basic.stage in ("pt", "pretrain")

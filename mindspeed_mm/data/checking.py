@@ -1,4 +1,4 @@
-"""The look at the first rows before a run: faults are found, and rows without a target are left out."""
+"""Check the first rows before a run: find faults, and leave out rows without a target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LeftOut:
         self._first: dict[str, object] = {}
 
     def add(self, row: int, reason: str, first: object) -> None:
-        """Leave out a row; `first` tells of it if it is the first one for that reason."""
+        """Leave out a row; `first` is quoted for it if it is the first one with that reason."""
         self.rows.append(row)
         self._counts[reason] += 1
         self._first.setdefault(reason, first)
@@ -54,10 +54,10 @@ def check_rows(source: RowSource, skip: bool) -> np.ndarray:
         skip: Leave out rows with faults, too; else the first one is raised.
 
     Returns:
-        Numbers of the rows to use, [rows] int64; of a stream none, because its rows are judged on the way.
+        Numbers of the rows to use, [rows] int64; empty for a stream, whose rows are checked when they are read.
 
     Raises:
-        BadSample: What is wrong with which row.
+        BadSample: A row can't be used; the message names it and its fault.
         DataError: A column is missing, or no row is left.
     """
     left_out = LeftOut()

@@ -21,7 +21,7 @@ from mindspeed_mm.utils.log import notice
 
 NOTES = "_notes"
 
-#: what a sample may hold beside its tensors
+#: fields of a sample that are not tensors of the model
 _HOST_KEYS = ("num_rows", "row_id", "note", "fault")
 
 
@@ -29,9 +29,9 @@ class Collator:
     """Puts samples together into a micro-batch.
 
     Args:
-        adapter: Says which tensors hold one value a token, and which hold media.
+        adapter: Names the tensors with one value per token, and those of media.
         param: `dataloader_param.collate_param`.
-        dataset: Its `pad_token_id` pads `input_ids` unless `pad_id` is given; asked for in the process that collates.
+        dataset: Its `pad_token_id` pads `input_ids` unless `pad_id` is given; it is read in the process that collates.
     """
 
     def __init__(self, adapter: DataAdapter, param: CollateParam, dataset: Dataset) -> None:
@@ -47,8 +47,9 @@ class Collator:
         """Collate samples, one a row.
 
         Args:
-            samples: Dicts with `input_ids` and `labels` [L], and what the adapter names; on the host `num_rows` 0 of a
-                filler, `row_id` (its number in the data set), `note`, and `fault` of a row that was left out.
+            samples: Dicts with `input_ids` and `labels` [L], and the tensors that the adapter names; on the host
+                `num_rows` 0 of a filler, `row_id` (its number in the data set), `note`, and `fault` of a row that was
+                left out.
 
         Returns:
             `input_ids`, `labels`, `attention_mask` and token tensors [B, L] int64, media tensors concatenated on
@@ -56,7 +57,7 @@ class Collator:
             `row_ids` [samples] int64 (-1 for a filler) where samples have them, and `rows_left_out`.
 
         Raises:
-            DataError: A sample lacks a tensor or holds one that nobody knows.
+            DataError: A sample lacks a tensor, or has an unknown one.
         """
         self._check(samples)
         length = self._padded(max(len(sample["input_ids"]) for sample in samples))

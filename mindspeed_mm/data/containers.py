@@ -47,7 +47,7 @@ class Deadline:
 
 @contextlib.contextmanager
 def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple[InputContainer, Deadline]]:
-    """Open a file with PyAV; what it raises becomes a BadSample.
+    """Open a file with PyAV; its errors become BadSamples.
 
     Args:
         file: The medium.
@@ -70,13 +70,13 @@ def open_container(file: MediaFile, kind: str, seconds: float) -> Iterator[tuple
         raise
     except Exception as error:  # FFmpeg's own errors are subclasses of many built-in ones
         deadline.check()
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        problem = f"can't be decoded as a {kind}: {said} ({file.beginning()})"
+        what = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        problem = f"can't be decoded as a {kind}: {what} ({file.beginning()})"
         raise file.fault(problem, f"{kind} can't be decoded") from None
 
 
 def packets_of(container: InputContainer, stream: MediaStream, deadline: Deadline) -> Iterator[Any]:
-    """Yield the packets of a stream from where the container stands; a file that is cut ends early."""
+    """Yield the packets of a stream from the container's position; a truncated file ends early."""
     import av
 
     with contextlib.suppress(av.error.InvalidDataError, av.error.EOFError):
@@ -87,7 +87,7 @@ def packets_of(container: InputContainer, stream: MediaStream, deadline: Deadlin
 
 
 def decode(container: InputContainer, stream: MediaStream, deadline: Deadline) -> Iterator[Any]:
-    """Yield the frames of a stream in the order of presentation, from where the container stands to its end.
+    """Yield the frames of a stream in the order of presentation, from the container's position to its end.
 
     Packets that can't be decoded are left out. The file may end early.
     """
@@ -95,7 +95,7 @@ def decode(container: InputContainer, stream: MediaStream, deadline: Deadline) -
 
     for packet in itertools.chain(packets_of(container, stream, deadline), (None,)):
         with contextlib.suppress(av.error.InvalidDataError, av.error.EOFError):
-            yield from stream.decode(packet)  # None: what the decoder still holds
+            yield from stream.decode(packet)  # None: flush the decoder
 
 
 def use_one_thread(stream: MediaStream) -> None:
@@ -105,7 +105,7 @@ def use_one_thread(stream: MediaStream) -> None:
 
 
 def header_seconds(stream: MediaStream) -> Fraction | None:
-    """How long a stream lasts, as the header says; None if it doesn't."""
+    """Return the duration of a stream in its header; None if there is none."""
     if stream.duration and stream.duration > 0:
         return stream.duration * stream.time_base
     tag = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))  # Matroska

@@ -75,11 +75,11 @@ def read_media(value: object, kind: MediaKind, fps: object = None) -> list[Media
     """Return the media that a column names.
 
     Args:
-        value: What the row holds: null, "", [] and lists of such are no medium; one medium, or a list of them, each a
-            path, a data: URI, an object with `path` or `bytes`; for a video also a list of pictures, or an object with
-            `frames` or `video` and `fps`. A list may be written as JSON text.
+        value: The value of the column: null, "", [] and lists of such are no medium; one medium, or a list of them,
+            each a path, a data: URI, an object with `path` or `bytes`; for a video also a list of pictures, or an
+            object with `frames` or `video` and `fps`. A list may be written as JSON text.
         kind: The column's medium.
-        fps: Frames a second of clips given as pictures: one number, or one for each video; None: not said.
+        fps: Frames a second of clips given as pictures: one number, or one for each video; None: not given.
     """
     value = list_of_text(value)
     items = [item for item in (value if isinstance(value, list) else [value]) if not _is_nothing(item)]
@@ -90,7 +90,7 @@ def read_media(value: object, kind: MediaKind, fps: object = None) -> list[Media
 
 
 def read_medium(item: object, kind: MediaKind, fps: object = None) -> MediaRef:
-    """Return one medium (see `read_media`); `fps` counts for a clip given as pictures that has none of its own."""
+    """Return one medium (see `read_media`); `fps` applies to a clip given as pictures without a rate of its own."""
     if isinstance(item, str):
         return _named(item, kind)
     if kind == "video" and isinstance(item, list):
@@ -159,9 +159,9 @@ def _named(name: str, kind: MediaKind) -> MediaRef:
 
 
 def _is_base64(name: str) -> bool:
-    """Whether what stands for a path is a file's content, in base64 and without `data:` before it.
+    """Whether a path is the content of a file instead, in base64 and without `data:` before it.
 
-    No path is longer than 4096 bytes; a shorter text is content if it begins as one does and has no suffix.
+    No path is longer than 4096 bytes; a shorter text is content if it begins like a known format and has no suffix.
     """
     return len(name) > 4096 or (len(name) > 64 and name.startswith(_BASE64_BEGINNINGS) and "." not in name)
 
@@ -183,7 +183,7 @@ def _is_nothing(item: object) -> bool:
 
 
 def list_of_text(value: object) -> Any:
-    """Return the list or object that a text holds as JSON, as csv cells must; anything else as it is."""
+    """Parse a text that is a JSON list or object, as in csv cells; return anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             read = json.loads(value)

@@ -1,4 +1,4 @@
-"""What a sample costs to train on, foreseen from its size and the model's config.json: the measure of balance."""
+"""Predict the cost of training on a sample from its size and the model's config.json: the measure of balance."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class CostModel:
 
     @classmethod
     def from_config(cls, path: str | Path, *, tower_trained: bool = True, text_trained: bool = True) -> CostModel:
-        """Read the coefficients off a model directory's config.json; where it doesn't say enough, tokens are counted.
+        """Read the coefficients from a model directory's config.json; where it lacks numbers, tokens are counted.
 
         Args:
             path: The directory, or the file.
-            tower_trained: Whether the vision tower is.
-            text_trained: Whether the language model is.
+            tower_trained: Whether the vision tower is trained.
+            text_trained: Whether the language model is trained.
         """
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
@@ -66,7 +66,7 @@ class CostModel:
             per_token, per_squared_token = _text_cost(text)
             per_patch, per_squared_patch = _tower_cost(tower, text["hidden_size"]) if tower else (0.0, 0.0)
         except (KeyError, TypeError) as error:
-            notice(f"{file}: what a row costs can't be told from it ({error!r} not found); its tokens are counted")
+            notice(f"{file}: what a row costs can't be computed from it ({error!r} not found); its tokens are counted")
             return cls()
         below = bool(tower) and tower_trained
         tower_passes = 3 if tower_trained else 1

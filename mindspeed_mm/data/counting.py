@@ -1,4 +1,4 @@
-"""Count what passes through a data iterator, on the host, before anything reaches a device."""
+"""Count rows, tokens and media of micro-batches on the host, before they are moved to a device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from mindspeed_mm.data.adapter import DataAdapter
 
 HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens")
-"""What a micro-batch says of itself to those who count, and no model takes."""
+"""Fields of a micro-batch that are counted on the host and that no model takes."""
 
 
 def drop_host_fields(batch: MutableMapping[str, Any]) -> None:
-    """Take out of a micro-batch what no model takes, before it is moved to a device."""
+    """Remove the host fields of a micro-batch before it is moved to a device."""
     for name in HOST_FIELDS:
         batch.pop(name, None)
 
@@ -27,14 +27,14 @@ class BatchCounts:
 
     Attributes:
         rows: real samples.
-        tokens: positions that hold a token (documents, attention_mask, or all of input_ids).
+        tokens: positions with a token (documents, attention_mask, or all of input_ids).
         positions: all positions of input_ids, padding included.
         targets: positions that are trained.
         squared_lengths: sum over samples of their tokens squared (what attention costs).
         patches: rows of the media tensors (what their towers cost).
         rows_left_out: rows that could not be used.
         media: modality → number of media.
-        row_ids: numbers of the samples in the data set, always of this rank alone; None: no micro-batch said them.
+        row_ids: numbers of the samples in the data set, always of this rank alone; None: no micro-batch had them.
         wait_seconds: time spent waiting for data; of a whole step, the longest of any rank.
         cost: FLOPs, or tokens where the model's are not known.
         imbalance: of a whole step, the largest cost of a rank over the mean of all.
@@ -55,7 +55,7 @@ class BatchCounts:
 
 
 class CountingIterator:
-    """Passes micro-batches on and keeps their sums until `take` is called.
+    """Yields micro-batches unchanged and accumulates their counts until `take` is called.
 
     A user's own loader may yield anything: what is not a mapping with the usual keys counts as one micro-batch of rows.
     """
@@ -69,8 +69,8 @@ class CountingIterator:
         """
         Args:
             source: yields micro-batches.
-            micro_batch_size: rows of a micro-batch that doesn't say.
-            adapter: knows a batch's media; None: they are not counted.
+            micro_batch_size: rows of a micro-batch without `num_rows`.
+            adapter: counts the media of a batch; None: they are not counted.
         """
         self._source = source
         self._micro_batch_size = micro_batch_size

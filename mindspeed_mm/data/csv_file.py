@@ -1,4 +1,4 @@
-"""Rows of a csv file: a header, then records with quoted fields that may hold line breaks."""
+"""Rows of a csv file: a header, then records with quoted fields that may have line breaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOM = b"\xef\xbb\xbf"
 class CsvFile(TextFile):
     """Rows of a csv file as objects of texts; an empty field is an empty text.
 
-    The delimiter (comma, semicolon or tab) is the one that the header holds most of.
+    The delimiter (comma, semicolon or tab) is the most frequent one in the header.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,7 +80,7 @@ class CsvFile(TextFile):
 
 
 class _Lines:
-    """The lines of a file as text, one character a byte; counts the bytes that have been taken."""
+    """The lines of a file as text, one character per byte; counts the bytes that have been read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -102,7 +102,7 @@ def _first_line(file: BinaryIO, path: str) -> str:
 
 
 def _is_header(names: list[str]) -> bool:
-    """Whether a first record can be one: several names, or a single word, none of them empty or twice."""
+    """Whether a first record can be a header: several names, or a single word, none of them empty or repeated."""
     plain = all(re.fullmatch(r"[^<>{}\[\]\r\n]{1,80}", name) for name in names)
     single = len(names) > 1 or (len(names) == 1 and re.fullmatch(r"[\w.-]+", names[0]) is not None)
     return plain and single and len(set(names)) == len(names)

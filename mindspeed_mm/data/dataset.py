@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """An encoder that is made at first need, in each process anew unless it was forked with one.
+    """An encoder that is built when it is first needed, in each process anew unless it was forked with one.
 
     Args:
         param: `dataset_param`.
@@ -41,22 +41,22 @@ class LazyEncoder:
         self.param = param
         self.max_length = max_length
         self.adapter = adapter
-        self._made: tuple[Encoder, MediaReader, Processor] | None = None
+        self._built: tuple[Encoder, MediaReader, Processor] | None = None
 
     def get(self) -> Encoder:
         """Return the encoder; loads the model's processor the first time."""
-        return self._make()[0]
+        return self._build()[0]
 
     def reader(self) -> MediaReader:
         """Return the reader of media, with the limits of the model's processor."""
-        return self._make()[1]
+        return self._build()[1]
 
     def processor(self) -> Processor:
         """Return the model's processor, or its tokenizer where it reads text only."""
-        return self._make()[2]
+        return self._build()[2]
 
-    def _make(self) -> tuple[Encoder, MediaReader, Processor]:
-        if self._made is None:
+    def _build(self) -> tuple[Encoder, MediaReader, Processor]:
+        if self._built is None:
             from mindspeed_mm.data.media_reader import MediaReader
 
             # A fork after the tokenizer's first use would warn in every worker; one thread is what a worker should use.
@@ -65,15 +65,15 @@ class LazyEncoder:
             processor = self.adapter.load_processor(options.model_name_or_path, options)
             encoder_class = self.adapter.encoder_class or Encoder
             encoder = encoder_class(processor, self.adapter, self.param, self.max_length)
-            self._made = encoder, MediaReader(options, self.adapter.limits(processor)), processor
-        return self._made
+            self._built = encoder, MediaReader(options, self.adapter.limits(processor)), processor
+        return self._built
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_built": None}
 
 
 class _RowMedia:
-    """The media of one row: where they are looked for, and how a message names the row."""
+    """The media of one row: their reader and folders, and the row's name for messages."""
 
     def __init__(self, reader: MediaReader, folders: Sequence[str], where: object) -> None:
         self._reader, self._folders, self._where = reader, folders, where
@@ -95,15 +95,15 @@ class RecordDataset(Dataset):
     filler too, with `fault` (the reason, to count by) and `note` (which row, and what is wrong with it); a row that was
     cut has a `note` only.
 
-    Nothing of the model is loaded before the first sample (or `warm_up`), and then in the process that makes it.
+    Nothing of the model is loaded before the first sample (or `warm_up`), and then in the process that encodes it.
     Instances can be pickled and forked.
 
     Args:
         source: The rows.
-        encoder: Makes samples of conversations; data sets of one run share it.
-        indices: Rows of `source` that belong to this data set, in order; None for a stream, whose rows are found on
-            the way.
-        cache: Ids and labels of the rows, made before; None: they are made when a row is asked for.
+        encoder: Encodes conversations; data sets of one run share it.
+        indices: Rows of `source` that belong to this data set, in order; None for a stream, whose rows are found
+            while they are read.
+        cache: Ids and labels of the rows, computed before; None: they are computed when a row is read.
     """
 
     has_fillers = True  # dataset[-1]
@@ -133,11 +133,11 @@ class RecordDataset(Dataset):
         self.lazy_encoder.get()
 
     def check_model(self, config: PreTrainedConfig | None, model: str) -> None:
-        """Check tokenizer, processor and chat template before a run; loads them, and says how answers end.
+        """Check tokenizer, processor and chat template before a run; loads them, and logs how answers end.
 
         Args:
             config: transformers' configuration of the model that is trained; None: it isn't known.
-            model: What it was read from, for messages.
+            model: Where it was read from, for messages.
 
         Raises:
             ConfigError: They don't belong to the model, or there is no chat template for rows that need one.
@@ -151,7 +151,7 @@ class RecordDataset(Dataset):
             _ = self.encoder.template
 
     def has_row(self, index: int) -> bool:
-        """Whether there is a row of this number; a stream is searched as far as it."""
+        """Whether there is a row of this number; a stream is searched up to it."""
         return self.source.has(index) if self.indices is None else 0 <= index < len(self.indices)
 
     def __getitem__(self, index: int) -> TokenSample:
@@ -167,7 +167,7 @@ class RecordDataset(Dataset):
 
         Raises:
             BadSample: The row can't be used, and `on_bad_sample` is raise.
-            DataError: Anything else that goes wrong with it, with its place and a traceback.
+            DataError: Any other error of the row, with its place and a traceback.
         """
         if index == -1:
             return self._filler()
@@ -192,7 +192,7 @@ class RecordDataset(Dataset):
         return sample
 
     def measure(self, index: int) -> list[SampleSize]:
-        """Return what a row's sample costs, without decoding its media: one entry a piece.
+        """Return the size of a row's sample without decoding its media: one entry a piece.
 
         Raises:
             BadSample: The row can't be used, and `on_bad_sample` is raise.
@@ -203,11 +203,11 @@ class RecordDataset(Dataset):
         return [prepared.size for prepared in found]
 
     def total_tokens(self) -> int | None:
-        """Tokens of all samples, where a cache knows them."""
+        """Tokens of all samples, if there is a token cache."""
         return None if self.cache is None else int(self.cache.tokens()[self.indices].sum())
 
     def prepare(self, index: int) -> list[Prepared] | BadSample:
-        """Return a row's ids and labels, without decoding its media; or why it gives no sample.
+        """Return a row's ids and labels without decoding its media, or the error if it gives no sample.
 
         Raises:
             BadSample: The row can't be used, and `on_bad_sample` is raise.

@@ -1,7 +1,7 @@
 """One conversation to one sample, in two steps: ids and labels without decoding any medium, then its tensors.
 
-The first step costs a template, a tokenizer and the headers of the media; it tells exactly how long the sample is, so
-that batches can be planned before anything is decoded. The second one decodes, and sees that all came as foreseen.
+The first step costs a template, a tokenizer and the headers of the media; it gives the exact length of the sample, so
+that batches can be planned before anything is decoded. The second one decodes, and checks the predictions of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.answer_ends import say_how_answers_end
+from mindspeed_mm.data.answer_ends import log_how_answers_end
 from mindspeed_mm.data.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.processors import Processor
@@ -29,7 +29,7 @@ from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.text import map_texts
 
-#: reason of the one fault that never ends a run: the row is left out, counted and named
+#: reason of the one fault that never ends a run: the row is left out, counted and logged
 TOO_LONG = "longer than the length limit"
 
 TokenSample = dict[str, torch.Tensor]
@@ -50,10 +50,10 @@ class PlannedMedium:
     """A medium of a prepared row.
 
     Attributes:
-        ref: as the row names it.
-        text: what its placeholder was replaced by.
+        ref: the row's reference to it.
+        text: the text that replaced its placeholder.
         patches, squared_patches: as in `Foreseen`.
-        tensors: what it was decoded to, where only decoding could tell the text; None: not decoded yet.
+        tensors: the decoded medium, where the text could not be predicted; None: not decoded yet.
     """
 
     ref: MediaRef
@@ -65,11 +65,11 @@ class PlannedMedium:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A row ready but for its media.
+    """A row without the tensors of its media.
 
     Attributes:
         ids, labels, types: [L] int64; labels are not shifted, -100 = no target.
-        media: in order.
+        media: its media, in order.
         whole_length: tokens of the row before it was cut.
     """
 
@@ -84,7 +84,7 @@ class Prepared:
 
     @property
     def size(self) -> SampleSize:
-        """What it costs."""
+        """Its length and the sizes of its media."""
         patches = sum(medium.patches for medium in self.media)
         return SampleSize(len(self), patches, sum(medium.squared_patches for medium in self.media))
 
@@ -93,7 +93,7 @@ class Encoder:
     """Turns conversations into samples with a model's processor and chat template.
 
     Args:
-        processor: What `adapter.load_processor` returned.
+        processor: The processor that `adapter.load_processor` returned.
         adapter: The model family.
         param: `dataset_param`.
         max_length: Longest sample in tokens; None means no limit.
@@ -124,7 +124,7 @@ class Encoder:
         """The chat template; plain text does without one."""
         if self._template is None:
             self._template = chat_template_of(self._processor, *self._template_args)
-            say_how_answers_end(self._template)
+            log_how_answers_end(self._template)
         return self._template
 
     @property
@@ -142,7 +142,7 @@ class Encoder:
         return self._typed({"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX)}, torch.zeros_like(ids))
 
     def prepare(self, conversation: Conversation, source: MediaSource, limit: int | None = None) -> list[Prepared]:
-        """Make ids and labels of a row; one that is too long loses its last turns, with their media.
+        """Return ids and labels of a row; one that is too long loses its last turns, with their media.
 
         Args:
             conversation: The row.
@@ -181,7 +181,7 @@ class Encoder:
         """Decode the media of a prepared row and put the sample together.
 
         Raises:
-            BadSample: A medium can't be decoded, or takes another number of tokens than was foreseen.
+            BadSample: A medium can't be decoded, or takes another number of tokens than was predicted.
         """
         ids, types = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.types)
         sample = self._typed({"input_ids": ids, "labels": torch.from_numpy(prepared.labels)}, types)
@@ -191,8 +191,8 @@ class Encoder:
             if is_ready:
                 parts += [medium.tensors for medium in media if medium.tensors is not None]
                 continue
-            made, texts = self._process([(medium.ref, source.open(medium.ref)) for medium in media], where)
-            parts.append(made)
+            tensors, texts = self._process([(medium.ref, source.open(medium.ref)) for medium in media], where)
+            parts.append(tensors)
             for medium, text in zip(media, texts, strict=True):
                 if text != medium.text:
                     raise BadSample(
@@ -264,7 +264,7 @@ class Encoder:
     def _prepare(
         self, conversation: Conversation, count: int, media: Sequence[PlannedMedium]
     ) -> tuple[Prepared, dict[int, int]]:
-        """Prepare the first `count` messages, with as many of the media as they hold; and where each answer ends."""
+        """Prepare the first `count` messages with their media; also return where each answer ends."""
         messages, where = conversation.messages[:count], conversation.where
         media = media[: sum(len(message.media) for message in messages)]
         written = [self._as_template_input(message, where) for message in messages]

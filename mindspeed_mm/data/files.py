@@ -29,12 +29,12 @@ class DataEntry:
         name: as it stands in data.json.
         paths: its files, in order.
         attr: names of columns and roles.
-        media_dir: where a relative medium is looked for first.
+        media_dir: first folder in which a relative medium is looked for.
         max_rows: upper bound on its rows; None: all.
         times: how often its rows are used; a share below 1 takes that share of them, spread evenly.
         optional: keys of `attr` whose columns rows may lack.
-        leads: a single medium without a tag stands before the first turn of the user.
-        unread: columns that hold media elsewhere, and that a row must not fill, as `attr` was read off other rows.
+        leads: a single medium without a tag is placed before the first turn of the user.
+        unread: columns for media that `attr`, recognised from other rows, doesn't map; a row must not fill them.
     """
 
     name: str
@@ -52,14 +52,14 @@ class RowSource:
     """The rows of data sets.
 
     Rows are numbered one data set after the other, each file after the one before it. With `lazy`, row numbers are
-    positions in what `mixture` draws from the data sets instead, files are searched only as far as rows are asked for,
+    positions in what `mixture` draws from the data sets instead, files are searched only as far as rows are read,
     and there is no length. Instances can be pickled and forked.
 
     Args:
         entries: The data sets.
         default_system: System text of rows that have none.
         is_text: Rows are plain text for pretraining.
-        lazy: Find rows while they are asked for.
+        lazy: Find rows when they are read.
         mixture: How lazy rows are drawn from several data sets.
     """
 
@@ -162,11 +162,11 @@ class RowSource:
         return number, index - int(self.offsets[number])
 
     def has(self, index: int) -> bool:
-        """Whether there is a row of this number; lazy rows are searched for as far as it."""
+        """Whether there is a row of this number; lazy rows are searched up to it."""
         return self._draw_until(index) if self.lazy else 0 <= index < len(self)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return row `index` of all rows as it stands in its file.
+        """Return row `index` of all rows as it is in its file.
 
         Raises:
             BadSample: It can't be parsed.
@@ -207,4 +207,4 @@ class RowSource:
         return self.files[number], self.readers[self._owner[number]], rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_draws": None}  # drawn anew where more is asked for than has been drawn
+        return {**self.__dict__, "_draws": None}  # rows beyond those that have been drawn are drawn anew

@@ -27,8 +27,8 @@ class Balance:
     """What is balanced by cost within a global batch.
 
     Attributes:
-        ranks: rows change ranks (and micro-batches).
-        micro_batches: the rows of each rank change micro-batches.
+        ranks: rows are moved between ranks (and micro-batches).
+        micro_batches: the rows of each rank are moved between its micro-batches.
     """
 
     ranks: bool = False
@@ -51,8 +51,8 @@ class _Batch:
 class FixedPlanner:
     """Global batches of a fixed number of rows.
 
-    Every epoch of the order is cut into global batches; so their sequence depends on nothing but the seed and their
-    size. The position in it is a number of rows, the last incomplete batch counted whole. A position inside a
+    Every epoch of the order is cut into global batches; so their sequence depends only on the seed and their
+    size. The position in it is a number of rows; the last incomplete batch counts as a whole one. A position inside a
     global batch comes from a run with another global batch size; the next whole one follows.
 
     A sample is (row, bucket): all of a global batch name the same bucket, 0 where there are none.
@@ -63,13 +63,13 @@ class FixedPlanner:
         order: The order of rows.
         layout: Sizes of a batch.
         drop_last: Leave out the rows at an epoch's end that don't fill a global batch; else the last global batch is
-            filled up with index -1 (no row of the next epoch gets into it), and every rank has as many micro-batches
-            as ever.
+            filled up with index -1 (never with rows of the next epoch), so that every rank has its usual number of
+            micro-batches.
         measurer: Finds sizes; needed for grouping and balance.
         grouping: Puts rows of like size together, or spreads them.
-        balance: What is balanced.
+        balance: What is balanced within a global batch.
         costs: The measure of balance.
-        names_epochs: A sample names its epoch: (row, bucket, epoch) in place of (row, bucket).
+        names_epochs: Samples have their epoch: (row, bucket, epoch) in place of (row, bucket).
 
     Raises:
         DataError: `drop_last` and fewer rows than one global batch.
@@ -116,12 +116,12 @@ class FixedPlanner:
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Rows that an epoch advances the position by, fillers counted."""
+        """Rows by which an epoch advances the position, fillers included."""
         batches = self.batches_per_epoch
         return None if batches is None else batches * self.layout.global_batch_size
 
     def state(self) -> Mapping[str, Any]:
-        """The position, in rows, and where it is in the order: its epoch, and the rows before it there."""
+        """Return the position in rows, its epoch, and the number of rows before it in that epoch."""
         epoch, number = self._locate()
         return {
             "position": self._position,
@@ -196,8 +196,8 @@ class FixedPlanner:
 
     def _measured(self, batches: Iterator[_Batch]) -> Generator[tuple[_Batch, _Sizes], None, None]:
         assert self._measurer is not None, "grouping and balance need sizes"
-        batches, ahead = itertools.tee(batches)
-        rows = (row for batch in ahead for row in batch.rows if row != FILLER)
+        batches, prefetched = itertools.tee(batches)
+        rows = (row for batch in prefetched for row in batch.rows if row != FILLER)
         with closing(self._measurer.sizes(rows)) as sizes:
             for batch in batches:
                 yield batch, [_NOTHING if row == FILLER else next(sizes) for row in batch.rows]
@@ -208,7 +208,7 @@ class FixedPlanner:
             yield _Batch(batch.epoch, batch.number, batch.rows + [FILLER] * (size - len(batch.rows)))
 
     def _cut(self, batches: int) -> Iterator[_Batch]:
-        """Cut the order into runs of `batches` global batches; the run that holds the position is the first."""
+        """Cut the order into runs of `batches` global batches; the first run contains the position."""
         size = self.layout.global_batch_size
         first, number = self._locate()
         number -= number % batches
@@ -227,7 +227,7 @@ class FixedPlanner:
         """The epoch of the position, and the global batch within it."""
         size = self.layout.global_batch_size
         index = -(-self._position // size)
-        if self.batches_per_epoch is None:  # the end may lie before the position; looking for it finds it
+        if self.batches_per_epoch is None:  # the end may be before the position: search for it
             self.order.locate((index + 1) * size - 1)
         return divmod(index, self.batches_per_epoch) if self.batches_per_epoch else (0, index)
 

@@ -23,16 +23,16 @@ _END: Any = object()
 
 
 class UserLoader(ABC):
-    """What loaders over a user's data have in common: whole steps, and the position.
+    """Base of the loaders over a user's data: whole steps, and the position.
 
     In training an epoch's last micro-batches that don't fill a step are left out: no step takes batches of two epochs.
-    In evaluation every micro-batch comes once a pass, and those that a rank lacks to fill the last step are others once
-    more, whose loss isn't counted (`is_filler`).
+    In evaluation every micro-batch comes once a pass; a rank that lacks some for the last step repeats others, whose
+    loss isn't counted (`is_filler`).
 
     Args:
         layout: Sizes of a batch.
         rank: Data-parallel rank.
-        seed: The run's.
+        seed: Seed of the run.
         training: False for evaluation.
     """
 
@@ -49,7 +49,7 @@ class UserLoader(ABC):
     global_batches_per_epoch: int | None = None
 
     def batches(self) -> Iterator[Any]:
-        """Micro-batches without end, from the position on; the position moves when a step's last is handed out."""
+        """Yield micro-batches endlessly from the position; it advances when the last one of a step is yielded."""
         if not self._training:
             self._epoch, self._step = 0, 0
             self._fillers.clear()
@@ -74,7 +74,7 @@ class UserLoader(ABC):
         """Take a position: the epoch, and the first whole step at or after its place.
 
         Args:
-            state: What `state_dict` returned; with consumed_samples only it is a position of a run with these sizes.
+            state: A result of `state_dict`; with consumed_samples only, a position of a run with these sizes.
         """
         self.consumed_samples = int(state["consumed_samples"])
         steps, size = self.global_batches_per_epoch, self.layout.global_batch_size
@@ -88,7 +88,7 @@ class UserLoader(ABC):
 
     @abstractmethod
     def check_length(self) -> None:
-        """Raise DataError if an epoch makes no step."""
+        """Raise DataError if an epoch is shorter than one step."""
 
     @abstractmethod
     def close(self) -> None:
@@ -115,7 +115,7 @@ class IndexedLoader(UserLoader):
 
     Args:
         loader: The user's DataLoader, or one for a data set of theirs.
-        order: Of its micro-batches.
+        order: The order of its micro-batches.
         layout, rank, seed, training: As in `UserLoader`.
     """
 
@@ -133,18 +133,18 @@ class IndexedLoader(UserLoader):
         self.order = order
         self.num_workers = loader.num_workers
         self._loader = loader
-        self._ahead: deque[tuple[bool, tuple[int, int] | None]] = deque()
+        self._prefetched: deque[tuple[bool, tuple[int, int] | None]] = deque()
         self._running: Any = None
         is_shared, rows = order.kind in ("plain", "ours"), order.num_rows
         self.share(is_shared, order.micro_batches, rows if is_shared or rows is None else rows * layout.dp_size)
 
     def share(self, is_shared: bool, micro_batches: int | None, num_rows: int | None) -> None:
-        """Settle whether ranks share the order, or each has a part of its own.
+        """Set whether ranks share the order, or each has a part of its own.
 
         Args:
             is_shared: Each rank takes its micro-batches out of one order.
-            micro_batches: Of an epoch of the order; of parts of their own those of the smallest.
-            num_rows: Of an epoch, over all ranks.
+            micro_batches: Number in an epoch of the order; where ranks have parts, in the smallest part.
+            num_rows: Number in an epoch, over all ranks.
         """
         self.num_rows = num_rows
         self._stride = self.layout.dp_size if is_shared else 1
@@ -155,12 +155,12 @@ class IndexedLoader(UserLoader):
             self.global_batches_per_epoch = whole + bool(rest and not self._training)
 
     def check_length(self) -> None:
-        """Raise DataError if an epoch makes no step."""
+        """Raise DataError if an epoch is shorter than one step."""
         if self.global_batches_per_epoch == 0:
             raise self._too_few(self.order.micro_batches or 0, self._block)
 
     def first_indices(self) -> Any:
-        """Return the first micro-batch that the sampler gives; None: none, or there is no sampler."""
+        """Return the indices of the sampler's first micro-batch; None: none, or there is no sampler."""
         return self.order.first(self._epoch) if isinstance(self.order, LoaderOrder) else None
 
     def probe(self) -> list[Any]:
@@ -182,14 +182,14 @@ class IndexedLoader(UserLoader):
         shut_down(running)
 
     def _read(self) -> Iterator[tuple[Any, bool, tuple[int, int] | None]]:
-        self._ahead.clear()
+        self._prefetched.clear()
         if not self._loader.persistent_workers or self._running is None:
             self.close()
             self._reading = self._seeded_copy(_Restarting(self._drawn))
         self._running = running = start_loader(self._reading)
         while True:
             batch = next_batch(running, self.num_workers)
-            yield batch, *self._ahead.popleft()
+            yield batch, *self._prefetched.popleft()
 
     def _seeded_copy(self, batch_sampler: Iterable[DrawnBatch]) -> DataLoader:
         """Return a copy of the user's loader that reads these micro-batches, each row with its own random numbers."""
@@ -201,7 +201,7 @@ class IndexedLoader(UserLoader):
         return copied
 
     def _drawn(self) -> Iterator[DrawnBatch]:
-        """This rank's micro-batches, read ahead of what is handed out."""
+        """The micro-batches of this rank, drawn before they are yielded by the loader."""
         size, stride, skip = self.layout.micro_batch_size, self._stride, self._step
         for epoch in itertools.count(self._epoch):
             batches, steps = self.order.epoch(epoch), 0
@@ -229,15 +229,15 @@ class IndexedLoader(UserLoader):
         for number in range(self.layout.micro_batches):
             place = number * stride + offset
             is_filler = place >= len(block)
-            # parts of their own get places as if they had been dealt out in turn
+            # rows of separate parts get places as if they had been dealt out in turn
             overall = (steps - 1) * self.layout.micro_batches + number
             overall = overall * self.layout.dp_size + self.rank
-            self._ahead.append((is_filler, after if number + 1 == self.layout.micro_batches else None))
+            self._prefetched.append((is_filler, after if number + 1 == self.layout.micro_batches else None))
             yield DrawnBatch(opening if is_filler else block[place], epoch, overall * size)
 
 
 class _Restarting:
-    """A batch sampler that begins where the loader is, every time."""
+    """A batch sampler whose every iteration begins at the loader's position."""
 
     def __init__(self, begin: Callable[[], Iterator[DrawnBatch]]) -> None:
         self._begin = begin
@@ -247,7 +247,7 @@ class _Restarting:
 
 
 class StreamLoader(UserLoader):
-    """Goes through an iterable of this rank's micro-batches, epoch after epoch; a resume reads and skips.
+    """Reads an iterable of this rank's micro-batches, epoch after epoch; a resume reads and skips.
 
     Args:
         loader: The user's iterable, or a DataLoader over an iterable data set.
@@ -272,7 +272,7 @@ class StreamLoader(UserLoader):
         self.share(length_of(loader))
 
     def share(self, micro_batches: int | None) -> None:
-        """Take the number of micro-batches of an epoch that all ranks count with; None: unknown."""
+        """Set the number of micro-batches of an epoch on which all ranks agree; None: unknown."""
         self.micro_batches = micro_batches
         if micro_batches is None:
             self.num_rows = self.global_batches_per_epoch = None
@@ -282,17 +282,17 @@ class StreamLoader(UserLoader):
         self.global_batches_per_epoch = whole + bool(rest and not self._training)
 
     def check_length(self) -> None:
-        """Raise DataError if an epoch makes no step."""
+        """Raise DataError if an epoch is shorter than one step."""
         if self.global_batches_per_epoch == 0:
             raise self._too_few(self.micro_batches or 0, self.layout.micro_batches)
 
     @property
     def is_used_up(self) -> bool:
-        """Whether what is read once is gone: an iterator."""
+        """Whether the data can be read only once: an iterator."""
         return hasattr(self._loader, "__next__")
 
     def peek(self, number: int) -> list[Any]:
-        """Return the next micro-batches; they will be handed out all the same."""
+        """Return the next micro-batches without consuming them."""
         self._reading = self._reading or self._steps()
         while len(self._peeked) < number:
             self._peeked.append(next(self._reading))
@@ -339,7 +339,7 @@ class StreamLoader(UserLoader):
             skip = max(0, skip - steps)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
-        """The micro-batches of an epoch; where they are made in this process, with random numbers of their own."""
+        """The micro-batches of an epoch; each is seeded by itself where this process builds it."""
         sampler: Any = getattr(self._loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""The frames of an open video with their times, and jumps to key frames over those that nobody wants."""
+"""Read the frames of an open video with their times, skipping to key frames over those that aren't wanted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FrameSource:
         deadline: Time limit.
 
     Attributes:
-        end: time of the last frame, once the file has been decoded to its end; else None.
+        end: time of the last frame after the file has been decoded to its end; None before.
     """
 
     def __init__(
@@ -49,25 +49,25 @@ class FrameSource:
         return itertools.islice(self._following(), count)
 
     def shown_at(self, times: Sequence[float]) -> Iterator[TimedFrame]:
-        """Yield, for each of the rising `times`, the frame that is shown then, and when that frame began.
+        """Yield, for each of the ascending `times`, the frame that is shown then, and when that frame began.
 
-        The last frame of the file is shown for ever. Nothing is yielded of a file without frames.
+        The last frame of the file is shown without end. Nothing is yielded of a file without frames.
         """
         if len(times) > 1 and times[1] - times[0] >= self._worth and self._container.format.name.startswith("matroska"):
             self._container.seek(self._first, stream=self._stream)  # Matroska reads its index at the first seek
         frames = self._following()
-        held, ahead = None, next(frames, None)
+        shown, following = None, next(frames, None)
         for wanted in times:
-            jumped = self._jump(held[0], wanted) if held is not None and ahead is not None else None
+            jumped = self._jump(shown[0], wanted) if shown is not None and following is not None else None
             if jumped is not None:
-                frames, ahead = jumped, next(jumped, None)
-            while ahead is not None and (held is None or ahead[0] <= wanted + _SLACK):
-                held, ahead = ahead, next(frames, None)
-            if held is None:
+                frames, following = jumped, next(jumped, None)
+            while following is not None and (shown is None or following[0] <= wanted + _SLACK):
+                shown, following = following, next(frames, None)
+            if shown is None:
                 return
-            if ahead is None:
-                self.end = held[0]
-            yield held
+            if following is None:
+                self.end = shown[0]
+            yield shown
 
     def _following(self) -> Iterator[TimedFrame]:
         time = -self._spacing
@@ -75,17 +75,17 @@ class FrameSource:
             time = time + self._spacing if frame.pts is None else (frame.pts - self._first) * self._unit
             yield time, frame
 
-    def _jump(self, held: float, wanted: float) -> Iterator[TimedFrame] | None:
-        """Go on from the last key frame before `wanted` if that skips enough; None if decoding on is as good.
+    def _jump(self, shown: float, wanted: float) -> Iterator[TimedFrame] | None:
+        """Seek to the last key frame before `wanted` if that skips enough frames; None if decoding on is as fast.
 
-        The index holds decoding times, which come before presentation times by up to `REORDERED` frames.
+        The index has decoding times, which come before presentation times by up to `REORDERED` frames.
         """
         margin = self._worth / 2
-        if wanted - held < self._worth:
+        if wanted - shown < self._worth:
             return None
         keys = self._key_frames()
         place = bisect.bisect_right(keys, (wanted - margin) / self._unit + self._first) - 1
-        if place < 0 or (keys[place] - self._first) * self._unit < held + margin:
+        if place < 0 or (keys[place] - self._first) * self._unit < shown + margin:
             return None
         # Some containers seek by presentation time: the margin keeps them from taking the key frame before.
         self._container.seek(keys[place] + round(margin / self._unit), stream=self._stream)
@@ -99,7 +99,7 @@ class FrameSource:
         return self._following()
 
     def _key_frames(self) -> list[int]:
-        """Timestamps of key frames, as far as the file has an index of them."""
+        """Timestamps of the key frames in the file's index; empty without an index."""
         if self._keys is None:
             entries = getattr(self._stream, "index_entries", ())
             self._keys = sorted(entry.timestamp for entry in entries if entry.is_keyframe)

@@ -1,4 +1,4 @@
-"""Samplers that bring rows of like cost or shape together: the order is kept window by window, and changed within."""
+"""Samplers that group rows of similar cost or shape: the order of windows is kept, rows change places within them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mindspeed_mm.data.balance import even_split
 from mindspeed_mm.data.media import SampleSize
 
-#: windows are this many global batches long, but hold no more rows than can be measured in seconds
+#: windows have this many global batches, but no more rows than can be measured in seconds
 _WINDOW_BATCHES, _WINDOW_ROWS = 50, 8192
 
 
@@ -19,10 +19,10 @@ class Shapes(Protocol):
     """The buckets of a data set, by number."""
 
     def rank(self, bucket: int) -> tuple[float, ...]:
-        """Return what buckets are sorted by, so that neighbours are alike."""
+        """Return the sort key of a bucket: neighbours in that order are alike."""
 
     def common(self, buckets: Sequence[int]) -> int:
-        """Return the bucket that samples of all these can be cut to."""
+        """Return the bucket to which samples of all these can be cut."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Grouping:
     """How the rows of a window are put into global batches.
 
     Attributes:
-        kind: "alike": a global batch holds rows of like size; "even": all hold as much; "bucket": all rows of a global
-            batch are of one bucket. Those that don't fill one are put together, neighbours by `Shapes.rank`, and cut
-            to a bucket that they have in common.
-        by: what a size is: "tokens" or "patches" (of images and videos).
+        kind: "alike": a global batch has rows of similar size; "even": all global batches have equal sizes; "bucket":
+            all rows of a global batch are of one bucket. Rows that don't fill one are put together, neighbours by
+            `Shapes.rank`, and cut to a bucket that they have in common.
+        by: the measure of size: "tokens" or "patches" (of images and videos).
         shapes: with `kind` bucket: the buckets.
     """
 
@@ -51,8 +51,8 @@ class Grouping:
         """Return the global batches of a window, as places in it.
 
         Args:
-            sizes: Of each row of the window, one entry a piece.
-            global_batch_size: Rows of a global batch; a rest stays the last one.
+            sizes: Sizes of each row of the window, one entry a piece.
+            global_batch_size: Rows of a global batch; an incomplete one comes last.
             key: Decides the order of the batches, with `kind` alike or bucket: the same key, the same order.
         """
         if self.shapes is not None:
@@ -65,7 +65,7 @@ class Grouping:
         else:
             ranked = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
             used = len(costs)
-            # the rest is taken from the middle of the ranking: it is no more special than other rows
+            # the rest is taken from the middle of the ranking, so that it has ordinary rows
             middle = (used - whole * global_batch_size, whole // 2 * global_batch_size)
             rest = ranked[middle[1] : middle[1] + middle[0]]
             ranked = ranked[: middle[1]] + ranked[middle[1] + middle[0] :]

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 _BACKGROUND = (255, 255, 255)
 _ORIENTATION = 0x0112  # EXIF
 _SIDEWAYS = (5, 6, 7, 8)  # its values that exchange width and height
-#: what processors of the field refuse, and what no patch grid shows sensibly
+#: processors refuse more, and no patch grid shows it sensibly
 WIDEST_RATIO = 200.0
 
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """What a picture or a frame must fit into.
+    """Limits on the size of a picture or a frame.
 
     Attributes:
         max_pixels: larger areas are scaled down to this one.
         min_pixels: smaller areas are scaled up to this one.
         factor: shortest side, in pixels, that the processor accepts.
         floor_pixels: the processor's own smallest area: it would scale up what is below.
-        max_ratio: the longer side over the shorter one may be this much.
+        max_ratio: largest ratio of the longer side to the shorter one.
     """
 
     max_pixels: int | None = None
@@ -48,7 +48,7 @@ class PixelLimits:
 def fit_size(width: int, height: int, limits: PixelLimits) -> tuple[int, int] | None:
     """Return the size, in pixels, that a picture is scaled to; None if its sides are too unequal.
 
-    The ratio is kept but for rounding. Limits hold together: a maximum never shrinks a picture below what the
+    The ratio is kept but for rounding. Limits apply together: a maximum never shrinks a picture below what the
     processor accepts (a side of `factor` pixels, `floor_pixels` in area), because it would have to enlarge it again.
     A picture with a side below `factor` is enlarged to the smallest legal size. Pictures inside all limits keep
     their size.
@@ -124,7 +124,7 @@ _PIL = threading.RLock()
 def _reading(file: MediaFile, most: int) -> Iterator[Image.Image]:
     """An image file opened by PIL; whatever its plugins raise (struct.error, IndexError, …) becomes a BadSample.
 
-    PIL's own limit, twice `most`, stays: some formats say only while they are decoded how large they are.
+    PIL's own limit, twice `most`, stays: the size of some formats is known only while they are decoded.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -144,13 +144,13 @@ def _reading(file: MediaFile, most: int) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise file.fault(f"is not an image: {file.beginning()}", "image can't be decoded") from None
     except Exception as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise file.fault(f"can't be decoded as an image: {said}", "image can't be decoded") from None
+        what = (str(error) or type(error).__name__).splitlines()[0]
+        raise file.fault(f"can't be decoded as an image: {what}", "image can't be decoded") from None
 
 
 @contextlib.contextmanager
 def _limit_of_pil(most: int) -> Iterator[None]:
-    """Set PIL's limit, which is the process's; afterwards it is as it was."""
+    """Set PIL's limit, which is global to the process, and restore it afterwards."""
     from PIL import Image
 
     with _PIL:
@@ -165,7 +165,7 @@ def _orientation(opened: Image.Image) -> int:
     """The EXIF orientation, 1 … 8; 1 (upright) where there is none or it can't be read."""
     from PIL import Image
 
-    if opened.format == "TIFF":  # PIL turns it while loading, and says the upright size before
+    if opened.format == "TIFF":  # PIL turns it while loading, and reports the upright size before
         return 1
     try:
         # not the PNG plugin's own getexif, which decodes the whole picture
@@ -185,7 +185,7 @@ def _load_upright(opened: Image.Image) -> Image.Image:
 
 
 def _has_late_chunks(opened: Image.Image) -> bool:
-    """Whether a PNG file may say its orientation behind the pixels, where only decoding them would reach it."""
+    """Whether a PNG file may have its orientation after the pixels, where it is read only by decoding them."""
     if "exif" in opened.info:
         return False
     file: BinaryIO = opened.fp

@@ -1,6 +1,6 @@
-"""Where the rows of a JSON file lie: found in one pass over the bytes, kept as two integers a row.
+"""Find the rows of a JSON file in one pass over its bytes; two integers are kept per row.
 
-A row is parsed when it is asked for, so a file of any size costs 16 bytes a row. The shape is taken from the content:
+A row is parsed when it is read, so a file of any size costs 16 bytes per row. The shape is taken from the content:
 one object a line, an array of objects, or objects one after the other (pretty-printed).
 """
 
@@ -28,7 +28,7 @@ class RowBounds(NamedTuple):
 
 
 class JsonShape(NamedTuple):
-    """How the rows of a file stand in it: one a line, in an array, or one after the other; the first one's place."""
+    """The arrangement of rows in a file: one per line, in an array, or one after the other; and where they begin."""
 
     by_line: bool
     in_array: bool
@@ -181,7 +181,7 @@ def _escaped(block: np.ndarray, quote_at: np.ndarray) -> np.ndarray:
 
 
 def _check_gaps(path: str, data: mmap.mmap, bounds: RowBounds, begin: int, end: int, in_array: bool) -> None:
-    """Between rows there is only space, and in an array one comma: anything else is a row that isn't an object."""
+    """Check that there is only space between rows, and one comma in an array: anything else is a wrong row."""
     previous = begin
     for row, (start, stop) in enumerate(zip(bounds.starts.tolist(), bounds.ends.tolist(), strict=True)):
         gap = data[previous:start].strip()

@@ -21,13 +21,13 @@ from mindspeed_mm.utils.log import notice
 class MMDataLoader:
     """Micro-batches of one data-parallel rank, without end, beginning at the sampler's state.
 
-    The position moves when the last micro-batch of a global batch has been handed out, whatever the workers have read
-    ahead. Every `iter()` goes on from there, or for evaluation begins anew; it ends the iterator before it.
+    The position advances when the last micro-batch of a global batch has been yielded, whatever the workers have
+    prefetched. Every `iter()` continues from there, or for evaluation begins anew; it ends the previous iterator.
 
     Args:
         dataset: Map-style data set of samples.
-        sampler: Which rows this rank takes, in which order.
-        collate: Samples to a micro-batch.
+        sampler: The rows of this rank, in order.
+        collate: Builds a micro-batch of samples.
         param: `dataloader_param`.
         num_workers: Worker processes; 0 loads in this process.
         restarts: Whether every `iter()` begins at the first position again.
@@ -62,7 +62,7 @@ class MMDataLoader:
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """Rows that could not be used so far, by reason; those of all ranks add up to all of them."""
+        """Rows of this rank that could not be used so far, by reason."""
         return self._notes.faults
 
     @property
@@ -72,14 +72,14 @@ class MMDataLoader:
 
     @property
     def rows_per_epoch(self) -> int | None:
-        """Samples that an epoch advances `consumed_samples` by; None where an epoch doesn't end with a global batch."""
+        """Samples by which an epoch advances `consumed_samples`; None where it doesn't end with a global batch."""
         return self.sampler.planner.samples_per_epoch
 
     @property
     def global_batches_per_epoch(self) -> float | None:
-        """Optimizer steps in an epoch; None where that isn't known: of a stream, and of packs without a token cache.
+        """Optimizer steps in an epoch; None where it isn't known: of a stream, and of packs without a token cache.
 
-        Packs run on over an epoch's end: for them it is the number, with a fraction, that its tokens fill.
+        Packs continue over the end of an epoch: for them it is a fractional number, computed from the tokens.
         """
         size = self.sampler.planner.layout.global_batch_size
         if self.capacity is not None:
@@ -107,7 +107,7 @@ class MMDataLoader:
                 persistent_workers=self._param.persistent_workers,
                 pin_memory=self._param.pin_memory and not accelerator.current().is_host,
             )
-        self._running = start_loader(self._loader)  # workers that are alive are used again
+        self._running = start_loader(self._loader)  # workers that are alive are reused
         self._turn += 1
         return self._batches(self._running, self._turn)
 
@@ -126,7 +126,7 @@ class MMDataLoader:
             yield batch
 
     def _finish_batch(self, batch: dict[str, Any]) -> list[Note]:
-        """Move the position; returns the rows that the plan has left out, and adds their number to the batch."""
+        """Advance the position; return the rows that the plan has left out, and add their number to the batch."""
         left_out = self.sampler.finish_batch()
         self.consumed_samples += self.sampler.planner.layout.global_batch_size
         if not left_out or self.sampler.dp_rank != 0:  # every rank has found the same ones
@@ -150,7 +150,7 @@ class MMDataLoader:
         """Go to a position; takes effect with the next `iter()`.
 
         Args:
-            state: What `state_dict` returned, here or in a run with other ranks, workers or micro-batches; with or
+            state: A result of `state_dict`, of this run or one with other ranks, workers or micro-batches, with or
                 without packs. An old one with `consumed_samples` only is a position in rows.
         """
         here = self.state_dict()
@@ -160,12 +160,12 @@ class MMDataLoader:
                     f"the data loader's {key} was {state[key]} when the checkpoint was written and is {here[key]} now: "
                     "rows follow in another order than they would have"
                 )
-        self._tell_of_packs(state)
+        self._log_change_of_packs(state)
         self.close()
         self.consumed_samples = int(state["consumed_samples"])
         self.sampler.go_to({"position": self.consumed_samples, **state})
 
-    def _tell_of_packs(self, state: Mapping[str, Any]) -> None:
+    def _log_change_of_packs(self, state: Mapping[str, Any]) -> None:
         packs = state.get("packing")
         if self.capacity is None and packs is not None:
             notice(
@@ -182,7 +182,7 @@ class MMDataLoader:
     def close(self) -> None:
         """Stop the workers; the position stays."""
         running, self._running, self._loader = getattr(self, "_running", None), None, None
-        self._turn = getattr(self, "_turn", 0) + 1  # ends the iterators that were handed out
+        self._turn = getattr(self, "_turn", 0) + 1  # ends the iterators that exist
         shut_down(running)
         if (sampler := getattr(self, "sampler", None)) is not None:
             sampler.close()

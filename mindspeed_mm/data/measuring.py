@@ -1,4 +1,4 @@
-"""Sizes of rows, found ahead of time: in worker processes where there are some, and kept once they are known."""
+"""Measure the sizes of rows in advance, in worker processes where there are some, and keep them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SizeTable:
 
 
 class _Measured(Dataset):
-    """The data set as the measuring workers see it: chunks of rows to their sizes, errors as values."""
+    """The data set of the measuring workers: maps chunks of rows to their sizes; errors are returned as values."""
 
     def __init__(self, dataset: Measurable) -> None:
         self._dataset = dataset
@@ -90,15 +90,15 @@ class _Measured(Dataset):
 
 
 class Measurer:
-    """Finds the sizes of rows in the order in which they will be needed.
+    """Measures the sizes of rows in the order in which they will be needed.
 
-    Every rank measures for itself, so that none waits for another: all find the same. A size is found once; later
-    epochs take it from memory.
+    Every rank measures for itself, so that none waits for another; the results are equal. A row is measured once;
+    later epochs take its size from memory.
 
     Args:
         dataset: The data set.
-        num_workers: Processes that measure ahead; 0 measures when asked.
-        num_rows: Says how many rows there are, None as long as that isn't known.
+        num_workers: Processes that measure in advance; 0: rows are measured when they are needed.
+        num_rows: Returns the number of rows, None as long as it isn't known.
     """
 
     def __init__(self, dataset: Measurable, num_workers: int, num_rows: Callable[[], int | None]) -> None:
@@ -113,7 +113,7 @@ class Measurer:
         return len(self.table) == self._num_rows()
 
     def sizes(self, rows: Iterable[int]) -> Generator[list[SampleSize], None, None]:
-        """Yield the sizes of each row, in the order of `rows`, which may have no end and are read ahead.
+        """Yield the sizes of each row, in the order of `rows`, which may be endless and are read in advance.
 
         Closing the iterator ends its workers.
 
@@ -122,14 +122,14 @@ class Measurer:
         """
         rows = iter(rows)
         if self._num_workers and not self.is_complete:
-            yield from self._measured_ahead(rows)
+            yield from self._measured_by_workers(rows)
         for row in rows:
             if row not in self.table:
                 self.table[row] = self._dataset.measure(row)
             yield self.table[row]
 
-    def _measured_ahead(self, rows: Iterator[int]) -> Iterator[list[SampleSize]]:
-        """Yield sizes that workers find, until every row is known or `rows` ends."""
+    def _measured_by_workers(self, rows: Iterator[int]) -> Iterator[list[SampleSize]]:
+        """Yield sizes measured by workers, until every row is known or `rows` ends."""
         sent: deque[tuple[list[int], list[int]]] = deque()
 
         def chunks() -> Iterator[list[int]]:

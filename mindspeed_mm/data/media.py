@@ -1,4 +1,4 @@
-"""A medium of a row: how the row names it, what its header says, and what it is decoded to."""
+"""A medium of a row: its reference in the row, its geometry in the header, and its decoded form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MediaRef:
     Attributes:
         kind: image, video or audio.
         path: as written; empty for a typed part that takes the next one of the row's column.
-        content: the encoded file itself (parquet rows may hold it); None: it lies at `path`.
+        content: the encoded file itself (parquet rows may have it); None: it is at `path`.
         frames: a clip given as pictures; `path` and `content` are then unused.
-        fps: if the row says so: frames a second of a clip given as pictures; frames to take a second of a video.
+        fps: if the row has it: frames a second of a clip given as pictures; frames to take per second of a video.
     """
 
     kind: MediaKind
@@ -33,7 +33,7 @@ class MediaRef:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides how many tokens a medium takes, as its header says it: nothing has been decoded.
+    """The sizes that decide the number of tokens of a medium, read from its header without decoding.
 
     Attributes:
         kind: image, video or audio.
@@ -64,7 +64,7 @@ class DecodedVideo:
 
     Attributes:
         frames: [frames, height, width, 3] uint8, RGB, upright.
-        timestamps: of each frame, the second at which it is shown, counted from the beginning; what the model is told.
+        timestamps: of each frame, the second at which it is shown, counted from the beginning; input of the model.
         fps: sampled frames a second.
         source_fps: frames a second of the file.
         source_frames: frames of the file.
@@ -79,13 +79,13 @@ class DecodedVideo:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a medium becomes in the row, known from its geometry alone.
+    """Prediction of a medium's tokens and patches, from its geometry alone.
 
     Attributes:
-        text: what its placeholder token is replaced by.
-        patches: those that the tower computes.
+        text: the text that replaces its placeholder token.
+        patches: patches that the tower computes.
         squared_patches: sum over pictures, groups of frames or sounds of their patches squared.
-        rows: of its media tensor; None: one a patch.
+        rows: rows of its media tensor; None: one per patch.
     """
 
     text: str
@@ -96,7 +96,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class SampleSize:
-    """What a sample costs, known before its media are decoded.
+    """The sizes that decide the cost of a sample, known before its media are decoded.
 
     Attributes:
         tokens: positions of the row, media included; 0: it gives no sample.

@@ -1,4 +1,4 @@
-"""Where a medium lies, and how what is wrong with it is said."""
+"""Find the file of a medium; errors about it name the row and the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class MediaFile:
     """A medium that has been found.
 
     Attributes:
-        path: full path; empty if the row holds the file's bytes.
+        path: full path; empty if the row contains the file's bytes.
         content: these bytes.
-        label: what messages call it.
+        label: its name in messages.
         where: the row; turned into text only when a message needs it.
-        key: what tells this file from others and from its own later versions; None for bytes of a row.
+        key: identifies this version of this file; None for bytes of a row.
     """
 
     path: str
@@ -32,11 +32,11 @@ class MediaFile:
     key: tuple[str, int, int] | None
 
     def open(self) -> str | io.BytesIO:
-        """Return what decoders open: the path, or the row's bytes as a file."""
+        """Return the input of decoders: the path, or the row's bytes as a file."""
         return self.path if self.content is None else io.BytesIO(self.content)
 
     def beginning(self) -> str:
-        """Say what the file begins with: often it is a web page, or nothing."""
+        """Describe the beginning of the file: often it is a web page, or empty."""
         if self.content is not None:
             first = self.content[:16]
         else:
@@ -54,7 +54,7 @@ class MediaFile:
             )
 
     def fault(self, problem: str, reason: str) -> BadSample:
-        """Return the error that names row and file. `reason` is counted, so it holds no names."""
+        """Return the error that names row and file. `reason` is counted, so it contains no names."""
         return BadSample(f"{self.where}: {self.label} {problem}", reason)
 
 

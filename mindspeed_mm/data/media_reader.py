@@ -1,4 +1,4 @@
-"""One door to every medium of a row: what its header says, and what it is decoded to."""
+"""Reads the media of a row, images, videos and sounds alike: their geometry, and the decoded medium."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FactsT = TypeVar("FactsT")
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What a model's processor accepts; data.json's limits come on top.
+    """Limits of a model's processor; those of data.json apply in addition.
 
     Attributes:
         image_min_pixels: area below which the processor enlarges an image by itself.
@@ -58,11 +58,11 @@ class MediaLimits:
 class MediaReader:
     """Reads the media of rows. Instances can be pickled and forked.
 
-    `look` and `open` agree: what `open` returns has the height, width, frames and samples that `look` foresaw.
+    `look` and `open` agree: the result of `open` has the height, width, frames and samples that `look` returned.
 
     Args:
         options: `preprocess_parameters` of data.json.
-        defaults: What the model's processor accepts.
+        defaults: Limits of the model's processor.
     """
 
     def __init__(self, options: PreprocessParameters, defaults: MediaLimits) -> None:
@@ -99,15 +99,15 @@ class MediaReader:
         self._seen: OrderedDict[Any, Any] = OrderedDict()
 
     def locate(self, ref: MediaRef, folders: Sequence[str], where: object) -> str:
-        """Return the full path of a medium: in the first of `folders` that holds it.
+        """Return the full path of a medium: in the first of `folders` where it exists.
 
         Raises:
-            BadSample: None does; the message has the row and every full path that was tried.
+            BadSample: It is in none; the message has the row and every full path that was tried.
         """
         return find_media(ref, folders, where).path
 
     def look(self, ref: MediaRef, folders: Sequence[str], where: object) -> Geometry:
-        """Return what a medium will be when it is opened.
+        """Return the geometry of a medium as `open` will return it.
 
         Args:
             ref: The medium as the row names it.
@@ -129,7 +129,7 @@ class MediaReader:
         facts = self._video_facts(file, rule)
         plan = plan_frames(facts, rule)
         width, height = _fitted(file, facts.width, facts.height, self._video, "video")
-        return Geometry("video", height, width, plan.count, plan.fps, times=plan.told)
+        return Geometry("video", height, width, plan.count, plan.fps, times=plan.timestamps)
 
     def open(self, ref: MediaRef, folders: Sequence[str], where: object) -> Image.Image | DecodedVideo | np.ndarray:
         """Decode a medium.
@@ -162,7 +162,7 @@ class MediaReader:
         return _fitted(file, width, height, self._image, "image")
 
     def _rule(self, ref: MediaRef) -> FrameRule:
-        """The frames taken of a video: the row's own number a second comes before data.json's."""
+        """How frames of a video are taken: the row's own rate has precedence over data.json's."""
         return replace(self._frames, fps=ref.fps) if ref.fps else self._frames
 
     def _video_facts(self, file: MediaFile, rule: FrameRule) -> VideoFacts:
@@ -172,7 +172,7 @@ class MediaReader:
         return self._facts("audio", file, lambda: look_sound(file, self._timeout))
 
     def _facts(self, kind: str, file: MediaFile, look: Callable[[], FactsT]) -> FactsT:
-        """What `look` finds, remembered for files until they change; bytes of a row have no name to remember."""
+        """The result of `look`, cached for files until they change; bytes of a row have no key to cache by."""
         if file.key is None:
             return look()
         key = kind, *file.key

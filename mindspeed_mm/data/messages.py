@@ -1,4 +1,4 @@
-"""A conversation: what a row of any format becomes before it is rendered."""
+"""A conversation: a row of any format before it is rendered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MessagePart = str | MediaRef
 
 
 class RowFault(Exception):
-    """What is wrong with a row, before it is known for a message which row it is.
+    """A fault of a row, raised where the row's name for messages isn't known.
 
     Attributes:
         reason: the same in a few words without names, to count by.
@@ -54,7 +54,7 @@ class Conversation:
         messages: its turns; of a preference pair, with the preferred answer.
         tools: schemas of the tools, or None.
         where: the row's name for messages.
-        rejected: of a preference pair, the turns that stand in place of the preferred ones.
+        rejected: of a preference pair, the turns in place of the preferred ones.
         is_text: plain text without a template: one message of role "text".
     """
 

@@ -1,4 +1,4 @@
-"""Several data sets as one sequence of rows, made from the seed alone.
+"""Several data sets as one sequence of rows, computed from the seed alone.
 
 concat: one after the other. interleave_under: drawn in turns, or by probabilities, until the last row of the first data
 set to end has been drawn. interleave_over: until every data set has been drawn whole at least once; those that end
@@ -100,7 +100,7 @@ class Mixture:
             yield np.searchsorted(bounds, uniform, side="right")
 
     def draw(self, times: Sequence[float], has: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-        """Yield (data set, row in it) where sizes aren't known: the same sequence as `indices` with `repeated` rows.
+        """Yield (data set, row in it) where sizes are unknown: the same sequence as `indices` with `repeated` rows.
 
         Args:
             times: How often the rows of each data set are used.

@@ -1,4 +1,4 @@
-"""Whether tokenizer and processor belong to the model: found before a run, not as an index that is out of range."""
+"""Check before a run that tokenizer and processor belong to the model, instead of failing on an index out of range."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SHOWN = 3
 
 
 def read_model_config(folder: str | None) -> PreTrainedConfig | None:
-    """Read config.json of a model directory with transformers; None where it has none that can be read here.
+    """Read config.json of a model directory with transformers; None where there is none that can be read.
 
-    What is wrong with it, whoever builds the model says.
+    Its faults are reported where the model is built.
     """
     if not folder or not Path(folder, "config.json").is_file():
         return None
@@ -35,15 +35,15 @@ def read_model_config(folder: str | None) -> PreTrainedConfig | None:
 def check_model_match(
     processor: Processor, adapter: DataAdapter, path: str, config: PreTrainedConfig, model: str
 ) -> None:
-    """Check that every id which the tokenizer makes has an embedding, and that media have the tokens that they are
-    replaced at.
+    """Check that every id of the tokenizer has an embedding, and that media use the token at which the model expects
+    them.
 
     Args:
         processor: The processor, or the tokenizer.
         adapter: The model family.
         path: Where the processor was loaded from, for messages.
         config: transformers' configuration of the model.
-        model: What it was read from, for messages.
+        model: Where it was read from, for messages.
 
     Raises:
         ConfigError: With the numbers of both.

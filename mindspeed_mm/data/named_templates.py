@@ -1,4 +1,4 @@
-"""The published chat templates by name, written as Jinja with `{% generation %}` around what is trained.
+"""The published chat templates by name, written as Jinja with `{% generation %}` around targets.
 
 Source: template names and texts as LLaMA-Factory and MindSpeed-MM publish them; here the newline after a turn's
 `<|im_end|>` is outside the marks, because the model doesn't have to produce it.
@@ -97,7 +97,7 @@ _HUMAN_ASSISTANT = (
 
 
 class NamedTemplate(NamedTuple):
-    """A template's Jinja text and the variables that tell it from its siblings."""
+    """A template's Jinja text and the variables that distinguish it from others with the same text."""
 
     source: str
     variables: Mapping[str, Any]

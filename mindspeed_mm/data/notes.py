@@ -1,4 +1,4 @@
-"""What the data say of rows that were cut or left out: counted by reason, and logged now and then."""
+"""Notes about rows that were cut or left out: counted by reason, and logged now and then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mindspeed_mm.utils.log import logger
 
 
 class Note(NamedTuple):
-    """What happened to a row.
+    """A note about one row.
 
     Attributes:
-        message: which row, and what is wrong with it.
-        fault: why it was left out, to count by; None: it was only cut.
+        message: the row's name and its fault.
+        fault: reason for leaving it out, to count by; None: it was only cut.
     """
 
     message: str
@@ -34,7 +34,7 @@ class NoteCounter:
         return self._faults
 
     def add(self, notes: list[Note]) -> None:
-        """Count notes, and say how many there are if it is time."""
+        """Count notes, and log their number if it is time."""
         cut = [note for note in notes if note.fault is None]
         if _is_time(self._cut, len(cut)):
             _warn(f"rows too long for the sequence length, on this rank so far: {self._cut + len(cut)} ({cut[-1][0]})")

@@ -1,4 +1,4 @@
-"""The order of rows: endless, made from the seed alone, and addressed by a position that is the same on every rank."""
+"""The order of rows: endless, computed from the seed alone, and addressed by a position that all ranks share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Order(ABC):
 
     @abstractmethod
     def find_end(self) -> int:
-        """Return the rows of an epoch, looking for the end of the data if it must."""
+        """Return the number of rows of an epoch; searches for the end of the data where it is unknown."""
 
     def rows_from(self, position: int) -> Iterator[int]:
         """Yield rows without end, from a position on."""
@@ -60,18 +60,18 @@ class Order(ABC):
             place = 0
 
     def rows_at(self, positions: Sequence[int]) -> list[int]:
-        """Return the rows at increasing positions; each epoch that they touch is gone through once."""
+        """Return the rows at increasing positions; each epoch among them is iterated once."""
         found: list[int] = []
         places = [self.locate(position) for position in positions]
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             wanted = [place for _, place in group]
             rows = enumerate(self.epoch(epoch, wanted[0]), start=wanted[0])
-            ahead = iter(wanted)
-            target = next(ahead)
+            remaining = iter(wanted)
+            target = next(remaining)
             for place, row in rows:
                 while place == target:  # pieces of one row share its position
                     found.append(row)
-                    target = next(ahead, -1)
+                    target = next(remaining, -1)
                 if target < 0:
                     break
         return found
@@ -120,19 +120,19 @@ class FixedOrder(Order):
         return divmod(position, self._num_rows)
 
     def find_end(self) -> int:
-        """Return the rows of an epoch."""
+        """Return the number of rows of an epoch."""
         return self._num_rows
 
 
 class StreamOrder(Order):
-    """Rows that are found on the way: shuffled within a buffer, which works on row numbers only.
+    """Rows that are found while they are read: shuffled within a buffer of row numbers.
 
-    The buffer holds the next `buffer_size` rows that have not been drawn; each draw takes one at random and puts the
+    The buffer contains the next `buffer_size` rows that have not been drawn; each draw takes one at random and puts the
     next row in its place. A position is found again by drawing as often as before, without reading any row.
 
     Args:
-        has_row: Whether there is a row of this number; asked for growing numbers, and for none far ahead.
-        buffer_size: Rows that the buffer holds.
+        has_row: Whether there is a row of this number; called with increasing numbers, none far beyond the last.
+        buffer_size: Rows of the buffer.
         shuffle: Draw from the buffer; else file order.
         seed: Decides the draws of every epoch.
     """
@@ -161,13 +161,13 @@ class StreamOrder(Order):
         yield from itertools.islice(self._drawn(epoch), start, None)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a position, and the place within it; looks for the end of the data if it must."""
+        """Return the epoch of a position, and the place within it; searches for the end of the data where needed."""
         if self._exists(position):
             return 0, position
         return divmod(position, self._found)
 
     def find_end(self) -> int:
-        """Return the rows of an epoch, looking for the end of the data if it must."""
+        """Return the number of rows of an epoch; searches for the end of the data where it is unknown."""
         while not self._complete:
             self._exists(self._found)
         return self._found

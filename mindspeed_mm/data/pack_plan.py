@@ -1,4 +1,4 @@
-"""The plan with packs: every row of a batch holds several samples, up to a limit of tokens."""
+"""The plan with packs: every row of a batch has several samples, up to a limit of tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mindspeed_mm.data.plan import BatchLayout, GlobalBatch, PlannedRow
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import notice
 
-#: packs' worth of samples that wait beyond those of the next global batch, at least, and as a share of it: the more,
-#: the less padding
+#: samples that wait beyond those of the next global batch, in packs: at least, and as a share of it; with more of
+#: them there is less padding
 _SLACK, _SLACK_SHARE = 16, 8
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A sample that waits for a pack: where the order has it, which row and piece it is, and its size."""
+    """A sample that waits for a pack: its position in the order, its row and piece, and its size."""
 
     position: int
     row: int
@@ -34,7 +34,7 @@ class _Waiting:
 
 
 class PackPlanner:
-    """Global batches of packs, which run on over the ends of epochs: every row of an epoch comes once.
+    """Global batches of packs, which continue over the ends of epochs: every row of an epoch comes once.
 
     Samples wait, in order, until there are enough to fill the packs of a global batch well (or an epoch's worth, if
     that fills them); those that fit badly wait on, but the one that has waited longest always goes. Packs get their
@@ -47,9 +47,9 @@ class PackPlanner:
         order: The order of rows.
         layout: Sizes of a batch; its rows are packs.
         capacity: Tokens of a pack.
-        measurer: Finds sizes. A sample longer than a pack counts as the data set cuts it: to the capacity.
-        costs: What packs are balanced by.
-        least_waiting: Samples that wait at least.
+        measurer: Measures rows. The data set cuts a sample longer than a pack to the capacity.
+        costs: The measure of balance.
+        least_waiting: Least number of waiting samples.
     """
 
     samples_per_epoch: int | None = None  # packs don't end with an epoch
@@ -133,22 +133,22 @@ class PackPlanner:
                 left_out.clear()
 
     def _needs_more(self, waiting: Sequence[_Waiting], tokens: int) -> bool:
-        """Whether more samples must be read before packs are chosen: a question of the state alone."""
+        """Whether more samples must be read before packs are chosen; depends on the state alone."""
         size = self.layout.global_batch_size
         if tokens < size * self.capacity or len(waiting) < self._least_waiting:
             return True
         if tokens >= (size + max(_SLACK, size // _SLACK_SHARE)) * self.capacity:
             return False
-        # of few rows no epochs are read ahead: copies of a row would wait together, and another row not at all
+        # with few rows, no further epochs are read in advance: copies of a row would wait together, and other rows not
         return not isinstance(self.order, FixedOrder) or self._next - waiting[0].position < self.order.num_rows
 
     def _arriving(self, left_out: list[tuple[int, str]]) -> Generator[list[_Waiting], None, None]:
         """The samples that waited when the state was taken, then those of the rows that follow, row by row."""
         pending = self._pending
         before = self.order.rows_at([position for position, _ in pending])
-        ahead, rows = itertools.tee(itertools.chain(before, self.order.rows_from(self._next)))
+        measured, rows = itertools.tee(itertools.chain(before, self.order.rows_from(self._next)))
         without = 0
-        with closing(self._measurer.sizes(ahead)) as sizes:
+        with closing(self._measurer.sizes(measured)) as sizes:
             for (position, piece), row, found in zip(pending, rows, sizes):
                 yield [sample for sample in self._samples(position, row, found) if sample.piece == piece]
             for row, found in zip(rows, sizes):
@@ -165,7 +165,7 @@ class PackPlanner:
         return [_Waiting(position, row, piece, self._cut(size)) for piece, size in enumerate(found) if size.tokens]
 
     def _cut(self, size: SampleSize) -> SampleSize:
-        """The data set cuts a sample to the room that a pack has."""
+        """The size of a sample as the data set cuts it: to the capacity of a pack."""
         if size.tokens <= self.capacity:
             return size
         return replace(size, tokens=self.capacity)

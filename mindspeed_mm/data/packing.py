@@ -1,24 +1,24 @@
-"""Samples into packs of a limited number of tokens: little is left empty, and none costs much more than the others."""
+"""Pack samples up to a number of tokens, with little padding, and none much more costly than the others."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-#: what a pack may cost, over the mean of packs: the less, the more like the packs are, and the more stays empty
+#: largest cost of a pack over the mean; a smaller factor makes costs more even and adds padding
 _MOST_COST = 1.05
 
 
 def best_fit_decreasing(
     lengths: Sequence[int], capacity: int, costs: Sequence[float] | None = None, most_cost: float = 0.0
 ) -> list[list[int]]:
-    """Pack items: the longest first, each into the fullest pack that still has room for it.
+    """Pack items: the longest first, each into the fullest pack with enough space for it.
 
     Args:
-        lengths: Of each item, at most `capacity`.
-        capacity: Of a pack.
-        costs: Of each item; None: they don't matter.
-        most_cost: Cost of a pack of several items, at most.
+        lengths: Length of each item, at most `capacity`.
+        capacity: Capacity of a pack.
+        costs: Cost of each item; None: costs are ignored.
+        most_cost: Largest cost of a pack of several items.
 
     Returns:
         Packs as indices of items, longest first, in the order in which they were opened.
@@ -47,16 +47,16 @@ def best_fit_decreasing(
 
 
 def choose_packs(lengths: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> list[list[int]]:
-    """Pack some of the items that wait, well: those that fit badly wait on for better company.
+    """Choose some of the waiting items and pack them tightly: those that fit badly keep waiting.
 
-    The item that has waited longest (number 0) is always among them, so that none waits without end; the longest of
-    those that fit join it.
+    The item that has waited longest (number 0) is always among them, so that none waits forever; the longest items
+    that fit are added to its pack.
 
     Args:
-        lengths: Of each item, at most `capacity`; enough of them to fill more than `count` packs.
-        costs: Of each item.
-        capacity: Of a pack.
-        count: Packs to choose.
+        lengths: Length of each item, at most `capacity`; enough items to fill more than `count` packs.
+        costs: Cost of each item.
+        capacity: Capacity of a pack.
+        count: Number of packs to choose.
 
     Returns:
         `count` packs as indices of items, each in the order of the items.

@@ -1,4 +1,4 @@
-"""The typed sections of data.json that this room works with, made of whatever an entry script hands in."""
+"""The typed sections of data.json, built from typed or raw sections alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _LoaderSection(Section):
 
 
 def dataset_param_of(param: DatasetParam | RawSection) -> DatasetParam:
-    """Return `dataset_param` typed: as it is if it is typed already, else checked like the whole file is.
+    """Return `dataset_param` typed: returned as it is if it is typed, else checked like the whole file.
 
     Args:
         param: DatasetParam, ConfigReader or dict.

@@ -1,12 +1,12 @@
-"""Where the media of a row stand in its text.
+"""Place the media of a row in its text.
 
-For each medium apart, in this order:
+These rules apply to each kind of medium separately, in this order:
 
-1. Typed parts (`{"type": "image"}`) place it if the row has any; a tag such as `<image>` is then ordinary text. This is
-   the way to write a tag as text in a row that has media.
+1. Typed parts (`{"type": "image"}`) place it if the row has any; a tag such as `<image>` is then ordinary text. Use
+   them to write a tag as text in a row with media.
 2. Else, if the row has as many media of this kind as its turns of the user and of tools have tags, each of these tags
-   stands for the next one; in other turns the tag is then ordinary text.
-3. Else, if it has as many as all of its turns together have tags, these do: a picture in an answer, say.
+   is replaced by the next one; in other turns the tag is then ordinary text.
+3. Else, if it has as many as all of its turns together have tags, these are replaced (a picture in an answer).
 4. Else, with media of this kind the row is refused, and without any the tag is ordinary text.
 
 The tags are `<image>`, `<video>` and `<audio>`; IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER and AUDIO_PLACEHOLDER in the
@@ -39,13 +39,13 @@ def place_media(
     tags: Mapping[MediaKind, str],
     leads: bool = False,
 ) -> None:
-    """Put the media of a row's columns where its turns say, in place.
+    """Insert the media of a row's columns at their places in the turns, in place.
 
     Args:
         messages: The turns.
         media: Media of each column that has any.
         tags: See `media_tags`.
-        leads: A single medium without a tag stands at the beginning of the first turn of the user.
+        leads: A single medium without a tag is placed at the beginning of the first turn of the user.
 
     Raises:
         RowFault: The counts differ.
@@ -62,7 +62,7 @@ def place_media(
 
 
 def _placing_roles(messages: Sequence[Message], kind: MediaKind, wanted: int, tag: str, leads: bool) -> frozenset[str]:
-    """The roles of the turns whose tags stand for the media of a kind."""
+    """The roles of the turns whose tags are replaced by the media of a kind."""
     everyone = frozenset(message.role for message in messages)
     asked, found = _count(messages, tag, _ASKING_ROLES), _count(messages, tag, everyone)
     if asked == wanted or (not asked and wanted == 1 and leads and _lead(messages, tag)):
@@ -78,7 +78,7 @@ def _placing_roles(messages: Sequence[Message], kind: MediaKind, wanted: int, ta
 
 
 def _place_typed(messages: Sequence[Message], kind: MediaKind, refs: list[MediaRef]) -> None:
-    """Give the typed parts without a path those of the column; a column that repeats the parts' own paths is fine."""
+    """Fill typed parts without a path from the column; a column that repeats the parts' own paths is fine."""
     parts = [part for message in messages for part in message.media if part.kind == kind]
     waiting = [part for part in parts if _waits(part)]
     if not waiting and refs == parts:

@@ -15,7 +15,7 @@ class NamedRows(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """The name of a row for messages; worked out only when a message needs it.
+    """The name of a row for messages; computed only when a message needs it.
 
     Attributes:
         source: its file, or all files.

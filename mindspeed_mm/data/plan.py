@@ -1,7 +1,7 @@
-"""The plan of a run: which samples make up each global batch, and which rank takes them in which micro-batch.
+"""The plan of a run: the samples of each global batch, and their ranks and micro-batches.
 
-Every rank makes the same plan from the same order and the same sizes. The state of a plan is plain numbers that don't
-depend on ranks, workers or micro-batches.
+Every rank computes the same plan from the same order and the same sizes. The state of a plan is plain numbers that
+don't depend on ranks, workers or micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatchLayout:
         dp_size: data-parallel ranks.
 
     Raises:
-        ConfigError: They don't divide.
+        ConfigError: The sizes don't divide.
     """
 
     micro_batch_size: int
@@ -74,7 +74,7 @@ class GlobalBatch:
     Attributes:
         micro_batches: [rank][micro-batch][row] → the row's samples.
         state: of the plan after this batch.
-        left_out: (row, why) of those that were found to give no sample while this batch was planned.
+        left_out: (row, reason) of the rows without a sample that were found while this batch was planned.
     """
 
     micro_batches: Sequence[Sequence[Sequence[PlannedRow]]]
@@ -95,13 +95,13 @@ class Planner(Protocol):
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Rows that an epoch advances `consumed_samples` by, fillers counted; None where that isn't known."""
+        """Rows by which an epoch advances `consumed_samples`, fillers included; None where it isn't known."""
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield global batches from the present state on, without end; closing the iterator frees what it holds."""
+        """Yield global batches from the present state on, without end; closing the iterator frees its workers."""
 
     def state(self) -> Mapping[str, Any]:
         """The present state."""
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Take a state that `state()` or a `GlobalBatch` gave, of this planner or of the other kind."""
+        """Take a state of `state()` or a `GlobalBatch`, of this planner or of the other kind."""

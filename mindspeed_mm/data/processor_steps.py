@@ -1,4 +1,4 @@
-"""Published steps from pictures to pixel values (`train_pipeline`) beside the processor that makes them."""
+"""Check the published steps from pictures to pixel values (`train_pipeline`) against the processor that does them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_steps(processor: Processor, options: PreprocessParameters, path: str) 
     """Check that the steps of `train_pipeline` are what a processor does to pictures and frames.
 
     Args:
-        processor: transformers' processor; its image processor makes pictures and, without a video processor, frames.
+        processor: transformers' processor; its image processor handles pictures and, without a video processor, frames.
         options: `preprocess_parameters`.
         path: directory of the processor, for messages.
 
@@ -61,9 +61,9 @@ def _problem(step: Mapping[str, Any], part: object, options: PreprocessParameter
 def _sizing(step: Mapping[str, Any], part: object) -> str | None:
     asked = step.get("size")
     size: Any = getattr(part, "size", None)
-    made = [size.get("height"), size.get("width")] if hasattr(size, "get") else None
-    if isinstance(asked, list) and made is not None and None not in made and asked != made:
-        return f"'size' is {show(asked)}, and {show(made)} there"
+    actual = [size.get("height"), size.get("width")] if hasattr(size, "get") else None
+    if isinstance(asked, list) and actual is not None and None not in actual and asked != actual:
+        return f"'size' is {show(asked)}, and {show(actual)} there"
     interpolation, resample = step.get("interpolation"), getattr(part, "resample", None)
     if interpolation is not None and resample is not None and _RESAMPLE[interpolation] != int(resample):
         names = {number: name for name, number in _RESAMPLE.items()}
@@ -73,10 +73,10 @@ def _sizing(step: Mapping[str, Any], part: object) -> str | None:
 
 def _differing(step: Mapping[str, Any], keys: Sequence[str], part: object) -> str | None:
     for key in keys:
-        asked, made = step.get(key), getattr(part, f"image_{key}", None)
-        if asked is None or made is None:
+        asked, actual = step.get(key), getattr(part, f"image_{key}", None)
+        if asked is None or actual is None:
             continue
-        wide = list(asked) * (len(made) // len(asked))
-        if any(abs(a - b) > _SLACK for a, b in zip(wide, made, strict=True)):
-            return f"'{key}' is {show(asked)}, and {show(list(made))} there"
+        wide = list(asked) * (len(actual) // len(asked))
+        if any(abs(a - b) > _SLACK for a, b in zip(wide, actual, strict=True)):
+            return f"'{key}' is {show(asked)}, and {show(list(actual))} there"
     return None

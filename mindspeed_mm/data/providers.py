@@ -1,4 +1,4 @@
-"""From what a user's datasets provider returns to iterators that the loop can use and resume."""
+"""Turn the result of a user's datasets provider into iterators that the training loop can use and resume."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ValidData:
         self._empty: set[int] = set()
 
     def fresh_iterator(self) -> Iterator[Any]:
-        """Micro-batches from the start, pass after pass."""
+        """Return an iterator over micro-batches from the start, pass after pass."""
         self._empty.clear()
         for number, batch in enumerate(_endless(self.loader)):
             is_ours = isinstance(self.loader, MMDataLoader) and isinstance(batch, Mapping)
@@ -74,7 +74,7 @@ class ValidData:
         return number in self._empty or (isinstance(self.loader, UserLoader) and self.loader.is_filler(number))
 
     def limit_batches(self, wanted: int) -> int:
-        """`wanted` global batches, at most one pass."""
+        """Return `wanted` global batches, at most one pass."""
         return wanted if self.global_batches is None else max(1, min(wanted, int(self.global_batches)))
 
 
@@ -83,11 +83,11 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: endless, counts what passes.
-        valid: None: no evaluation.
+        train: endless iterator of micro-batches that counts them.
+        valid: validation data; None: no evaluation.
         train_rows, global_batches_per_epoch: None for data without a length; packs have a fraction.
         why_no_length: a clause that says why there is none.
-        state_dict: the position after the batches handed out.
+        state_dict: returns the position after the batches that were yielded.
         check_streams: ends the run with a ConfigError where all ranks read the same rows of iterables; reads the first
             micro-batches of these. Other data have been checked.
         where: names the file and row of a number in `row_ids`; None: unknown.
@@ -114,7 +114,7 @@ def data_json_provider(
     Args:
         run: with `data` of language models.
         start: this rank's part of the data, and where the training data begin.
-        adapter: what is special about the model family; None suits Qwen-VL-like and text models.
+        adapter: adapter of the model family; None suits Qwen-VL-like and text models.
 
     Returns:
         (training loader, validation loader or None, None).
@@ -173,7 +173,7 @@ def loaders_of_run(
 
 
 def _model_config(model: ModelConfig | ConfigReader | None) -> tuple[PreTrainedConfig | None, str]:
-    """transformers' configuration of the model that is trained (None: it isn't known), and what it was read from."""
+    """transformers' configuration of the model that is trained (None: unknown), and where it was read from."""
     folder = getattr(model, "init_from_hf_path", None)
     if isinstance(model, VLMModelConfig) and not folder:
         return model.hf_config(), "model.json"
@@ -204,14 +204,14 @@ def build_run_data(
     start: DataStart,
     gather: GatherObjects | None = None,
 ) -> RunData:
-    """Call the provider and bring its answer into form.
+    """Call the provider and build the data of a run from its result.
 
     Args:
         provider: see `Recipe.data`; returns (train, valid, test), each a data set, a DataLoader or None. A tuple of
             fewer, or the training data alone, will do.
-        run: the description.
+        run: the description of the run.
         start: this rank's part of the data, and where the training data begin.
-        gather: what every rank of the run gave, by rank; None: there is one.
+        gather: gathers a value from every rank of the run; None: there is one rank.
 
     Raises:
         ConfigError: a loader of the user's own whose batches or ranks don't fit the run's.
@@ -265,9 +265,9 @@ def _call_provider(provider: DataProvider, run: Run, start: DataStart) -> Any:
 
 
 def _go_to_checkpoint(loader: MMDataLoader | UserLoader, start: DataStart) -> None:
-    """Take the position that a checkpoint holds; one from before positions were kept has consumed samples only.
+    """Go to the position of a checkpoint; one from before positions were stored has consumed samples only.
 
-    The state of a user's own loader is not asked for: that of a worker is no position.
+    The state of a user's own loader isn't used: a worker's state is no position.
     """
     state, consumed = start.state, {"consumed_samples": start.consumed_samples}
     if isinstance(loader, UserLoader):
@@ -337,9 +337,9 @@ def _as_loader(
 
 
 def _endless(loader: MMDataLoader | UserLoader) -> Iterator[Any]:
-    """Micro-batches without end, from the loader's position, or of validation data from the start.
+    """Yield micro-batches endlessly, from the loader's position, or of validation data from the start.
 
-    Workers start with the first batch that is asked for, after the model has been built: they then share, instead of
-    importing it once more, what the model's modules and the processor's have in common.
+    Workers start with the first batch, after the model has been built: they then share the imported modules of model
+    and processor instead of importing them again.
     """
     yield from loader.batches() if isinstance(loader, UserLoader) else loader

@@ -1,4 +1,4 @@
-"""Whether the ranks' own loaders read the rows that they should: said by each rank once, at the start."""
+"""Check at the start that the ranks' own loaders read the rows that they should, by comparing them once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HOW = (
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank says of its loader.
+    """Facts about the loader of one rank.
 
     Attributes:
-        rank: data-parallel.
-        rows, micro_batches: of an epoch; None: unknown.
+        rank: data-parallel rank.
+        rows, micro_batches: their numbers in an epoch; None: unknown.
         indices: digest of the first micro-batch's indices; of a stream None.
-        chosen: digest of the rows that the sampler chooses from.
-        content: digest of the first micro-batch; None: it is not the same every time, or can't be compared.
+        chosen: digest of the rows from which the sampler chooses.
+        content: digest of the first micro-batch; None: it differs between reads, or can't be compared.
     """
 
     rank: int
@@ -61,16 +61,16 @@ def check_sampler(loader: IndexedLoader, what: str) -> None:
 
 
 def settle_parts(loader: IndexedLoader, what: str, gather: GatherObjects, training: bool) -> None:
-    """Settle, together with all ranks, who reads what of a map-style data set.
+    """Agree with all ranks on the rows of a map-style data set that each reads.
 
     Samplers of torch that know nothing of ranks give every rank the same order, which the ranks then share. They do so
     even where a data set was divided among the ranks before: each rank then reads its own.
 
     Args:
-        loader: This rank's.
+        loader: The loader of this rank.
         what: "training" or "validation".
-        gather: What every rank gave, by rank.
-        training: Whether it trains.
+        gather: Gathers a value from every rank.
+        training: Whether the data are for training.
 
     Raises:
         ConfigError: All ranks would read the same rows, or ranks that must read the same don't.
@@ -117,7 +117,7 @@ def settle_parts(loader: IndexedLoader, what: str, gather: GatherObjects, traini
 
 
 def settle_length(loader: StreamLoader, what: str, gather: GatherObjects, training: bool) -> None:
-    """Let all ranks count the steps of an epoch alike."""
+    """Agree with all ranks on the number of steps of an epoch."""
     records = gather(RankRecord(loader.rank, None, loader.micro_batches))
     loader.share(_smallest([each.micro_batches for each in records], what, training))
 
@@ -129,8 +129,8 @@ def check_stream(loader: StreamLoader, what: str, gather: GatherObjects) -> None
         ConfigError: They do, or ranks that must read the same don't.
     """
     first, second = (digest(batch) for batch in loader.peek(2))
-    says = None if first == second else first  # always the same: made up for a test, and no sign
-    by_rank = _one_each(gather(RankRecord(loader.rank, None, loader.micro_batches, content=says)), what)
+    content = None if first == second else first  # equal batches are constant test data, and prove nothing
+    by_rank = _one_each(gather(RankRecord(loader.rank, None, loader.micro_batches, content=content)), what)
     contents = {each.content for each in by_rank}
     if len(by_rank) > 1 and len(contents) == 1 and None not in contents:
         raise ConfigError(
@@ -170,7 +170,7 @@ def _smallest(counts: Iterable[int | None], what: str, training: bool) -> int | 
 
 
 def digest(value: object) -> str | None:
-    """Return a digest of a value's tensors, numbers and texts; None: it holds something else."""
+    """Return a digest of a value's tensors, numbers and texts; None: it contains something else."""
     if value is None:
         return None
     found = hashlib.sha256()
@@ -207,10 +207,10 @@ def _feed(value: object, update: Callable[[bytes], None]) -> None:
 
 
 def require_micro_batch_size(loader: DataLoader, micro_batch_size: int, what: str) -> None:
-    """Check that a DataLoader makes micro-batches of the size that everything else counts with.
+    """Check that a DataLoader has the micro-batch size of the run.
 
     Raises:
-        ConfigError: It makes others.
+        ConfigError: It has another one.
     """
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     if size not in (None, micro_batch_size):

@@ -1,4 +1,4 @@
-"""From a row of a data file to a conversation: columns, roles, placeholders and media, checked with the row's name."""
+"""From a row of a data file to a conversation: columns, roles, placeholders and media."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mindspeed_mm.utils.text import map_texts, whole_characters
 __all__ = ["Conversation", "Message", "RecordReader"]
 
 _MEDIA_COLUMNS: tuple[tuple[MediaKind, str], ...] = (("image", "images"), ("video", "videos"), ("audio", "audios"))
-# Rows with clips given as pictures say their frames a second in one of these.
+# Frames a second of clips given as pictures, in one of these columns.
 _FPS_COLUMNS = ("video_fps", "fps")
 
 
 class RecordReader:
-    """Turn rows into conversations as `attr` of data.json says.
+    """Turns rows into conversations, by `attr` of data.json.
 
     Args:
         attr: Names of columns and roles.
         default_system: System text of rows that have none.
         is_text: Rows are plain text for pretraining, in the prompt column ("text" where none is named).
         optional: Keys of `attr` whose columns rows may lack.
-        leads: A single medium without a tag stands before the first turn of the user.
-        unread: Columns that a row must not fill: media that nobody would read.
+        leads: A single medium without a tag is placed before the first turn of the user.
+        unread: Columns that a row must not fill: media that `attr` doesn't map.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RecordReader:
         """Check the names in `attr` against the columns found in the first rows of a file.
 
         Raises:
-            DataError: A column that rows can't do without is missing, or an optional one is missing and another
+            DataError: A required column is missing, or an optional one is missing and another
                 column has nearly its name.
         """
         found, attr = sorted(columns), self.attr
@@ -84,7 +84,7 @@ class RecordReader:
         return [*([] if self.attr.ranking else ["messages"]), *answers, "system"]
 
     def _looks_misspelt(self, name: str, found: Iterable[str]) -> bool:
-        """Whether a column that nothing is mapped to has nearly this name ('images' is near to 'messages', too)."""
+        """Whether an unmapped column has nearly this name ('images' is near to 'messages', too)."""
         mapped = [getattr(self.attr, key) for key in type(self.attr).model_fields]
         return bool(nearest_names(name, found, used=mapped))
 
@@ -99,7 +99,7 @@ class RecordReader:
         A half of a surrogate pair in a text becomes U+FFFD.
 
         Args:
-            row: The row as it stands in the file.
+            row: The row as it is in the file.
             where: Its name for messages.
 
         Raises:
@@ -158,7 +158,7 @@ class RecordReader:
 
 
 def _make_whole(conversation: Conversation) -> None:
-    """Put U+FFFD for halves of surrogate pairs in the texts of a row (names of media stay: files may be called so)."""
+    """Replace halves of surrogate pairs in the texts of a row by U+FFFD, but not in names of media files."""
     for message in (*conversation.messages, *(conversation.rejected or ())):
         message.parts = [whole_characters(part) if isinstance(part, str) else part for part in message.parts]
         message.extra = map_texts(message.extra, whole_characters)

@@ -1,4 +1,4 @@
-"""From what `dataset` in data.json names to data sets: files, folders, patterns, names of a registry, descriptions."""
+"""Find the data sets that `dataset` in data.json names: files, folders, patterns, registered names, descriptions."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def find_data_sets(
     """Return the data sets that `dataset` names.
 
     A name is a file, a folder or a pattern, in `dataset_dir` or as written; else a key of `dataset_info.json` in
-    `dataset_dir`. An object is an entry such as that file holds.
+    `dataset_dir`. An object is an entry like those of that file.
 
     Args:
-        names: What data.json names, in order.
+        names: The names in data.json, in order.
         dataset_dir: Folder of files, registry and media.
         attr: Names of columns and roles of files that are named themselves; entries have their own.
         max_samples: Upper bound on the rows of each data set.
 
     Raises:
         DataError: Neither a file nor a registered name; the message has the nearest of both.
-        ConfigError: An entry holds something that can't be honoured.
+        ConfigError: An entry has something that can't be honoured.
     """
     found = []
     for number, name in enumerate(names):
@@ -71,7 +71,7 @@ def _read_registry(file: str, _modified: int) -> Mapping[str, Any]:
 
 
 def read_registry(file: str) -> Mapping[str, Any]:
-    """Return the entries of a registry by name, not typed yet: those that nobody uses may hold anything."""
+    """Return the entries of a registry by name, untyped: those that aren't used may have any content."""
     return _read_registry(file, os.stat(file).st_mtime_ns)
 
 
@@ -103,7 +103,7 @@ def _from_entry(entry: RegistryEntry, name: str, dataset_dir: str, max_samples: 
 def find_files(name: str, folder: str) -> tuple[str, ...]:
     """Return the files that a name stands for, in `folder` or as written; empty if there are none.
 
-    A folder stands for its data files in the order of their names, hidden ones left out; a pattern for what it matches.
+    A folder stands for its data files in the order of their names, hidden ones left out; a pattern for its matches.
 
     Raises:
         DataError: A folder without data files.

@@ -1,4 +1,4 @@
-"""A data file, opened by its content."""
+"""Open data files by their content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JsonFile(TextFile):
         return find_lines(self.path, position) if self._shape.by_line else (find_objects(self.path, self._shape), None)
 
     def where(self, index: int) -> str:
-        """Say which row this is: by line where rows are lines."""
+        """Name a row: by its line where rows are lines."""
         return super().where(index) if self._shape.by_line else f"{self.path}, row {index + 1}"
 
     def _parse(self, text: bytes, index: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class JsonFile(TextFile):
 
 
 def open_rows(path: str) -> RowFile:
-    """Open a data file by what it holds; its suffix isn't believed.
+    """Open a data file by its content, whatever its suffix.
 
     Raises:
         DataError: Unreadable or unknown content.

@@ -1,4 +1,4 @@
-"""Which common form the rows of a data set have, where data.json's `attr` doesn't say: read off the first rows."""
+"""Recognise the form of a data set's rows from the first ones, where data.json's `attr` doesn't describe it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mindspeed_mm.data.row_files import open_rows
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import info_rank0
 
-#: rows of each file that are looked at
+#: rows of each file that are inspected
 _ROWS = 1_000
 _MEDIA_COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
 _ALL_MEDIA_COLUMNS = frozenset(itertools.chain.from_iterable(_MEDIA_COLUMNS.values()))
-#: where one of these isn't named by `attr`, its column is looked for; every other key says what the form is
+#: where one of these isn't named by `attr`, its column is looked for; every other key describes the form
 _BESIDE = (*_MEDIA_COLUMNS, "packing", "pretrain", "ranking")
 _TURN_COLUMNS = ("messages", "conversations")
 _TURN_KEYS = (("role", "content"), ("from", "value"))
@@ -34,7 +34,7 @@ KNOWN_FORMS = (
 
 @dataclass(frozen=True)
 class _Form:
-    """A row's form: keys of `attr`; roles that the row doesn't show are absent."""
+    """A row's form: keys of `attr`; roles that don't occur in the row are absent."""
 
     shape: tuple[str, ...]
     roles: tuple[tuple[str, str], ...] = ()
@@ -45,9 +45,9 @@ class _Form:
 
 
 def recognise(entry: DataEntry) -> DataEntry:
-    """Return a data set with the names of its columns and roles, read off its first rows if `attr` names none.
+    """Return a data set with the names of its columns and roles, recognised from its first rows if `attr` names none.
 
-    `attr` decides as soon as it says anything of the form; what it says of media columns, null too, holds in any case.
+    `attr` decides if it describes anything of the form; media columns that it names, or sets to null, are always kept.
 
     Raises:
         DataError: rows of two forms (with one row of each), of none that is known (with the columns found), or two
@@ -79,7 +79,7 @@ def recognise(entry: DataEntry) -> DataEntry:
             found, first = form, where
         roles.update(form.roles)
     if not columns:
-        return entry  # an empty or damaged file: reading it says so
+        return entry  # an empty or damaged file: reading it raises the error
     if found is None:
         raise DataError(
             f"{', '.join(entry.paths)}: the form of the rows isn't known; columns found: {', '.join(sorted(columns))}; "
@@ -105,7 +105,7 @@ def _first_rows(entry: DataEntry) -> Iterator[tuple[dict[str, Any], Place]]:
 
 
 def _form_of(row: Mapping[str, Any], where: Place) -> _Form | None:
-    """The form of a row; None: of no known one, or with a fault that reading it will name."""
+    """The form of a row; None: of no known one, or with a fault that reading it will report."""
     forms = [form for column in _TURN_COLUMNS if (form := _form_of_turns(column, list_of_text(row.get(column))))]
     forms += [_Form(pair) for pair in _COLUMN_FORMS if all(row.get(column) is not None for column in pair)]
     if len(forms) > 1:
@@ -118,16 +118,16 @@ def _form_of(row: Mapping[str, Any], where: Place) -> _Form | None:
 def _form_of_turns(column: str, turns: object) -> _Form | None:
     turns = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
     for keys in _TURN_KEYS:
-        said = [turn[keys[0]] for turn in turns if isinstance(turn.get(keys[0]), str)]
-        if said:
+        named = [turn[keys[0]] for turn in turns if isinstance(turn.get(keys[0]), str)]
+        if named:
             known = (("user_tag", _USER_ROLES), ("assistant_tag", _ASSISTANT_ROLES))
-            roles = [(key, next((role for role in said if role in usual), None)) for key, usual in known]
+            roles = [(key, next((role for role in named if role in usual), None)) for key, usual in known]
             return _Form((column, *keys), tuple((key, role) for key, role in roles if role is not None))
     return None
 
 
 def _names(form: _Form, roles: Mapping[str, str], columns: Collection[str]) -> dict[str, str]:
-    """What `attr` would say of rows of this form."""
+    """The keys of `attr` for rows of this form."""
     beside = {key: key for key in ("system", "tools") if key in columns}
     if len(form.shape) == 2:
         prompt, response = form.shape
@@ -141,7 +141,7 @@ def _names(form: _Form, roles: Mapping[str, str], columns: Collection[str]) -> d
 
 
 def _media(attr: DatasetAttr, columns: Collection[str], filled: Mapping[str, Place]) -> dict[str, str]:
-    """The columns of media that `attr` doesn't speak of; of two names, the one whose column isn't empty."""
+    """The columns of media that `attr` doesn't mention; of two names, the one whose column isn't empty."""
     found = {}
     for key, names in _MEDIA_COLUMNS.items():
         there = [name for name in names if name in filled] or [name for name in names if name in columns]

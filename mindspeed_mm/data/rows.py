@@ -1,4 +1,4 @@
-"""The data set as the loader's workers see it: planned micro-batches in, finished ones out."""
+"""The data set of the loader's workers: maps planned micro-batches to finished ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class BatchRows(Dataset):
     Args:
         dataset: Map-style; with packs it has `get(row, piece, room)` and `where(row)`; where samples name their epoch
             `get(row, bucket, epoch)`.
-        collate: Samples to a micro-batch; with packs a `Collator`.
+        collate: Builds a micro-batch of samples; with packs a `Collator`.
         capacity: Tokens of a pack; None: one sample a row.
-        seed: The run's. As in `SeededRows`, global random states depend on a row's place alone; of data sets of ours,
-            which draw from none of them, they are left alone.
+        seed: Seed of the run. As in `SeededRows`, global random states depend on a row's place alone; for data sets of
+            this package, which don't draw from them, they are left unchanged.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class BatchRows(Dataset):
         self._is_ours = getattr(dataset, "has_fillers", False)
 
     def __getitems__(self, batch: DrawnBatch) -> Any:
-        """Return a micro-batch of `PlannedRow`s, or the `WorkerFailure` that one of its rows caused."""
+        """Return a micro-batch of `PlannedRow`s, or the `WorkerFailure` of one of its rows."""
         try:
             if self._is_ours:
-                return self._made(batch.indices)
+                return self._collated(batch.indices)
             with host_seeded(sample_key(self._seed, batch.place, -1)):
-                return self._made(batch.indices, batch.place)
+                return self._collated(batch.indices, batch.place)
         except MMError as error:
             return WorkerFailure(str(error))
 
-    def _made(self, rows: Sequence[PlannedRow], place: int | None = None) -> Any:
+    def _collated(self, rows: Sequence[PlannedRow], place: int | None = None) -> Any:
         samples = []
         for number, row in enumerate(rows):
             if place is not None:
@@ -66,7 +66,7 @@ class BatchRows(Dataset):
         if index != FILLER or getattr(self._dataset, "has_fillers", False):
             sample = self._dataset[index]
             return {**sample, "row_id": index} if isinstance(self._collate, Collator) else sample
-        sample = dict(self._dataset[0])  # a data set of the user's own: its first row, trained on nothing
+        sample = dict(self._dataset[0])  # a data set of the user's own: its first row, without targets
         return {
             **sample,
             "labels": torch.full_like(sample["labels"], IGNORE_INDEX),

@@ -1,4 +1,4 @@
-"""What one rank takes of the plan, as a sampler for torch's DataLoader."""
+"""The part of the plan of one rank, as a sampler for torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_rank(dp_rank: int, dp_size: int) -> None:
 
 
 class PlannedBatches:
-    """Endless micro-batches of one rank, read ahead of what has been trained on.
+    """Endless micro-batches of one rank, prefetched before they are trained on.
 
     Args:
         planner: The plan.
@@ -30,12 +30,12 @@ class PlannedBatches:
         self.planner = planner
         self.dp_rank = dp_rank
         self._state = planner.state()
-        self._ahead: deque[tuple[Mapping[str, Any], Sequence[tuple[int, str]]]] = deque()
+        self._prefetched: deque[tuple[Mapping[str, Any], Sequence[tuple[int, str]]]] = deque()
         self._running: Any = None
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """State of the plan after the global batches that were finished, whatever has been read ahead."""
+        """State of the plan after the finished global batches, whatever has been prefetched."""
         return self._state
 
     def go_to(self, state: Mapping[str, Any]) -> None:
@@ -45,8 +45,8 @@ class PlannedBatches:
         self._state = self.planner.state()
 
     def finish_batch(self) -> Sequence[tuple[int, str]]:
-        """Say that a global batch was handed out whole; returns what its plan has left out."""
-        self._state, left_out = self._ahead.popleft()
+        """Mark a global batch as finished; return the rows that its plan has left out."""
+        self._state, left_out = self._prefetched.popleft()
         return left_out
 
     def __iter__(self) -> Iterator[DrawnBatch]:
@@ -55,15 +55,15 @@ class PlannedBatches:
         self._running = self.planner.batches()
         size, ranks = self.planner.layout.micro_batch_size, self.planner.layout.dp_size
         for batch in self._running:
-            self._ahead.append((batch.state, batch.left_out))
+            self._prefetched.append((batch.state, batch.left_out))
             end = batch.state["position"] if "position" in batch.state else batch.state["packing"]["next"]
             first = end - self.planner.layout.global_batch_size
             for number, rows in enumerate(batch.micro_batches[self.dp_rank]):
                 yield DrawnBatch(rows, 0, first + (number * ranks + self.dp_rank) * size)
 
     def close(self) -> None:
-        """Stop the plan, and the workers that measure for it; what was read ahead is forgotten."""
+        """Stop the plan, and the workers that measure for it; prefetched batches are dropped."""
         running, self._running = self._running, None
-        self._ahead.clear()
+        self._prefetched.clear()
         if running is not None:
             running.close()

@@ -17,7 +17,7 @@ def stack_media(parts: Sequence[Tensors], keys: Iterable[str], padded: Iterable[
     Args:
         parts: tensors by name, in order; each has some of the names.
         keys: the names wanted.
-        padded: those whose other dimensions may differ: they are filled with zeros, at the end, to the largest.
+        padded: names of tensors whose other dimensions may differ: they are padded with zeros, at the end.
 
     Raises:
         DataError: other tensors whose dimensions differ.
@@ -41,7 +41,7 @@ def stack_media(parts: Sequence[Tensors], keys: Iterable[str], padded: Iterable[
 
 
 def as_tensor(value: object) -> torch.Tensor:
-    """What a processor made, as a tensor; a list of pictures becomes one with them on dim 0."""
+    """Return a processor's output as a tensor; a list of pictures is stacked on dim 0."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
         return torch.stack(list(value))
     return torch.as_tensor(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataStart:
-    """What loaders must know beyond the description of the run.
+    """Rank and position of the loaders of a run.
 
     Attributes:
         rank, size: number of this process among those that read rows of their own, and how many they are.

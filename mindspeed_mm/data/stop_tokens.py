@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[str, ...]:
     """Return the texts of the tokens that end an answer at inference, the tokenizer's own end token first.
 
-    They are those of generation_config.json, or, where it names none, of config.json, which transformers then takes;
+    They are those of generation_config.json, or, where it has none, of config.json, which transformers then uses;
     and the tokenizer's own.
 
     Args:
@@ -37,6 +37,6 @@ def _ids(folder: Path) -> list[int]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there; or damaged, which whoever builds the model says
+    except (OSError, ValueError):  # missing; or damaged, which is reported where the model is built
         return {}
     return content if isinstance(content, dict) else {}

@@ -11,8 +11,8 @@ from typing import Any
 from mindspeed_mm.utils.errors import BadSample, DataError
 from mindspeed_mm.utils.extras import require_extra
 
-#: bytes of decoded row groups that one process holds of one parquet file
-HELD_BYTES = 1 << 30
+#: bytes of decoded row groups that one process caches of one parquet file
+CACHED_BYTES = 1 << 30
 _ROWS_AT_ONCE = 1000
 
 
@@ -69,7 +69,7 @@ class _TableFile:
             begin = end
 
     def where(self, index: int) -> str:
-        """Say which row this is."""
+        """Name a row."""
         return f"{self.path}, row {index + 1}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,9 +77,9 @@ class _TableFile:
 
 
 class ParquetFile(_TableFile):
-    """Rows of a parquet file; row groups are decoded when asked for, and the last ones kept up to `HELD_BYTES`.
+    """Rows of a parquet file; row groups are decoded when they are read, and the last ones cached up to `CACHED_BYTES`.
 
-    Rows drawn in random order are read fastest where that holds the whole file, or where row groups are small.
+    Rows drawn in random order are read fastest where the whole file is cached, or where row groups are small.
     """
 
     kind = "a parquet"
@@ -89,7 +89,7 @@ class ParquetFile(_TableFile):
 
         if self._opened is None:
             self._opened = parquet.ParquetFile(self.path, memory_map=True)
-            self._held: OrderedDict[int, Any] = OrderedDict()
+            self._cached: OrderedDict[int, Any] = OrderedDict()
         return self._opened
 
     def _sizes(self) -> list[int]:
@@ -100,17 +100,17 @@ class ParquetFile(_TableFile):
 
     def _part(self, number: int) -> Any:
         file = self._file()
-        if number not in self._held:
-            others = [self._bytes[other] for other in self._held]
-            while others and sum(others) + self._bytes[number] > HELD_BYTES:
-                self._held.popitem(last=False)
+        if number not in self._cached:
+            others = [self._bytes[other] for other in self._cached]
+            while others and sum(others) + self._bytes[number] > CACHED_BYTES:
+                self._cached.popitem(last=False)
                 del others[0]
-            self._held[number] = file.read_row_group(number, use_threads=False)
-        self._held.move_to_end(number)
-        return self._held[number]
+            self._cached[number] = file.read_row_group(number, use_threads=False)
+        self._cached.move_to_end(number)
+        return self._cached[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_held": OrderedDict()}
+        return {**super().__getstate__(), "_cached": OrderedDict()}
 
 
 class ArrowFile(_TableFile):

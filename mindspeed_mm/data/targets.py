@@ -1,10 +1,10 @@
-"""Which characters of a rendered conversation are trained: found by rendering, never by looking for role names.
+"""Find the target characters of a rendered conversation, by rendering, never by searching for role names.
 
-A target is what the model has to produce: the answer, and the token that ends it (`answer_ends.py`). Where the template
-has `{% generation %}` marks, these say where answers are. Else the conversation is rendered a second time with
-a stand-in for every answer; what doesn't change between the two renderings is not the model's. The start of an answer
-is where `add_generation_prompt` would end. If the stand-ins don't give one clear result, the turns are found by
-rendering the conversation turn by turn.
+A target is text that the model has to produce: the answer, and the token that ends it (`answer_ends.py`). Where the
+template has `{% generation %}` marks, these enclose the answers. Else the conversation is rendered a second time with a
+placeholder for every answer; text that is equal in the two renderings is no target. The start of an answer is where
+`add_generation_prompt` would end. If the placeholders don't give one clear result, the turns are found by rendering the
+conversation turn by turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find_turns(
     Args:
         template: The chat template.
         messages: `{"role", "content", …}`, content in the form the template takes.
-        tools: Tool schemas, rendered once by the template.
+        tools: Tool schemas.
         where: The row, for messages.
 
     Returns:
@@ -34,7 +34,7 @@ def find_turns(
         each assistant message).
 
     Raises:
-        BadSample: The template refuses the conversation, or its answers can't be told from the rest.
+        BadSample: The template refuses the conversation, or its answers can't be distinguished from the rest.
     """
     try:
         text, turns = _find(template, messages, tools)
@@ -46,9 +46,9 @@ def find_turns(
         ) from error
     if turns is None:
         raise BadSample(
-            f"{where}: the answers can't be told from the rest of the text that {template.name} renders; a template "
-            "with {% generation %} marks would say it (or leave out the row)",
-            "answers can't be told from the rest",
+            f"{where}: the answers can't be distinguished from the rest of the text that {template.name} renders; a "
+            "template with {% generation %} marks shows them (or leave out the row)",
+            "answers can't be distinguished from the rest",
         )
     return text, turns
 
@@ -57,7 +57,7 @@ def _find(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | Non
     if template.has_marks:
         return _by_marks(template, messages, tools)
     text = template.render(messages, tools)
-    turns = _by_stand_ins(template, messages, tools, text)
+    turns = _by_placeholders(template, messages, tools, text)
     return text, _by_prefixes(template, messages, tools, text) if turns is None else turns
 
 
@@ -78,17 +78,17 @@ def _by_marks(template: ChatTemplate, messages: Messages, tools: Sequence[Any] |
     return text, turns
 
 
-def _by_stand_ins(
+def _by_placeholders(
     template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, text: str
 ) -> list[Turn] | None:
-    """Two renderings, with the answers and with stand-ins: the pieces between stand-ins lie between the answers too."""
+    """Compare renderings with answers and with placeholders: the text between these is also between the answers."""
     assistants = _assistants(messages)
     if not assistants:
         return []
     names = [f"\ue0f3{index}\ue0f4" for index in range(len(assistants))]
     changed = list(messages)
     for name, index in zip(names, assistants, strict=True):
-        changed[index] = _stand_in(template, messages[index], name)
+        changed[index] = _with_placeholder(template, messages[index], name)
     pieces, rest = [], template.render(changed, tools)
     for name in names:
         piece, found, rest = rest.partition(name)
@@ -118,7 +118,7 @@ def _by_stand_ins(
     ]
 
 
-def _stand_in(template: ChatTemplate, message: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _with_placeholder(template: ChatTemplate, message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return {**message, "content": template.content(name)}
     first, *others = message["tool_calls"]

@@ -1,4 +1,4 @@
-"""A chat template rendered to text: the model's own, or a named one."""
+"""Render conversations with a chat template: the model's own, or a named one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChatTemplate:
 
     Args:
         source: Jinja text, as transformers compiles it.
-        variables: What the template may read beside messages and tools: special tokens, `enable_thinking`, ….
+        variables: Variables of the template beside messages and tools: special tokens, `enable_thinking`, ….
         added_tokens: Texts of the tokenizer's added tokens, to recognise the end-of-turn token by.
         name: For messages.
         stop_tokens: Texts of the tokens at which generation stops, the one to put behind an answer first.
@@ -59,7 +59,7 @@ class ChatTemplate:
     def render(
         self, messages: Messages, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        """Return the text of a conversation. Template errors come through as Jinja raises them."""
+        """Return the text of a conversation. Errors of the template are raised as Jinja raises them."""
         return self._render(messages, tools, add_generation_prompt, marks=False)[0]
 
     def render_marked(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, list[TextSpan]]:
@@ -103,9 +103,9 @@ class ChatTemplate:
         return text if self.takes_text else [{"type": "text", "text": text}]
 
     def written_for(self, kind: str) -> str:
-        """What this template writes for a medium: its placeholder and the marks around it.
+        """Return the text that this template writes for a medium: its placeholder and the marks around it.
 
-        Found between two texts; empty where the template refuses such a turn, or moves its media elsewhere.
+        It is found between two texts; empty where the template refuses such a turn, or moves its media elsewhere.
         """
         if kind not in self._written_for:
             text = {"type": "text", "text": _PROBE}
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def headers(self) -> tuple[str, ...]:
-        """What `add_generation_prompt` adds before an answer, longest form first.
+        """The text that `add_generation_prompt` adds before an answer, longest form first.
 
         A second form without what follows the role's header is there for templates that open (or close) a thought
         in the prompt: earlier turns are rendered without it.
@@ -126,7 +126,7 @@ class ChatTemplate:
         question = [{"role": "user", "content": self.content("?")}]
         try:
             plain, prompted = self.render(question), self.render(question, add_generation_prompt=True)
-        except Exception:  # a template that can't ask: answers then start where they differ from a stand-in
+        except Exception:  # a template that refuses a lone question: answers start where they differ from a placeholder
             return ("",)
         if not prompted.startswith(plain) or prompted == plain:
             return ("",)
@@ -143,7 +143,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_earlier_turn(self) -> str:
-        """The same of an answer that isn't the last message; an empty text if there is none, or it can't be told."""
+        """The same for an answer that isn't the last message; an empty text if there is none, or it can't be found."""
         question = {"role": "user", "content": self.content("?")}
         answer = {"role": "assistant", "content": self.content(_PROBE)}
         try:
@@ -170,7 +170,7 @@ class ChatTemplate:
         return _opening(following, self._ends)
 
     def space_in_marks(self, answer: str) -> int:
-        """Characters at the end of a marked answer that the template writes there itself: space, not the model's."""
+        """Number of characters of space at the end of a marked answer that the template writes itself."""
         return len(self._marked_space) if answer.endswith(self._marked_space) else 0
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class ChatTemplate:
         return tail if tail.isspace() else ""
 
     def missing_end(self, message: Mapping[str, Any]) -> str:
-        """What to put behind an answer that nothing ends: what ends others, else the first stop token; or nothing.
+        """The end token of an answer without one: that of other answers, else the first stop token; or an empty text.
 
         Args:
             message: The answer; one that calls tools is followed by their results.
@@ -195,7 +195,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_for_earlier_turn(self) -> str:
-        """What an answer before the last one is to be ended by in place of what the template writes there; or nothing.
+        """The end token to train after earlier answers in place of the one that the template writes; or an empty text.
 
         Harmony ends the last answer with `<|return|>`, at which generation stops, and writes `<|end|>` after earlier
         ones, at which it doesn't: a model that learned it would go on.
@@ -234,13 +234,13 @@ def _opening(text: str, tokens: Sequence[str]) -> str:
 
 
 def chat_template_of(processor: Processor, name: str | None, enable_thinking: bool, path: str) -> ChatTemplate:
-    """Make the template of a run.
+    """Return the chat template of a run.
 
     Args:
         processor: The model's processor, or its tokenizer.
         name: A published name, or None for the processor's own template.
         enable_thinking: Passed to the template.
-        path: The model directory: its generation_config.json says what ends an answer; and for messages.
+        path: The model directory, for the stop tokens of its generation_config.json and for messages.
 
     Raises:
         ConfigError: Unknown name, or a model without a chat template of its own.

@@ -1,4 +1,4 @@
-"""One data file as rows that are found as far as they are asked for, and the base of those that are text."""
+"""The protocol of data files, whose rows are found as far as they are read, and the base class of text files."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ class RowFile(Protocol):
         """Number of rows; finds all of them."""
 
     def has(self, index: int) -> bool:
-        """Whether there is a row `index`; rows are looked for as far as that needs."""
+        """Whether there is a row `index`; rows are searched up to it."""
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index`. Raises BadSample with its place if it can't be read."""
 
     def head(self, limit: int) -> Iterator[dict[str, Any] | BadSample]:
-        """Yield the first `limit` rows, faster than one by one; for a row that can't be read what `row` raises."""
+        """Yield the first `limit` rows, faster than one by one; for a row that can't be read the error of `row`."""
 
     def where(self, index: int) -> str:
-        """Say for a person which row this is, counted from 1."""
+        """Name a row for messages, counted from 1."""
 
 
 class TextFile:
-    """Rows that lie one after the other in a text file, parsed when asked for; holds two integers a row.
+    """Rows one after the other in a text file, parsed when they are read; two integers are kept per row.
 
-    Rows are found a chunk of the file at a time, as far as they are asked for. Subclasses find and parse them.
+    Rows are found a chunk of the file at a time, as far as they are read. Subclasses find and parse them.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._starts, self._ends = array.array("q"), array.array("q")
-        self._position: int | None = 0  # where the search goes on; None: all rows have been found
+        self._position: int | None = 0  # where the search continues; None: all rows have been found
         self._descriptor: int | None = None
 
     def _find(self, position: int) -> tuple[RowBounds, int | None] | None:
-        """Find the next rows from a position on: (bounds, where to go on); None if there is nothing more.
+        """Find the next rows from a position on: (bounds, next position); None at the end.
 
-        The search keeps no open file, so that forked and pickled copies go on each by itself.
+        The search keeps no open file, so that forked and pickled copies continue independently.
         """
         raise NotImplementedError
 
     def _parse(self, text: bytes, index: int) -> dict[str, Any]:
-        """Return the row that stands in `text`. Raises BadSample."""
+        """Return the row in `text`. Raises BadSample."""
         raise NotImplementedError
 
     def has(self, index: int) -> bool:
@@ -108,7 +108,7 @@ class TextFile:
                 first = last
 
     def where(self, index: int) -> str:
-        """Say which row this is, by line."""
+        """Name a row, with its line."""
         line, left = 1, self._starts[index]
         with open(self.path, "rb") as file:
             while left > 0:

@@ -1,6 +1,6 @@
-"""The token cache, read: ids and labels of every row, made once before training and kept in an Arrow file.
+"""Read the token cache: ids and labels of every row, computed once before training, in an Arrow file.
 
-Media are not in it: they are decoded when a sample is asked for.
+It contains no media: they are decoded when a sample is read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TokenCache:
             raise DataError(f"token cache {path}: no such file")
 
     def prepared(self, row: int, refs: Sequence[MediaRef]) -> list[Prepared] | BadSample:
-        """Return the pieces of a row, or what is wrong with it.
+        """Return the pieces of a row, or its error.
 
         Args:
             row: Number of the row in its source.
-            refs: Its media, as the row names them.
+            refs: The references to its media in the row.
         """
         entry = self._rows().slice(row, 1).to_pylist()[0]
         if entry["fault"] is not None:

@@ -1,6 +1,6 @@
-"""The token cache, made: by one process of each node, in a file of its own that appears when it is whole.
+"""Build the token cache, in one process per node, in a file that appears when it is complete.
 
-Its name is a hash of everything that decides its content.
+Its name is a hash of everything that determines its content.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mindspeed_mm.utils.log import logger
 
 _FORMAT = 2
 _CHUNK = 64
-#: seconds after which a process of a node asks whether it looks into the same folder as the one that makes the cache
+#: seconds after which a process checks that it sees the folder of the process that builds the cache
 PATIENCE = 60.0
-#: settings that change neither ids nor labels
+#: settings without influence on ids and labels
 _WITHOUT_EFFECT = {
     "dataset", "val_dataset", "val_rate", "val_max_samples", "max_samples", "streaming", "buffer_size", "packing",
     "neat_packing", "mix_strategy", "interleave_probs", "preprocess_on_fly", "cache_dir", "overwrite_cache",
@@ -37,15 +37,15 @@ _WITHOUT_EFFECT = {
 
 
 def open_cache(dataset: RecordDataset) -> TokenCache:
-    """Open the cache of a data set's rows; the first process of the node makes it where there is none.
+    """Open the cache of a data set's rows; the first process of the node builds it where there is none.
 
     Args:
-        dataset: Of indexed rows; `cache_dir` and `overwrite_cache` are taken from its parameters.
+        dataset: A data set of indexed rows; `cache_dir` and `overwrite_cache` are taken from its parameters.
 
     Raises:
         ConfigError: No `cache_dir`.
         BadSample: A row can't be used, and `on_bad_sample` is raise.
-        DataError: The folder can't be written, or this process doesn't see what the node's first one makes.
+        DataError: The folder can't be written, or this process doesn't see the file that the node's first one builds.
     """
     basic = dataset.param.basic_parameters
     if basic.cache_dir is None:
@@ -66,14 +66,14 @@ def open_cache(dataset: RecordDataset) -> TokenCache:
         raise DataError(f"basic_parameters.cache_dir {folder} can't be made: {error.strerror}") from error
     from filelock import FileLock
 
-    with FileLock(lock):  # nodes that share the folder make one cache
+    with FileLock(lock):  # nodes that share the folder build one cache
         if not path.is_file() or (basic.overwrite_cache and path.stat().st_mtime < _launch_time()):
-            _make(dataset, path)
+            _build(dataset, path)
     return TokenCache(str(path))
 
 
 def _key(dataset: RecordDataset) -> str:
-    """A hash of what the content depends on: rows, settings, the processor's files, the length limit."""
+    """A hash of everything that determines the content: rows, settings, the processor's files, the length limit."""
     param = dataset.param
     basic = {k: v for k, v in param.basic_parameters.model_dump().items() if k not in _WITHOUT_EFFECT}
     model = Path(param.preprocess_parameters.model_name_or_path)
@@ -96,7 +96,7 @@ def _stamp(path: Path) -> list[Any]:
     return [str(path.absolute()), status.st_size, status.st_mtime_ns]
 
 
-def _make(dataset: RecordDataset, path: Path) -> None:
+def _build(dataset: RecordDataset, path: Path) -> None:
     import pyarrow as pa
 
     schema = pa.schema(
@@ -113,7 +113,7 @@ def _make(dataset: RecordDataset, path: Path) -> None:
     )
     working = path.with_suffix(f".{os.getpid()}.tmp")
     rows, started = len(dataset.source), time.perf_counter()
-    logger.info(f"making the token cache of {rows} rows in {path}")
+    logger.info(f"building the token cache of {rows} rows in {path}")
     try:
         with (
             pa.OSFile(str(working), "wb") as sink,
@@ -130,11 +130,11 @@ def _make(dataset: RecordDataset, path: Path) -> None:
         raise DataError(f"token cache {path} can't be written: {error.strerror or error}") from error
     finally:
         working.unlink(missing_ok=True)
-    logger.info(f"token cache made in {time.perf_counter() - started:.1f} s")
+    logger.info(f"token cache built in {time.perf_counter() - started:.1f} s")
 
 
 class _Rows:
-    """Rows as the cache keeps them, a chunk at a time, errors as values: exceptions of workers lose their type."""
+    """Entries of the cache, a chunk at a time; errors are values, as exceptions of workers lose their type."""
 
     def __init__(self, source: RowSource, encoder: LazyEncoder) -> None:
         self._source, self._encoder = source, encoder
@@ -192,7 +192,7 @@ class _Progress:
         from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
         console = Console(stderr=True)
-        self._total, self._done, self._said = total, 0, time.perf_counter()
+        self._total, self._done, self._logged = total, 0, time.perf_counter()
         self._bar = Progress(
             *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn(), console=console
         )
@@ -210,24 +210,24 @@ class _Progress:
     def advance(self, rows: int) -> None:
         self._done += rows
         self._bar.advance(self._task, rows)
-        if self._quiet and time.perf_counter() - self._said > 10:
-            self._said = time.perf_counter()
+        if self._quiet and time.perf_counter() - self._logged > 10:
+            self._logged = time.perf_counter()
             logger.info(f"token cache: {self._done} of {self._total} rows")
 
 
 def _await(path: Path, lock: Path, since: float) -> None:
-    """Wait until local rank 0 of this node has made the cache.
+    """Wait until local rank 0 of this node has built the cache.
 
     Raises:
-        DataError: Neither the cache nor the lock of the process that makes it is to be seen here.
+        DataError: Neither the cache nor the lock of the process that builds it can be seen here.
     """
     started = time.monotonic()
     while not (path.is_file() and path.stat().st_mtime >= since):
         if not lock.exists() and time.monotonic() - started > PATIENCE:
             raise DataError(
                 f"rank {rank_word()} (local rank {this_launch().local_rank}) sees no token cache "
-                f"{path} and nobody making it; every process of a node must see the same basic_parameters.cache_dir "
-                f"(working folder here: {os.getcwd()})"
+                f"{path} and no process building it; every process of a node must see the same "
+                f"basic_parameters.cache_dir (working folder here: {os.getcwd()})"
             )
         time.sleep(0.2)
 

@@ -1,4 +1,4 @@
-"""Rendered text and media to token ids with character positions, equal to the processor's own result."""
+"""Tokenise rendered text and media into ids with character positions, equal to the processor's own result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mindspeed_mm.utils.versions import installed_version
 if TYPE_CHECKING:
     from PIL import Image
 
-# A special token that a person typed stands for itself: while the text is rendered and its turns are found, a private
-# character takes its place, so that no typed marker is taken for the template's own. Afterwards it is put back, or,
-# where it has to stay text, its tokens are made of the plain text.
+# A special token in the text of a message is ordinary content: while the text is rendered and its turns are found, a
+# private character replaces it, so that it isn't mistaken for a marker of the template. Afterwards it is restored, or,
+# where it has to stay text, tokenised as plain text.
 _FIRST_PRIVATE = 0xF0000
 
 TokenColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # ids, starts, ends, types, each [L] int64
-Move = tuple[tuple[int, int], str]  # a placeholder's span in the text before, and what is written there
+Move = tuple[tuple[int, int], str]  # a placeholder's span in the text before, and its replacement
 #: a decoded medium: a picture, a clip, or a sound of [samples] float32
 Decoded: TypeAlias = "Image.Image | DecodedVideo | np.ndarray"
 
@@ -64,8 +64,8 @@ class Tokenizer:
         processor: The model's processor, or a tokenizer.
         adapter: The model family.
         image_options: Extra arguments for the image processor.
-        split_special_tokens: Whether every special token that a person typed is split like ordinary text; media
-            tokens always are, since no medium belongs to them.
+        split_special_tokens: Whether special tokens in messages are split like ordinary text; media tokens always
+            are, since no medium belongs to them.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Tokenizer:
 
     @property
     def media_ids(self) -> list[int]:
-        """Ids of the tokens that media are replaced by."""
+        """Ids of the tokens that replace media."""
         return sorted(self._kinds)
 
     def hide(self, text: str) -> str:
-        """Put private characters for the special tokens that a person typed into a message."""
+        """Replace the special tokens in the text of a message by private characters."""
         return self._typed.sub(lambda match: self._private[match.group()], text) if self._typed.search(text) else text
 
     def count(self, kind: MediaKind, text: str) -> int:
@@ -112,11 +112,11 @@ class Tokenizer:
         return sum(match.lastgroup == kind for match in self._placeholder.finditer(text))
 
     def find_media(self, text: str, written: Mapping[MediaKind, str]) -> list[tuple[int, int]]:
-        """Return where media stand in a rendered text, the marks around them included: spans [start, end).
+        """Return the spans [start, end) of media in a rendered text, the marks around them included.
 
         Args:
-            text: As `__call__` takes it.
-            written: Kind → what the template writes for a medium; numbers in it stand for any ("Audio 1: ").
+            text: As in `__call__`.
+            written: Kind → the text that the template writes for a medium; numbers in it match any ("Audio 1: ").
         """
         spans = []
         for kind, whole in written.items():
@@ -128,7 +128,7 @@ class Tokenizer:
         return spans
 
     def foresee(self, geometry: Geometry) -> Foreseen | None:
-        """Return what a medium becomes; None where this processor has to be asked with the medium itself.
+        """Predict the tokens of a medium; None where this processor needs the medium itself.
 
         Raises:
             ValueError: The processor refuses a medium of this geometry.
@@ -141,8 +141,8 @@ class Tokenizer:
     def plain(self, text: str) -> np.ndarray:
         """Return the ids of a text without a template, [L] int64: the tokenizer's own, and its end token behind them.
 
-        What the tokenizer adds to every text by itself (Gemma's `<bos>`) is there, also without a processor; the end
-        token comes once, whether the tokenizer adds it, the text ends with it, or neither.
+        Tokens that the tokenizer adds to every text by itself (Gemma's `<bos>`) are included, also without a processor;
+        the end token comes once, whether the tokenizer adds it, the text ends with it, or neither.
         """
         ids, end = self(self.hide(text), specials=True).ids, self.tokenizer.eos_token_id
         return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
@@ -151,11 +151,11 @@ class Tokenizer:
         """Tokenise a rendered text.
 
         Args:
-            text: As the template rendered it; typed special tokens hidden.
+            text: The rendered text; special tokens of messages are hidden.
             media: Kind and replacing text of each medium, in their order; of each kind there are as many as the text
                 has placeholders.
-            specials: Whether the tokenizer adds its special tokens around the text; None: as transformers does with
-                what a template rendered.
+            specials: Whether the tokenizer adds its special tokens around the text; None: as transformers does for
+                rendered text.
         """
         pieces = self._hidden.split(text)
         segments, literals = pieces[::2], pieces[1::2]
@@ -191,7 +191,7 @@ class Tokenizer:
         return tokens
 
     def process(self, media: Sequence[tuple[MediaKind, Decoded]]) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Make tensors of decoded media.
+        """Convert decoded media to tensors.
 
         Args:
             media: Kind and content (PIL image, DecodedVideo, or [samples] float32) of each, in order.
@@ -201,7 +201,7 @@ class Tokenizer:
             placeholder is replaced by.
 
         Raises:
-            ConfigError: The processor doesn't say what it writes for a medium.
+            ConfigError: The processor doesn't return the text that replaces a medium.
             ValueError, RuntimeError, TypeError: As the processor raises them.
         """
         if self.adapter.one_at_a_time:
@@ -218,18 +218,18 @@ class Tokenizer:
         return self.stack(parts), texts
 
     def _call_of(self, kind: MediaKind, content: Decoded) -> tuple[MediaKind, dict[str, Any]]:
-        """What media that the processor gets in one call have in common."""
+        """The group key of media that the processor gets in one call."""
         return kind, self.adapter.video_options(content) if kind == "video" else {}
 
     def stack(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Put media tensors, made in the order of the row, together."""
+        """Concatenate media tensors in the order of the row."""
         return stack_media(parts, (key for part in parts for key in part), self.adapter.padded_keys)
 
     def _process(self, kind: MediaKind, items: Sequence[Decoded]) -> tuple[dict[str, torch.Tensor], list[str]]:
         if kind == "image" and self._trusted.get(kind) and hasattr(self.processor, "_process_images"):
-            # the images alone: what the processor does besides is known already
-            made, texts = self.processor._process_images(list(items), **self._image_call())
-            return self._tensors(kind, made), texts
+            # the images alone: the rest of the processor's work isn't needed
+            output, texts = self.processor._process_images(list(items), **self._image_call())
+            return self._tensors(kind, output), texts
         result = self._whole([(self._media_tokens[kind] or "") * len(items)], {kind: items})
         moves = result.get("text_replacement_offsets")
         if moves is None:
@@ -240,9 +240,9 @@ class Tokenizer:
             )
         return self._tensors(kind, result), [move["replacement"] for move in moves[0]]
 
-    def _tensors(self, kind: MediaKind, made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _tensors(self, kind: MediaKind, output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         known = self.adapter.media_keys[kind]
-        return {key: as_tensor(made[key]) for key in known if made.get(key) is not None}
+        return {key: as_tensor(output[key]) for key in known if output.get(key) is not None}
 
     def _whole(self, text: list[str], media: Mapping[MediaKind, Sequence[Decoded]]) -> Any:
         """Call the whole processor."""
@@ -260,7 +260,7 @@ class Tokenizer:
         return self.processor(text=text, return_text_replacement_offsets=True, **arguments)
 
     def _image_call(self) -> dict[str, Any]:
-        """Arguments for images, spelt out: before transformers 5.23 a processor ignores its own `images_kwargs`."""
+        """Explicit arguments for images: before transformers 5.23 a processor ignores its own `images_kwargs`."""
         return {**(getattr(self.processor, "images_kwargs", None) or {}), **self._image_options}
 
     def _metadata(self, clips: Sequence[DecodedVideo]) -> list[Any]:
@@ -269,10 +269,10 @@ class Tokenizer:
         return [VideoMetadata(**self.adapter.video_metadata(clip)) for clip in clips]
 
     def _is_right(self, kind: MediaKind) -> bool:
-        """Whether what is foreseen of this kind is what the whole processor gives.
+        """Whether predictions for this kind equal the results of the whole processor.
 
         Raises:
-            ConfigError: The processor makes other ids of a text than its tokenizer makes of the expanded text.
+            ConfigError: The processor returns other ids for a text than its tokenizer for the expanded text.
         """
         sample, geometry = _specimen(kind, self.adapter.limits(self.processor).sampling_rate)
         for copies in (2, 1):  # some processors take one medium a text
@@ -281,7 +281,7 @@ class Tokenizer:
                 whole = self._whole([text], {kind: [sample] * copies})
                 written = [move["replacement"] for move in whole["text_replacement_offsets"][0]]
                 break
-            except Exception:  # this processor can't be asked with specimens: real media will tell
+            except Exception:  # this processor refuses specimens: real media are decoded to be measured
                 if copies == 1:
                     return False
         tokens, types = self(text, [(kind, own) for own in written]), whole.get(self.adapter.token_keys[0])
@@ -302,7 +302,9 @@ class Tokenizer:
         return kind == "audio" or len(whole[self.adapter.media_keys[kind][0]]) == copies * rows
 
     def _types(self, ids: np.ndarray) -> np.ndarray:
-        if getattr(self.processor, "return_mm_token_type_ids", False):  # by a rule of its own: GLM's goes by context
+        if getattr(
+            self.processor, "return_mm_token_type_ids", False
+        ):  # by the processor's own rule: GLM's depends on the context
             return np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0], dtype=np.int64)
         types = np.zeros_like(ids)
         for token, kind in self._kinds.items():
@@ -310,7 +312,7 @@ class Tokenizer:
         return types
 
     def _adds_specials(self, text: str) -> bool:
-        """As transformers does: a processor lets its tokenizer add them unless the template wrote the first one."""
+        """Whether special tokens are added: in transformers by processors, unless the template wrote the first one."""
         if self.processor is self.tokenizer:
             return False
         bos = self.tokenizer.bos_token
@@ -339,15 +341,15 @@ class Tokenizer:
         return whole[:at], whole[at + len(bare) :]
 
     def _as_text(self, literal: str) -> np.ndarray:
-        # No added token survives being cut after its first character.
+        # No added token is recognised when it is cut after its first character.
         ids = [self._backend.encode(part, add_special_tokens=False).ids for part in (literal[:1], literal[1:])]
         return np.asarray([token for part in ids for token in part], dtype=np.int64)
 
 
 def media_token_ids(processor: Processor, kind: MediaKind) -> list[int]:
-    """Return the ids of the tokens that a processor writes for a medium; none where it has none of that kind."""
+    """Return the ids of the tokens that a processor writes for a medium; empty where it has none of that kind."""
     found = getattr(processor, f"{kind}_token_ids", None) or getattr(processor, f"{kind}_token_id", None)
-    found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer answers both with a number
+    found = found if isinstance(found, (list, tuple)) else [found]  # a tokenizer returns a number for both
     return [token for token in found if isinstance(token, int)]
 
 
@@ -387,7 +389,7 @@ def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenCol
 
 
 def _unexpanded(columns: TokenColumns, moves: Sequence[Move]) -> TokenColumns:
-    """Bring positions in a text with expanded media back to the text before."""
+    """Map positions in a text with expanded media to the text before."""
     ids, starts, ends, types = columns
     if not moves:
         return columns

@@ -1,4 +1,4 @@
-"""Turns of the formats: sharegpt and OpenAI lists, alpaca columns, the answers of preference pairs, tool calls."""
+"""Read the turns of the formats: sharegpt and OpenAI lists, alpaca columns, preference pairs, tool calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNREAD_COLUMN = "a column of media is not read"
 
 
 def role_table(attr: DatasetAttr) -> dict[str, str]:
-    """Role in the file → role in a conversation. Published examples leave tags null; their usual names work then."""
+    """Role in the file → role in a conversation. Published examples leave tags null; the usual names apply then."""
     table = {attr.user_tag: "user", attr.assistant_tag: "assistant"}
     for tag, role in ((attr.system_tag, "system"), (attr.observation_tag, "tool"), (attr.function_tag, "function")):
         if tag is not None:
@@ -30,13 +30,13 @@ def role_table(attr: DatasetAttr) -> dict[str, str]:
 
 
 def missing_column(key: str, attr: DatasetAttr, found: Iterable[str], name: str | None = None) -> str:
-    """Say that a column named in `attr` isn't there, and which ones are.
+    """Return the message that a column named in `attr` is missing, with the columns that were found.
 
     Args:
         key: Its key in `attr`.
-        attr: Names of columns; those that it names for something else aren't what was meant.
-        found: The columns that there are.
-        name: The column; None: what `attr` says.
+        attr: Names of columns; those that it uses for other keys are no candidates for the nearest name.
+        found: The columns of the row.
+        name: The column; None: the one in `attr`.
     """
     found, name = list(found), name or getattr(attr, key)
     near = did_you_mean(name or "", found, used=(getattr(attr, other) for other in type(attr).model_fields))
@@ -47,7 +47,7 @@ def as_text(value: object, column: str | None) -> str:
     """Return a column's text.
 
     Raises:
-        RowFault: It holds something else.
+        RowFault: It has another type.
     """
     if not isinstance(value, str):
         raise RowFault(f"column '{column}': expected text, found {short_repr(value)}", _BAD_COLUMN)
@@ -55,7 +55,7 @@ def as_text(value: object, column: str | None) -> str:
 
 
 class TurnReader:
-    """Reads the turns of a row as `attr` says.
+    """Reads the turns of a row under the names of `attr`.
 
     Args:
         attr: Names of columns and roles.
@@ -168,9 +168,9 @@ class TurnReader:
             raise RowFault(f"column '{column}': {fault}", fault.reason) from None
 
     def preferences(self, row: Mapping[str, Any], prompt: list[Message]) -> tuple[list[Message], list[Message]]:
-        """Return a preference pair: the turns with the preferred answer, and those that the other one would be.
+        """Return a preference pair: the turns with the preferred answer, and the turns of the rejected one.
 
-        Both columns may hold the whole conversation; what they begin with in common is then the prompt.
+        Both columns may have the whole conversation; their common beginning is then the prompt.
         """
         chosen, rejected = self.answer(row, "chosen"), self.answer(row, "rejected")
         if not chosen or not rejected:
@@ -215,7 +215,7 @@ _BAD_CALL = "a tool call can't be read"
 
 
 def _calls_in_text(content: object) -> list[dict[str, Any]]:
-    """A function turn holds the call as JSON: one object with name and arguments, or a list of them."""
+    """Read the calls of a function turn, which are JSON: an object with name and arguments, or a list of them."""
     value = content
     if isinstance(content, str):
         try:

@@ -1,4 +1,4 @@
-"""Is there anything to train on? Asked before a run begins, as far as it can be known without decoding media."""
+"""Check before a run begins that there is anything to train on, as far as possible without decoding media."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SECONDS = 30.0
 
 
 def require_media_packages(source: RowSource) -> None:
-    """Where the package that reads videos and sounds is missing, look through the rows for media that need it.
+    """Where the package that reads videos and sounds is missing, search the rows for media that need it.
 
     Args:
         source: the rows.
@@ -40,16 +40,16 @@ def require_media_packages(source: RowSource) -> None:
 
 
 def refuse_unusable(dataset: Dataset, num_rows: int | None) -> None:
-    """Look for a row that gives a sample, from the first one on: most often that is the one.
+    """Search for a row that gives a sample, from the first one on, which usually does.
 
-    After many rows without one, and of a data set that can't be measured, nothing is said: the run finds out.
+    After many rows without one, and for a data set that can't be measured, there is no verdict: the run finds out.
 
     Args:
         dataset: may have `measure(row) -> list[SampleSize]`.
-        num_rows: None: unknown.
+        num_rows: number of its rows; None: unknown.
 
     Raises:
-        DataError: no row gives a sample; why, counted.
+        DataError: no row gives a sample; the reasons are counted.
     """
     if not num_rows or not hasattr(dataset, "measure"):
         return
@@ -60,7 +60,7 @@ def refuse_unusable(dataset: Dataset, num_rows: int | None) -> None:
             return
         try:
             sizes = dataset.measure(row)
-        except MMError:  # of a row that ends the run when its turn comes
+        except MMError:  # of a row that ends the run when it is read for a batch
             return
         if not sizes or any(size.fault is None for size in sizes):
             return

@@ -1,4 +1,4 @@
-"""The order of a user's map-style data: micro-batches of indices, epoch after epoch, the same whenever asked."""
+"""The order of a user's map-style data: micro-batches of indices, epoch after epoch, reproducible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import WeightedRandomSampler as Weighted
 from mindspeed_mm.data.order import FixedOrder
 from mindspeed_mm.utils.seeds import host_seeded, number_of
 
-#: samplers of torch that know nothing of ranks
+#: samplers of torch that are unaware of ranks
 _PLAIN = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weighted)
 
 _END: Any = object()
@@ -51,10 +51,10 @@ class DataSetOrder:
 
 
 class FirstStates:
-    """Random generators of the user's, which begin every epoch at a state that the first one and the epoch decide.
+    """Random generators of the user's, which begin every epoch at a state that depends on the first one and the epoch.
 
     Args:
-        generators: None among them is left out.
+        generators: The generators; None among them is left out.
     """
 
     def __init__(self, *generators: torch.Generator | None) -> None:
@@ -69,21 +69,21 @@ class FirstStates:
 
 
 class LoaderOrder:
-    """What the sampler of a user's DataLoader gives.
+    """The order of the sampler of a user's DataLoader.
 
-    What it draws from a global random state comes from (seed, epoch), and what it draws from a generator of its own
-    from that one's first state and the epoch: a resumed run finds the same order again. A `set_epoch` is called.
+    Draws from a global random state depend on (seed, epoch), and draws from the sampler's own generator on that one's
+    first state and the epoch: a resumed run gets the same order again. A `set_epoch` is called.
 
     Args:
-        loader: The user's.
-        micro_batch_size: Rows of a micro-batch that doesn't say.
-        seed: The run's.
+        loader: The loader of the user.
+        micro_batch_size: Rows of a micro-batch of a batch sampler without a size.
+        seed: Seed of the run.
         whole_only: Leave out micro-batches with fewer rows.
     """
 
     def __init__(self, loader: DataLoader, micro_batch_size: int, seed: int, whole_only: bool = False) -> None:
         self.batch_sampler: Any = loader.batch_sampler
-        self._cuts = type(loader.batch_sampler) is BatchSampler  # rows that a sampler gives, and does nothing else
+        self._cuts = type(loader.batch_sampler) is BatchSampler  # it only groups the rows of a sampler
         self.sampler: Any = loader.batch_sampler.sampler if self._cuts else loader.sampler  # type: ignore[union-attr]
         self._source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._loader = loader
@@ -95,7 +95,7 @@ class LoaderOrder:
 
     @property
     def kind(self) -> str:
-        """ "plain": a sampler of torch that gives every rank the same; "ranks": one that knows ranks; or "custom"."""
+        """ "plain": a sampler of torch with one order for all ranks; "ranks": one that divides by rank; or "custom"."""
         if self._rank_aware is not None:
             return "ranks"
         is_plain = type(self.sampler) in _PLAIN and (self._cuts or self.batch_sampler is None)
@@ -103,18 +103,18 @@ class LoaderOrder:
 
     @property
     def name(self) -> str:
-        """The class that decides the order."""
+        """Name of the class that determines the order."""
         return type(self.sampler if self._cuts or self.batch_sampler is None else self.batch_sampler).__name__
 
     @property
     def ranks(self) -> tuple[int, int] | None:
-        """(rank, number of ranks) that the sampler takes the part of; None: it doesn't say."""
+        """(rank, number of ranks) of the sampler's part; None: it has none."""
         found = self._rank_aware
         return None if found is None else (int(found.rank), int(found.num_replicas))
 
     @property
     def chosen(self) -> Any:
-        """The rows that the sampler chooses from, [rows] int64, where it was told them."""
+        """The rows from which the sampler chooses, [rows] int64; None where it isn't given any."""
         indices = getattr(self.sampler, "indices", None) if self.kind == "plain" else None
         return None if indices is None else torch.as_tensor(indices)
 
@@ -144,7 +144,7 @@ class LoaderOrder:
         return batches
 
     def first(self, number: int) -> Any:
-        """Return the first micro-batch of an epoch, which is drawn but once; None: it has none."""
+        """Return the first micro-batch of an epoch, which is drawn only once; None: it has none."""
         batches = self.epoch(number)
         found = next(batches, None)
         self._begun = number, batches if found is None else itertools.chain([found], batches)

@@ -1,4 +1,4 @@
-"""A user's data set as its loader's workers see it: with random numbers of each row's own, which a resume repeats."""
+"""A user's data set in its loader's workers: seeded per row, so that a resume repeats its random numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DrawnBatch(NamedTuple):
     """The rows of a micro-batch.
 
     Attributes:
-        indices: what the batch sampler gave: rows of the plan, or indices; one where the loader doesn't collate.
-        epoch: passes over the data before this one; 0 where `place` counts on over them.
-        place: of the first row, over all ranks.
+        indices: the batch sampler's output: rows of the plan, or indices; one index where the loader doesn't collate.
+        epoch: passes over the data before this one; 0 where `place` counts over all of them.
+        place: place of the first row, over all ranks.
     """
 
     indices: Any
@@ -37,10 +37,10 @@ class SeededRows(Dataset):
     nor on a resume, and this process's own random state stays as it was.
 
     Args:
-        dataset: The user's.
-        collate: Makes a micro-batch of rows.
-        seed: The run's.
-        collates: Whether rows are put together; else the data set hands out whole micro-batches.
+        dataset: The data set of the user.
+        collate: Builds a micro-batch of rows.
+        seed: Seed of the run.
+        collates: Whether rows are collated; else the data set returns whole micro-batches.
     """
 
     def __init__(self, dataset: Dataset, collate: Callable[[Any], Any], seed: int, collates: bool = True) -> None:
@@ -74,15 +74,15 @@ class SeededRows(Dataset):
 
 
 class SeededStream(IterableDataset):
-    """An iterable data set in workers, with random numbers of each micro-batch's own.
+    """An iterable data set in workers, seeded per micro-batch.
 
-    The first micro-batch of a worker and epoch draws the same on every rank, so that an order which a data set draws
-    when it begins is one that its ranks can divide among themselves; those that follow draw by rank.
+    The first micro-batch of a worker and epoch has the same seed on every rank, so that ranks can divide an order that
+    a data set draws at its beginning; the seeds of later ones depend on the rank.
 
     Args:
-        dataset: The user's.
+        dataset: The data set of the user.
         batch_size: Samples of a micro-batch.
-        seed: The run's.
+        seed: Seed of the run.
         rank: Data-parallel rank.
     """
 
@@ -92,7 +92,7 @@ class SeededStream(IterableDataset):
         self._seed = seed
         self._rank = rank
         self.epoch = 0
-        self._begun = 0  # workers that live on count the epochs themselves
+        self._begun = 0  # persistent workers count the epochs themselves
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -124,8 +124,8 @@ def with_our_workers(loader: DataLoader, **changed: Any) -> DataLoader:
     """Return a copy of a user's loader whose workers outlive a scheduler's signals.
 
     Args:
-        loader: The user's; stays as it is, and every option of it holds for the copy.
-        changed: Attributes that the copy has instead.
+        loader: The loader of the user; it is unchanged, and the copy has all of its options.
+        changed: Attributes of the copy that differ.
     """
     copied = copy.copy(loader)
     # DataLoader refuses to have these set after its construction; a constructor of a subclass may take anything

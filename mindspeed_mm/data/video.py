@@ -1,17 +1,17 @@
-"""Videos: which frames are taken of a file, and those frames as upright RGB.
+"""Videos: choose the frames of a file, and decode them as upright RGB.
 
-**Which frames.** Times are seconds from the beginning of the first frame, as the file's own timestamps say, so that a
-variable frame rate comes out right. A clip lasts D seconds and has N frames.
+**Which frames.** Times are seconds from the beginning of the first frame, by the file's own timestamps, so that a
+variable frame rate is respected. A clip lasts D seconds and has N frames.
 
 1. Wanted are the times 0, 1/fps, 2/fps, … below D.
 2. If these are fewer than the least number of frames or more than the most, that number n is taken instead, at 0, D/n,
    2D/n, …; the most is a multiple of the temporal patch.
-3. No more frames are taken than there are: if N or more are wanted, every frame is taken once, the last one too.
+3. No more frames are taken than exist: if N or more are wanted, every frame is taken once, the last one too.
 4. What is shown at a time is the last frame that began before it or up to 3 ms after (containers round timestamps).
 5. The last frame is repeated until their number is a multiple of the temporal patch.
-6. The model is told the times at which its frames are shown: those of rule 1 or 2, or, where every frame is taken,
-   those at which they begin.
-7. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame stands for
+6. The timestamps for the model are the times at which its frames are shown: those of rule 1 or 2, or, where
+   every frame is taken, those at which they begin.
+7. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame replaces
    the missing ones; if these are more than half of the wanted ones, the clip can't be used.
 
 **What they look like.** Turned as the display matrix says, in steps of 90 degrees; mirroring in that matrix, and pixels
@@ -51,7 +51,7 @@ class FrameRule:
     Attributes:
         fps: frames a second.
         min_frames, max_frames: least and most frames.
-        multiple: their number is made a multiple of this.
+        multiple: their number is rounded to a multiple of this.
     """
 
     fps: float
@@ -65,7 +65,7 @@ class FrameRule:
         return max(self.multiple, self.max_frames // self.multiple * self.multiple)
 
     def padded(self, count: int) -> int:
-        """`count` made a multiple by repeating the last frame."""
+        """Number of frames after the last of `count` is repeated up to a multiple."""
         return -(-count // self.multiple) * self.multiple
 
 
@@ -77,8 +77,8 @@ class VideoLength:
         seconds: from the beginning of the first frame to the end of the last one.
         frames: its frames; an estimate if not `counted`.
         counted: whether `frames` is known and not estimated, and their times with it.
-        last: when its last frame begins, if its timestamps have been read; else frames are taken to be even.
-        begins: when each frame begins, [frames] float64, if its timestamps have been read and are of use.
+        last: beginning of its last frame, if its timestamps have been read; else frames are assumed to be even.
+        begins: beginning of each frame, [frames] float64, if its timestamps have been read and are needed.
     """
 
     seconds: float
@@ -95,7 +95,7 @@ class VideoLength:
         return self.last / (self.frames - 1)
 
     def begin(self, number: int) -> float:
-        """Return the second at which a frame begins; behind the last frame, the end."""
+        """Return the second at which a frame begins; after the last frame, the end."""
         if number >= self.frames:
             return self.seconds
         return number * self.spacing if self.begins is None else float(self.begins[number])
@@ -107,9 +107,9 @@ class VideoFacts:
 
     Attributes:
         width, height: pixels of a frame, upright.
-        turns: quarter turns, counterclockwise, that make a stored frame upright.
+        turns: quarter turns, counterclockwise, from the stored frame to the upright one.
         first: timestamp of the first frame, in units of the stream.
-        length: how long it is.
+        length: duration and frames.
     """
 
     width: int
@@ -128,18 +128,18 @@ class FramePlan:
         wanted: number of frames before the last one is repeated.
         count: number of frames with these repeats.
         fps: wanted frames a second.
-        told: the second of each of the `count` frames, as the model is told it.
+        timestamps: the second of each of the `count` frames, for the model.
     """
 
     times: Sequence[float] | None
     wanted: int
     count: int
     fps: float
-    told: tuple[float, ...] = ()
+    timestamps: tuple[float, ...] = ()
 
 
 def plan_frames(facts: VideoFacts, rule: FrameRule) -> FramePlan:
-    """Say which frames of a video are taken (rules 1, 2, 3, 5 and 6 of this file)."""
+    """Choose the frames of a video (rules 1, 2, 3, 5 and 6 of this file)."""
     length, (wanted, is_natural) = facts.length, _wanted(facts.length, rule)
     every = wanted >= length.frames
     if every:
@@ -150,19 +150,19 @@ def plan_frames(facts: VideoFacts, rule: FrameRule) -> FramePlan:
         fps = rule.fps if is_natural else wanted / length.seconds
         times = [number / fps for number in range(wanted)]
     count = rule.padded(wanted)
-    told = (*times, *times[-1:] * (count - wanted))
-    return FramePlan(None if every else times, wanted, count, fps, told)
+    timestamps = (*times, *times[-1:] * (count - wanted))
+    return FramePlan(None if every else times, wanted, count, fps, timestamps)
 
 
 def _wanted(length: VideoLength, rule: FrameRule) -> tuple[int, bool]:
-    """How many frames rules 1 and 2 want, and whether that is rule 1."""
+    """The number of frames by rules 1 and 2, and whether it is that of rule 1."""
     natural = max(1, math.ceil(length.seconds * rule.fps - 1e-6))
     wanted = min(max(natural, rule.min_frames), rule.most)
     return wanted, wanted == natural
 
 
 def _rate_of(times: Sequence[float], length: VideoLength, multiple: int) -> float:
-    """Frames a second of uneven frames: as far as the middles of their temporal patches are from each other."""
+    """Frames a second of uneven frames, from the distances of the middles of their temporal patches."""
     patches = np.reshape(times[: len(times) // multiple * multiple], (-1, multiple)).mean(axis=1)
     if len(patches) > 1 and patches[-1] > patches[0]:
         return float(multiple * (len(patches) - 1) / (patches[-1] - patches[0]))
@@ -170,7 +170,7 @@ def _rate_of(times: Sequence[float], length: VideoLength, multiple: int) -> floa
 
 
 def look_video(file: MediaFile, rule: FrameRule, timeout: float, most: int = MEDIA_MAX_PIXELS) -> VideoFacts:
-    """Read what a video's header says; its first frame is decoded, because only that tells which side is up.
+    """Read a video's header, and decode its first frame, which alone has the orientation.
 
     Files whose header doesn't give the length, or whose frames aren't evenly spaced, are read through without decoding;
     so are those whose last frame comes late or is shown for long.
@@ -178,8 +178,8 @@ def look_video(file: MediaFile, rule: FrameRule, timeout: float, most: int = MED
     Args:
         file: The video.
         rule: How many frames will be taken.
-        timeout: Seconds that it may take.
-        most: Pixels that a frame may have.
+        timeout: Time limit in seconds.
+        most: Largest number of pixels of a frame.
 
     Raises:
         BadSample: The file isn't a video, its frames have more pixels than `most`, or not even its first frame can be
@@ -197,14 +197,14 @@ def look_video(file: MediaFile, rule: FrameRule, timeout: float, most: int = MED
         facts = VideoFacts(width, height, turns, frame.pts or 0, length)
     if not length.counted and _wanted(length, rule)[0] >= length.frames - 1:
         length = count_frames(file, timeout)
-        if _wanted(length, rule)[0] < length.frames:  # facts are remembered
+        if _wanted(length, rule)[0] < length.frames:  # facts are cached: keep them small
             length = replace(length, begins=None)
         facts = replace(facts, length=length)
     return facts
 
 
 def count_frames(file: MediaFile, timeout: float) -> VideoLength:
-    """Find out a video's length, and when its frames begin, by reading it through, without decoding."""
+    """Determine a video's length, and the times of its frames, by reading it through without decoding."""
     with open_container(file, "video", timeout) as (container, deadline):
         stream = _video_stream(container, file)
         packets = [
@@ -212,11 +212,11 @@ def count_frames(file: MediaFile, timeout: float) -> VideoLength:
             for packet in packets_of(container, stream, deadline)
             if not packet.is_discard
         ]
-        unit, rate, said = float(stream.time_base), _rate(stream), float(header_seconds(stream) or 0)
+        unit, rate, stated = float(stream.time_base), _rate(stream), float(header_seconds(stream) or 0)
         promised = stream.frames if len(_index(stream)) == stream.frames else 0
     count = max(len(packets), 1)
-    if count < promised and said:  # the end is gone: the header says what there was
-        return VideoLength(said, promised, True)
+    if count < promised and stated:  # the end is missing: take the length in the header
+        return VideoLength(stated, promised, True)
     if not packets or any(begin is None for begin, _ in packets):  # AVI: packets without time
         return VideoLength(count / rate, count, True)
     packets.sort()
@@ -224,7 +224,7 @@ def count_frames(file: MediaFile, timeout: float) -> VideoLength:
     last = float(begins[-1])
     seconds = last + (packets[-1][1] * unit or 1 / rate)
     if count == promised:  # durations stand in the order of decoding; their sum is right whatever the order
-        seconds = max(seconds, said)
+        seconds = max(seconds, stated)
     return VideoLength(seconds, count, True, last, begins)
 
 
@@ -235,13 +235,13 @@ def read_clip(
 
     Args:
         file: The video.
-        facts: What `look_video` said.
-        plan: What `plan_frames` said.
+        facts: The result of `look_video`.
+        plan: The result of `plan_frames`.
         size: Width and height of the upright frames.
-        timeout: Seconds that it may take.
+        timeout: Time limit in seconds.
 
     Returns:
-        A clip of exactly `plan.count` frames, with the times that `plan` tells.
+        A clip of exactly `plan.count` frames, with the timestamps of the plan.
 
     Raises:
         BadSample: Fewer than half of the wanted frames can be decoded, or it takes too long.
@@ -269,13 +269,13 @@ def read_clip(
         )
     if good < plan.wanted:
         what = f"is damaged: {plan.wanted - good} of {plan.wanted} wanted frames repeat the last good one"
-        notice(f"{file.where}: {file.label} {what} (this is said once)", "video damaged")
+        notice(f"{file.where}: {file.label} {what} (this is logged once)", "video damaged")
     images[there:] = images[there - 1]
-    return DecodedVideo(images, plan.told, plan.fps, 1 / length.spacing, length.frames)
+    return DecodedVideo(images, plan.timestamps, plan.fps, 1 / length.spacing, length.frames)
 
 
 def _reached(times: Sequence[float], end: float, length: VideoLength) -> int:
-    """How many of the wanted times lie within what could be decoded, whose last frame begins at `end`."""
+    """Number of the wanted times within the decoded part, whose last frame begins at `end`."""
     spacing = length.spacing
     last = length.seconds - spacing if length.last is None else length.last
     if end >= last - 1.5 * spacing:
@@ -307,7 +307,7 @@ def _index(stream: VideoStream) -> list[Any]:
 def _header_length(
     container: InputContainer, stream: VideoStream, first: VideoFrame, deadline: Deadline
 ) -> VideoLength:
-    """The length as the header says it; no frames in it: the file has to be read through."""
+    """The length in the header; one without frames: the file has to be read through."""
     unknown = VideoLength(1.0, 0, False)
     seconds = float(header_seconds(stream) or (container.duration or 0) / 1e6)
     if not seconds:
@@ -335,7 +335,7 @@ def _header_length(
 
 
 def _last_begin(container: InputContainer, stream: VideoStream, times: np.ndarray, deadline: Deadline) -> int | None:
-    """The timestamp of the last frame, from the last packets of the file; None: they can't be read."""
+    """The timestamp of the last frame, from the last packets of the file; None if they can't be read."""
     container.seek(int(times[-REORDERED - 1 :][0]), stream=stream, any_frame=True)
     begins = [packet.pts for packet in packets_of(container, stream, deadline) if packet.pts is not None]
     return max(begins, default=None)

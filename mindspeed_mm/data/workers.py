@@ -1,4 +1,4 @@
-"""Worker processes of the loader: how they start, outlive signals, and end; errors reach the run as values."""
+"""Worker processes of the loader: their start, signals and end; errors reach the run as values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ BatchT = TypeVar("BatchT")
 
 
 class WorkerFailure:
-    """What went wrong in a worker: exceptions lose their type and gain a traceback on the way to the main process."""
+    """An error in a worker, as a value: exceptions lose their type on the way to the main process."""
 
     def __init__(self, message: str) -> None:
         self.message = message
 
 
 def as_it_is(batch: BatchT) -> BatchT:
-    """A collate function for data sets that hand out finished batches."""
+    """Return a batch unchanged: the collate function of data sets whose items are whole batches."""
     return batch
 
 
 def torch_loader(
     rows: Dataset, batch_sampler: Iterable[Any], num_workers: int, seed: int, **options: Any
 ) -> DataLoader:
-    """Return a DataLoader over a data set that makes whole batches (`__getitems__`).
+    """Return a DataLoader over a data set that returns whole batches (`__getitems__`).
 
     Args:
         rows: The data set.
-        batch_sampler: Yields what `__getitems__` gets.
+        batch_sampler: Yields the arguments of `__getitems__`.
         num_workers: Worker processes; 0 loads in this process.
         seed: Seeds the workers' random states.
         options: Further options of DataLoader; those of workers are left out where there are none.
@@ -52,7 +52,7 @@ def torch_loader(
         collate_fn=as_it_is,
         num_workers=num_workers,
         # Without a generator of its own the loader draws its seed from the global one, and a resumed run would
-        # then go on with other random numbers than the run it continues.
+        # then continue with other random numbers than the first run.
         generator=torch.Generator().manual_seed(seed),
         **options,
     )
@@ -61,15 +61,15 @@ def torch_loader(
 def forked(num_workers: int) -> dict[str, Any]:
     """Return DataLoader's option to fork its workers, where the system can.
 
-    A forked worker shares what its parent has loaded, and notices when that parent is gone; started by a server
-    process (another default of some processes and Python versions) it does neither.
+    A forked worker shares the memory of its parent, and notices when that parent is gone; a worker that a server
+    process started (the default of some processes and Python versions) does neither.
     """
     can = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
     return {"multiprocessing_context": "fork"} if can else {}
 
 
 def warm_up(dataset: object) -> None:
-    """Let a data set load what each of its workers will need, so that they share it instead of loading it each.
+    """Let a data set load in this process what its workers will need, so that forked workers share it.
 
     Args:
         dataset: Its `warm_up()`, if it has one, is called.
@@ -80,12 +80,12 @@ def warm_up(dataset: object) -> None:
 
 
 def start_worker(_: int) -> None:
-    """Prepare a worker process: one thread, its parent's memory left shared, deaf to signals for the run."""
+    """Prepare a worker process: one thread, its parent's memory left shared, signals for the run ignored."""
     torch.set_num_threads(1)
-    gc.freeze()  # what the parent had is shared memory: a collection that walks through it would copy it
+    gc.freeze()  # the parent's memory is shared: a garbage collection would copy it
     gc.enable()  # the parent may have turned it off for its start
     # Schedulers, terminals and torchrun signal every process of a job, and the run then still needs batches up to its
-    # checkpoint: a worker ends when its parent says so, or is gone (which torch looks after).
+    # checkpoint: a worker ends when its parent asks for it, or is gone (which torch watches).
     for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -98,7 +98,7 @@ class WorkerStart:
     """A `worker_init_fn` for a loader of the user's own: `start_worker`, then the user's.
 
     Args:
-        dataset: What the user's function finds as `get_worker_info().dataset`, in place of our view of it.
+        dataset: The value of `get_worker_info().dataset` for the user's function: the user's own data set.
         then: The user's `worker_init_fn`, if there is one.
     """
 
@@ -123,7 +123,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def start_loader(loader: DataLoader) -> Iterator[Any]:
-    """Start a torch loader; a worker's death is then found when its batch is asked for.
+    """Start a torch loader; a worker's death is then noticed when its batch is read.
 
     torch's own SIGCHLD handler would raise wherever the main thread is, in the middle of writing a checkpoint, too.
     """
@@ -139,13 +139,13 @@ def next_batch(running: Iterator[Any], num_workers: int) -> Any:
     """Return the next batch.
 
     Raises:
-        DataError: A worker died, or has sent what went wrong.
-        StopIteration: There is none.
+        DataError: A worker died, or has sent an error.
+        StopIteration: There is no further batch.
     """
     try:
         batch = next(running)
     except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-        # A batch of a worker that died is lost in one of several ways: it never came, or its memory is gone.
+        # A batch of a worker that died is lost in one of several ways: it never arrives, or its memory is gone.
         if not num_workers or (isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)):
             raise
         raise DataError(

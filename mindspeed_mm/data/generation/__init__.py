@@ -1,1 +1,1 @@
-"""Data of models that make images and videos: captioned clips, shapes in buckets, features made before."""
+"""Data of generation models: captioned clips, shapes in buckets, precomputed features."""

@@ -1,4 +1,4 @@
-"""Rows of captioned clips: found through the room's row files, and read as what they say of a clip."""
+"""Annotations of captioned clips: rows of data files, read as a file, its captions and its sizes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BAD_ANNOTATION = "an annotation can't be used"
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a row says of a clip.
+    """The annotation of a clip.
 
     Attributes:
         ref: the file.
         captions: one or several.
-        frames, fps, height, width: of the file, where the row says them; they are believed.
+        frames, fps, height, width: of the file, where the row has them; they are trusted.
         cut: first frame that belongs to the clip, and the one after the last.
         crop: left, right, top and bottom of the part of the picture that belongs to the clip, in pixels.
     """
@@ -47,7 +47,7 @@ class Annotation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the file's header has nothing to add."""
+        """Whether everything is known without the file's header."""
         known = self.height is not None and self.width is not None
         return known and (self.ref.kind == "image" or (self.frames is not None and self.fps is not None))
 
@@ -91,7 +91,7 @@ def _combined(path: str) -> list[tuple[str, str]]:
 
 
 def _beside(name: str, path: str) -> str:
-    """A path as written, or beside the file that names it where only there is something."""
+    """A path as written, or relative to the file that names it where only that exists."""
     other = os.path.join(os.path.dirname(path), name)
     return other if not os.path.exists(name) and os.path.exists(other) else name
 
@@ -100,14 +100,14 @@ def read_annotation(row: Mapping[str, Any], pictures_only: bool, where: object) 
     """Read a row.
 
     Args:
-        row: path (or video, image), cap (or caption, text): text or a list; and if it likes num_frames, fps,
+        row: path (or video, image), cap (or caption, text): text or a list; optionally num_frames, fps,
             resolution {height, width}, cut [first frame, frame after the last], crop [left, right, top, bottom].
-            Numbers and objects may be written as text, as csv has them.
+            Numbers and objects may be written as text, as in csv.
         pictures_only: All files are pictures; else those with a picture's suffix are.
         where: The row, for messages.
 
     Raises:
-        BadSample: A column is missing, or holds something else.
+        BadSample: A column is missing, or has a wrong value.
     """
     reader = _Reader(row, where)
     path = reader.first_of(_PATHS)
@@ -159,7 +159,7 @@ class _Reader:
         return found
 
     def first_of(self, keys: tuple[str, ...]) -> Any:
-        """The first column that is there."""
+        """The value of the first column that exists."""
         for key in keys:
             if self._row.get(key) is not None:
                 return self._row[key]
@@ -214,15 +214,15 @@ def _is_texts(value: object) -> TypeGuard[list[str]]:
 
 
 def check_first_rows(source: RowSource, pictures_only: bool, skip: bool) -> None:
-    """Look at the first rows of each file, and whether their clips are there, before a run starts.
+    """Check the first rows of each file, and that their clips exist, before a run starts.
 
     Args:
         source: The rows.
         pictures_only: As in `read_annotation`.
-        skip: Only a file of whose first rows none can be used ends the run; else any of them.
+        skip: Raise only if no first row of a file can be used; else for any of them.
 
     Raises:
-        DataError: What is wrong with which row.
+        DataError: A row can't be used; the message names it and its fault.
     """
     for number in range(len(source.files)):
         file, _, rows = source.head(number, _CHECKED_ROWS)

@@ -1,4 +1,4 @@
-"""Buckets: the shapes [frames, height, width] that samples are cut to, and which of them a clip gets.
+"""Buckets: the shapes [frames, height, width] of samples, and the bucket of a clip.
 
 **A clip's bucket.** Of the buckets with no more frames than the clip can give, those with the most; of these the one
 with the least 2·|log(aspect ÷ aspect of the clip)| + ¼·|log(area ÷ area of the clip)|.
@@ -82,12 +82,12 @@ class BucketTable:
         return min(distances)[1]
 
     def rank(self, bucket: int) -> tuple[float, ...]:
-        """Return what buckets are sorted by: frames, then aspect ratio, then area."""
+        """Return the sort key of a bucket: frames, then aspect ratio, then area."""
         frames, height, width = self.buckets[bucket]
         return frames, height / width, height * width, bucket
 
     def common(self, buckets: Sequence[int]) -> int:
-        """Return the bucket that samples of all these can be cut to."""
+        """Return the bucket to which samples of all these can be cut."""
         if len(set(buckets)) == 1:
             return buckets[0]
         shapes = [self.buckets[number] for number in buckets]
@@ -98,9 +98,9 @@ class BucketTable:
 
 
 class LatentTable(BucketTable):
-    """Shapes of latents, which can't be scaled: they have those parts in common that all of them hold.
+    """Shapes of latents, which can't be scaled: shapes have their common part in common.
 
-    A batch that mixes shapes is cut to the fewest frames, the least height and the least width. The table holds all of
+    A batch that mixes shapes is cut to the fewest frames, the least height and the least width. The table has all of
     these shapes; the first `own` of them are those of samples.
 
     Args:
@@ -115,7 +115,7 @@ class LatentTable(BucketTable):
         self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
 
     def common(self, buckets: Sequence[int]) -> int:
-        """Return the largest shape that all of these hold."""
+        """Return the largest shape within all of these."""
         shapes = [self.buckets[number] for number in buckets]
         return self._numbers[Bucket(*(min(shape[axis] for shape in shapes) for axis in range(3)))]
 
@@ -133,7 +133,7 @@ def make_buckets(
 
     Args:
         param: `preprocess_parameters`.
-        rule: What the model asks of shapes.
+        rule: The shapes that the model takes.
         pictures_only: Of a data set of pictures: one frame.
         file: Name of data.json, for messages.
 
@@ -202,8 +202,8 @@ def _sides(
     area = None if param.force_resolution else param.max_hxw
     if fixed is not None:
         if fixed != (param.max_height, param.max_width):
-            said = f"{fixed[0]}×{fixed[1]} pixels are named by train_pipeline and taken; to use buckets, max_height "
-            notice(f'{file}: {_KEYS}: {said}and max_width write the size "auto"')
+            named = f"{fixed[0]}×{fixed[1]} pixels are named by train_pipeline and taken; to use buckets, max_height "
+            notice(f'{file}: {_KEYS}: {named}and max_width write the size "auto"')
         return [_one_size(*fixed, rule, f"{file}: the size that {_KEYS}.train_pipeline names")]
     if area is None:
         return [_one_size(param.max_height, param.max_width, rule, f"{file}: {_KEYS}: max_height × max_width")]

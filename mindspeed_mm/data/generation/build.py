@@ -1,4 +1,4 @@
-"""From data.json to data sets of a generation model: files found, first rows checked, validation rows set apart."""
+"""Build the data sets of a generation model from data.json: find files, check first rows, split off validation rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build_generation_datasets(config: GenerationDataConfig, rule: GenerationRule
 
     Args:
         config: Typed data.json.
-        rule: What the model asks of samples; its seed decides which rows `val_rate` takes.
+        rule: The samples that the model takes; its seed decides which rows `val_rate` takes.
 
     Returns:
         (training, validation or None).

@@ -1,11 +1,11 @@
-"""Frames of a clip: which times are shown, and those frames as pixels.
+"""Frames of a clip: choose their times, and decode them.
 
 **Which times.** Seconds count from the clip's first frame, or that of its `cut`. A step is
 `frame_interval × speed_factor ÷ train_fps`, and never less than `speed_factor` of the clip's own frames: of evenly
 spaced frames none is taken twice. A clip that lasts D seconds gives the frames at 0, step, 2·step, … below D. Where it
-gives fewer than are wanted and `auto_interval` is on, the step becomes smaller, down to the clip's own frames. What is
-shown at a time is the last frame that began before it, by the file's own timestamps; one that is shown for long may
-come several times.
+gives fewer than are wanted and `auto_interval` is on, the step becomes smaller, down to the clip's own frames. The
+frame at a time is the last one that began before it, by the file's own timestamps; one that is shown for long may be
+taken several times.
 
 **Where they begin.** A clip that lasts longer than its bucket begins at any of its own frames, drawn from the sample's
 key; in evaluation, in the middle. `zero_start`: at its beginning. `keep_last`: so that its last frame is the last one.
@@ -28,17 +28,17 @@ from mindspeed_mm.data.video import FramePlan, FrameRule, VideoFacts, VideoLengt
 
 TOO_SHORT = "clip too short"
 _TINY = 1e-6
-#: every frame is wanted: a file whose header doesn't say their number is read through
+#: all frames are wanted: a file whose header lacks their number is read through
 _ALL_FRAMES = FrameRule(fps=1e6, min_frames=1, max_frames=1 << 40, multiple=1)
 
 
 @dataclass(frozen=True)
 class ClipGeometry:
-    """What decides the shape of a clip.
+    """Size and duration of a clip, which decide its shape.
 
     Attributes:
-        width, height: of the part of the picture that is used, in pixels.
-        begin, seconds: where the clip begins in its file, and how long it lasts.
+        width, height: size of the part of the picture that is used, in pixels.
+        begin, seconds: beginning of the clip in its file, and its duration.
         spacing: seconds from one of its frames to the next, on average (how long the last one is shown doesn't
             count); 0: a picture.
     """
@@ -55,10 +55,10 @@ class OpenedClip:
     """A clip or a picture that has been looked at.
 
     Attributes:
-        row: what the annotation says of it.
-        file: where it is.
-        facts: what decides its shape.
-        found: of a clip, what its file's header says.
+        row: its annotation.
+        file: its file.
+        facts: size and duration.
+        found: of a clip, the facts in its file's header; None: a picture.
         size: width and height of the whole picture.
     """
 
@@ -80,10 +80,10 @@ class ClipReader:
         self._param = param
 
     def facts(self, row: Annotation, file: MediaFile) -> ClipGeometry:
-        """Return what decides a clip's shape: from its row where that says everything, else from the file's header.
+        """Return a clip's size and duration: from its row where that is complete, else from the file's header.
 
         Raises:
-            BadSample: The file isn't a clip or a picture, or has other frames than its row says.
+            BadSample: The file isn't a clip or a picture, or has other frames than in its row.
         """
         if not row.is_complete:
             return self.look(row, file).facts
@@ -97,7 +97,7 @@ class ClipReader:
         """Read a file's header.
 
         Raises:
-            BadSample: It isn't a clip or a picture, or has other frames than its row says.
+            BadSample: It isn't a clip or a picture, or has other frames than in its row.
         """
         if row.ref.kind == "image":
             width, height = image_size(file, self._param.media_max_pixels)
@@ -107,7 +107,7 @@ class ClipReader:
         return OpenedClip(row, file, facts, found, (found.width, found.height))
 
     def step(self, facts: ClipGeometry, wanted: int) -> float:
-        """Return the seconds from one taken frame to the next, of a clip that shall give `wanted` frames."""
+        """Return the seconds from one taken frame to the next, of a clip that gives `wanted` frames."""
         param = self._param
         least = facts.spacing * param.speed_factor
         rate = param.train_fps
@@ -127,9 +127,9 @@ class ClipReader:
         """Return the seconds, in the file, at which the frames of a clip are shown.
 
         Args:
-            facts: Of the clip.
-            wanted: Frames; no more than `frames` said.
-            place: In [0, 1): where the clip begins, of the places where it can; None: in the middle.
+            facts: The facts of the clip.
+            wanted: Number of frames; no more than the result of `frames`.
+            place: In [0, 1): chooses one of the possible beginnings; None: the middle.
         """
         step, param = self.step(facts, wanted), self._param
         slack = facts.seconds - facts.spacing - (wanted - 1) * step
@@ -146,8 +146,8 @@ class ClipReader:
         """Decode the frames of a clip.
 
         Args:
-            clip: What `look` returned.
-            bucket: Its shape.
+            clip: The result of `look`.
+            bucket: The shape of the sample.
             place: As in `times`.
             covers: Scale frames so that they cover the bucket; else they keep their size.
 
@@ -159,8 +159,8 @@ class ClipReader:
         """
         facts, (width, height) = clip.facts, clip.size
         if (given := self.frames(facts, bucket.frames)) < bucket.frames:
-            said = "" if clip.row.frames is None else f" (its row says that the file has {clip.row.frames} frames)"
-            raise clip.file.fault(f"gives {given} frames{said}, and {bucket.frames} are needed", TOO_SHORT)
+            stated = "" if clip.row.frames is None else f" (its row says that the file has {clip.row.frames} frames)"
+            raise clip.file.fault(f"gives {given} frames{stated}, and {bucket.frames} are needed", TOO_SHORT)
         size = clip.size
         if covers:
             across, down = cover_size(facts.width, facts.height, bucket)

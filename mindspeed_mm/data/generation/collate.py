@@ -1,4 +1,4 @@
-"""Samples of one shape to a micro-batch."""
+"""Collate samples of one shape into a micro-batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _CLIPS = ("video", "latents", "latents_std")
 
 
 def collate(samples: Sequence[GenerationSample]) -> dict[str, Any]:
-    """Put samples together.
+    """Collate samples into a micro-batch.
 
     Args:
-        samples: Of one bucket, from `GenerationDataset` or `FeatureDataset`: video, or latents, latents_std and text
-            states; beside them caption, sample_key, row_id (-1: a filler), num_tokens, and note and fault of a row
+        samples: Samples of one bucket, from `GenerationDataset` or `FeatureDataset`: video, or latents, latents_std and
+            text states; beside them caption, sample_key, row_id (-1: a filler), num_tokens, and note and fault of a row
             that was left out.
 
     Returns:
         `video` [B, 3, T, H, W] and `captions`, or `latents` and `latents_std` [B, C, T', H', W'], `text.<name>` and
         `cond.<name>` [B, …]; `sample_keys` [B] int64, `sample_weights` [B] float32 (0: a filler), `row_ids` [B] int64;
         on the host `num_rows` and `num_tokens` of the samples that aren't fillers, and `rows_left_out`. Text states of
-        different lengths are filled up with zeros.
+        different lengths are padded with zeros.
 
     Raises:
-        DataError: Samples don't hold the same things, or tensors of different shapes.
+        DataError: Samples have different tensors, or tensors of different shapes.
     """
     names = [name for name in samples[0] if name in _CLIPS or name.startswith(("text.", "cond."))]
     batch: dict[str, Any] = {}

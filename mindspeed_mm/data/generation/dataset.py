@@ -30,14 +30,14 @@ from mindspeed_mm.utils.sample_random import sample_key, uniform
 
 
 class ShapedDataset(Dataset, ABC):
-    """What data sets of clips and of features have in common: rows, buckets, keys, faults.
+    """Base of the data sets of clips and of features: rows, buckets, keys, faults.
 
-    Everything random of a sample comes from its key, which is made of the run's seed, its row and the epoch; in
+    All randomness of a sample comes from its key, which depends on the run's seed, its row and the epoch; in
     evaluation the epoch is 0, and no caption is left out.
 
     Args:
         param: `dataset_param`.
-        rule: What the model asks of samples.
+        rule: The samples that the model takes.
         shapes: The buckets.
         indices: Rows that belong to this data set, [rows] int64.
         training: False for evaluation.
@@ -71,7 +71,7 @@ class ShapedDataset(Dataset, ABC):
 
         Args:
             index: Row of this data set; -1 is a filler.
-            piece: Number of the bucket that it is cut to.
+            piece: Number of its bucket.
             epoch: Passes over the data before this one.
 
         Returns:
@@ -79,7 +79,7 @@ class ShapedDataset(Dataset, ABC):
 
         Raises:
             BadSample: The row can't be used, and `on_bad_sample` is raise.
-            DataError: Anything else that goes wrong with it, with its place and a traceback.
+            DataError: Any other error of the row, with its place and a traceback.
         """
         if index == FILLER:
             return self._finished(self._filler(piece), FILLER, 0, piece)
@@ -117,7 +117,7 @@ class ShapedDataset(Dataset, ABC):
         return [SampleSize(self.rule.tokens(*self.shapes[bucket]), bucket=bucket)]
 
     def bucket_of(self, index: int) -> int | None:
-        """Return the number of a row's bucket; None: it gives no sample. With one bucket no row is looked at."""
+        """Return the number of a row's bucket; None: it gives no sample. With one bucket no row is read."""
         return 0 if index == FILLER or len(self.shapes) == 1 else self.measure(index)[0].bucket
 
     def part(self, indices: np.ndarray, training: bool) -> ShapedDataset:
@@ -131,7 +131,7 @@ class ShapedDataset(Dataset, ABC):
         return self._name(self._row(index))
 
     def collate_fn(self, samples: list[GenerationSample]) -> dict[str, Any]:
-        """Put samples of one bucket together."""
+        """Collate samples of one bucket."""
         return collate(samples)
 
     @property
@@ -160,7 +160,7 @@ class ShapedDataset(Dataset, ABC):
         raise DataError(message) from error
 
     def _number(self, row: int) -> int:
-        """The number that a row's key is made of."""
+        """The number that identifies a row in its key."""
         return row
 
     @abstractmethod
@@ -177,7 +177,7 @@ class ShapedDataset(Dataset, ABC):
 
     @abstractmethod
     def _filler(self, bucket: int) -> GenerationSample:
-        """A sample of a bucket that nothing is trained on."""
+        """A sample of a bucket without a weight in the loss."""
 
 
 class GenerationDataset(ShapedDataset):
@@ -189,7 +189,7 @@ class GenerationDataset(ShapedDataset):
     Args:
         source: The rows.
         param: `dataset_param`.
-        rule: What the model asks of samples.
+        rule: The samples that the model takes.
         shapes: The buckets.
         indices: Rows of `source` that belong to this data set, [rows] int64; None: all.
         training: False for evaluation: clips begin in the middle, and captions are whole.
@@ -220,7 +220,7 @@ class GenerationDataset(ShapedDataset):
                 check_values(steps, kind)
 
     def warm_up(self) -> None:
-        """Import what workers need, so that they share it."""
+        """Import the packages that workers need, so that they share them."""
         import PIL.Image  # noqa: F401
 
         if not self._pictures_only:
@@ -243,7 +243,7 @@ class GenerationDataset(ShapedDataset):
         return annotation, find_media(annotation.ref, self.source.folders(row), place)
 
     def _judge(self, row: int, file: MediaFile, facts: ClipGeometry) -> int:
-        """The bucket of a clip; BadSample if data.json leaves it out."""
+        """The bucket of a clip; raises BadSample if data.json excludes it."""
         param, shapes = self.dataset_param.preprocess_parameters, self.shapes
         if facts.width * facts.height < param.min_hxw:
             raise file.fault(f"is {facts.width}×{facts.height} pixels, fewer than min_hxw {param.min_hxw}", "too small")

@@ -1,4 +1,4 @@
-"""The map-style data set of features that were made before."""
+"""The map-style data set of precomputed features."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def open_features(
 
     Args:
         param: `dataset_param`.
-        rule: What the model asks of samples.
-        paths: `data_path` or `val_data_path`: folders or index files; those that aren't there are looked for in
+        rule: The samples that the model takes.
+        paths: `data_path` or `val_data_path`: folders or index files; missing ones are searched for in
             `data_folder`.
         training: False for evaluation.
 
     Raises:
-        ConfigError: Features of another model, or of shapes that the model can't take; captions are to be left out,
-            and there are no states of an empty one.
+        ConfigError: Features of another model, or of shapes that the model can't take; captions are dropped, and
+            there are no states of an empty one.
         DataError: There are no features, or they can't be read.
     """
     folder = param.basic_parameters.data_folder
@@ -56,7 +56,7 @@ def open_features(
 
 
 def _check_origin(reader: FeatureReader, rule: GenerationRule) -> None:
-    """Raise if features are another model's, or lack what this one is told."""
+    """Raise if features are of another model, or lack the conditions of this one."""
     for key, wanted in rule.features_of.items():
         found = reader.made_from.get(key, wanted)
         if found != wanted:
@@ -66,8 +66,8 @@ def _check_origin(reader: FeatureReader, rule: GenerationRule) -> None:
             )
     if rule.needs_conditions and not any(name.startswith("cond.") for name in reader.kinds()):
         raise ConfigError(
-            f"{reader.where(0)}: these features hold nothing of a first frame ({', '.join(reader.kinds())}), which "
-            "this model is told; make them again with this model.json, whose task needs it"
+            f"{reader.where(0)}: these features have no tensor of a first frame ({', '.join(reader.kinds())}), which "
+            "this model needs as a condition; make them again with this model.json"
         )
 
 
@@ -83,16 +83,16 @@ class FeatureDataset(ShapedDataset):
     """Features as samples.
 
     A sample is `latents` [C, T', H', W'], `latents_std` where the posterior is drawn from, `text.<name>` (or `caption`,
-    where captions weren't encoded) and `cond.<name>`, in the dtypes that they were written in, with `row_id`,
-    `sample_key` and `num_tokens`. Keys are made of the rows where the features come from, so that training on features
-    draws what training on their clips would.
+    where captions weren't encoded) and `cond.<name>`, in their stored dtypes, with `row_id`, `sample_key` and
+    `num_tokens`. Keys depend on the rows of the features' clips, so that training on features draws the same random
+    numbers as training on the clips.
 
     A batch that mixes shapes is cut: to the first latent frames, and to the middle of the picture.
 
     Args:
         reader: The features.
         param: `dataset_param`.
-        rule: What the model asks of samples.
+        rule: The samples that the model takes.
         training: False for evaluation: captions are whole.
     """
 
@@ -108,7 +108,7 @@ class FeatureDataset(ShapedDataset):
         self._captions = None if encoded else reader.captions()
 
     def check_dropout(self) -> None:
-        """Check that there are text states of an empty caption, if captions are to be left out.
+        """Check that there are text states of an empty caption, if captions are dropped.
 
         Raises:
             ConfigError: There are none.
@@ -122,7 +122,7 @@ class FeatureDataset(ShapedDataset):
             )
 
     def warm_up(self) -> None:
-        """Read what workers share."""
+        """Read the states of an empty caption, so that workers share them."""
         self._states_of_nothing()
 
     def _states_of_nothing(self) -> dict[str, torch.Tensor]:
@@ -165,7 +165,7 @@ class FeatureDataset(ShapedDataset):
         return _cut(sample, self.shapes[own], self.shapes[bucket], self.rule, grows=True)
 
     def _example(self, bucket: int) -> dict[str, torch.Tensor]:
-        """The tensors of a sample of a bucket: of the first whose file can be read."""
+        """The tensors of a sample of a bucket: the first one whose file can be read."""
         *others, last = np.flatnonzero(self.reader.shapes == bucket)[:_TRIES].tolist()
         for index in others:
             with contextlib.suppress(DataError):
@@ -179,11 +179,11 @@ def _cut(
     """Cut latents, and conditions on the same grid, to a shape: its first frames, the middle of its picture.
 
     Args:
-        sample: Its tensors, and its caption.
-        own: Its shape in pixels.
+        sample: Tensors and caption.
+        own: The sample's shape in pixels.
         wanted: The shape to cut to.
-        rule: Frames that a latent frame stands for.
-        grows: Shapes may be larger than the sample's; what is added is zero.
+        rule: Gives the frames of a latent frame.
+        grows: Shapes may be larger than the sample's; padding is zero.
     """
     frames, height, width = sample["latents"].shape[1:]
     grid = _latent_frames(wanted, rule), height * wanted.height // own.height, width * wanted.width // own.width

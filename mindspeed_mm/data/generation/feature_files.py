@@ -1,17 +1,17 @@
-"""Features in files: latents and text states of clips, made once and trained on many times.
+"""Files of features: latents and text states of clips, computed once and trained on many times.
 
-A folder holds:
+A folder contains:
 
-| file | is |
+| file | content |
 |---|---|
-| features.json | what made them: `made_from` |
+| features.json | the settings that decide them: `made_from` |
 | features-<rank>-<number>.safetensors | tensors of some samples, `<row>.<name>` each |
 | index-<rank>.jsonl | a line for each sample: {"row", "file", "key", "frames", "height", "width", "caption"} |
 | empty.safetensors | text states of the caption "" |
 
 A shard is written under a hidden name, forced to disk and renamed; only then its lines are appended to the index and
-forced to disk. So what an index names is there and whole, whenever the writer was killed; a line cut short is no line.
-Rows of zeros at the end of text states (padding) are left out, and put back when they are read.
+forced to disk. So the tensors that an index names are complete, whenever the writer was killed; a truncated line is
+ignored. Rows of zeros at the end of text states (padding) are left out, and restored when they are read.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ _SINGLE = ("latents", "latents_std")
 
 
 class FeatureWriter:
-    """Writes the features of one rank; goes on where a run that was killed had got to.
+    """Writes the features of one rank; continues after a run that was killed.
 
     Args:
-        directory: The folder; made if it isn't there.
-        rank, world_size: Of the process, and how many write; may differ from those of the run before.
-        made_from: What decides the features: autoencoder, text encoders, dtypes … (JSON). The same for all ranks.
-        shard_bytes: A shard is closed when it holds as much.
+        directory: The folder; created if it doesn't exist.
+        rank, world_size: Number of the process, and of processes that write; may differ from those of the run before.
+        made_from: The settings that decide the features: autoencoder, text encoders, dtypes … (JSON), the same for all
+            ranks.
+        shard_bytes: A shard is closed when it reaches this size.
 
     Attributes:
-        done: rows that are there, of all ranks, when the writer was made.
+        done: rows of all ranks that existed when the writer was built.
 
     Raises:
-        ConfigError: The folder holds features that were made of something else.
+        ConfigError: The folder has features of other settings.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FeatureWriter:
         self._bytes = 0
 
     def rows(self, num_rows: int) -> list[int]:
-        """Return the rows that are this rank's and not there yet."""
+        """Return the rows of this rank that don't exist yet."""
         return [row for row in range(self.rank, num_rows, self.world_size) if row not in self.done]
 
     def add(self, row: int, tensors: Tensors, shape: Sequence[int], caption: str = "") -> None:
@@ -88,7 +89,7 @@ class FeatureWriter:
             row: Its number in the data set.
             tensors: latents [C, T', H', W'], latents_std, text.<name> and cond.<name>; kept in their dtypes.
             shape: Frames, and height and width in pixels.
-            caption: For people.
+            caption: Caption of the clip, to be read by people.
         """
         if "latents" not in tensors:
             raise ValueError(f"row {row}: no latents among {', '.join(tensors)}")
@@ -110,14 +111,14 @@ class FeatureWriter:
             self.flush()
 
     def write_empty(self, states: Tensors) -> None:
-        """Write the text states of the caption "": text.<name> each; what is there is kept."""
+        """Write the text states of the caption "": text.<name> each; an existing file is kept."""
         path = self.directory / EMPTY
         if not path.exists():
             kept = {name: tensor.detach().cpu().clone() for name, tensor in states.items()}
             _save(kept, path, {}, f".{EMPTY}.{self.rank}.tmp")
 
     def flush(self) -> None:
-        """Close the shard; what was added is durable then."""
+        """Close the shard; added samples are durable then."""
         if not self._lines:
             return
         name = _shard_name(self.rank, self._number)
@@ -142,7 +143,7 @@ class FeatureWriter:
             self.close()
 
     def _clear_remains(self) -> None:
-        """Cut off torn lines, and delete shards that no index names, of the ranks that this one follows."""
+        """Cut off torn lines, and delete shards that no index names, of the ranks whose work this one continues."""
         for path in _indexes(self.directory):
             if self._is_mine(int(_INDEX.fullmatch(path.name)[1])):  # type: ignore[index]
                 _cut_torn_line(path)
@@ -156,7 +157,7 @@ class FeatureWriter:
 
 
 def _claim(directory: Path, made_from: dict[str, Any]) -> None:
-    """Write features.json, or compare it with the one that is there."""
+    """Write features.json, or compare it with the existing one."""
     path = directory / ABOUT
     if not path.exists():
         # ranks may write it at the same time: the last one wins, with the same content
@@ -187,7 +188,7 @@ def _shard_name(rank: int, number: int) -> str:
 
 
 def _shards(directory: Path) -> list[tuple[int, int, Path]]:
-    """(rank, number, path) of shards, whole and half ones."""
+    """(rank, number, path) of shards, complete and incomplete ones."""
     found = ((_SHARD.fullmatch(path.name), path) for path in directory.iterdir())
     return [(int(match[1]), int(match[2]), path) for match, path in found if match]
 
@@ -207,7 +208,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def read_index(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the entries of index files; a last line without its end doesn't count.
+    """Return the entries of index files; a last line without its end is ignored.
 
     Raises:
         DataError: A line isn't an entry; features of another kind.
@@ -258,7 +259,7 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str
 
 
 def not_finite(tensors: Tensors) -> str | None:
-    """Return the name of a tensor with NaN or infinite values, and how many; None: all are numbers."""
+    """Return the name of a tensor with NaN or infinite values, and their number; None: all are finite."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not (finite := torch.isfinite(tensor)).all():
             return f"{name} has {int((~finite).sum())} of {tensor.numel()} values that are NaN or infinite"
@@ -266,20 +267,20 @@ def not_finite(tensors: Tensors) -> str | None:
 
 
 class FeatureReader:
-    """Reads features. Instances can be pickled and forked; files are opened when a sample is asked for.
+    """Reads features. Instances can be pickled and forked; files are opened when a sample is read.
 
     Args:
         paths: A folder of features, or its index files.
 
     Attributes:
-        rows: [samples] int64, increasing: the numbers that the samples had where they were made; those of a further
-            folder count on after the last one before.
-        shapes: of each sample, as places in `buckets`: [samples] int32.
+        rows: [samples] int64, increasing: numbers of the samples' rows in their data set; those of a further folder
+            follow the last one before.
+        shapes: shape of each sample, as an index into `buckets`: [samples] int32.
         buckets: distinct shapes, sorted.
-        made_from: what features.json says.
+        made_from: settings in features.json.
 
     Raises:
-        DataError: There are none, or an index can't be read.
+        DataError: There are no features, or an index can't be read.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
@@ -325,7 +326,7 @@ class FeatureReader:
         return found
 
     def kinds(self) -> list[str]:
-        """Return the names of the tensors that samples have: those of the first one whose file can be read."""
+        """Return the names of the tensors that samples have: that is, of the first one whose file can be read."""
         firsts = np.unique(self._file_of, return_index=True)[1]
         for index in np.sort(firsts).tolist()[:-1]:
             with contextlib.suppress(DataError):
@@ -343,7 +344,7 @@ class FeatureReader:
         """Return the tensors of a sample, as they were added.
 
         Raises:
-            DataError: The file is missing or damaged, or values in it are no numbers.
+            DataError: The file is missing or damaged, or values in it aren't finite.
         """
         handle, lengths, _ = self._open(int(self._file_of[index]))
         tensors = {}
@@ -368,10 +369,10 @@ class FeatureReader:
         return found
 
     def empty(self) -> dict[str, torch.Tensor] | None:
-        """Return the text states of the caption ""; None: they weren't made.
+        """Return the text states of the caption ""; None: there are none.
 
         Raises:
-            DataError: Values in it are no numbers.
+            DataError: Values in it aren't finite.
         """
         from safetensors.torch import load_file
 
@@ -405,7 +406,7 @@ class FeatureReader:
 
 
 def _indexes_at(path: Path) -> list[Path]:
-    """The index files of a folder, or the one that is named; published names stand for their folder."""
+    """The index files of a folder, or the named one; other published names are replaced by their folder."""
     if path.is_dir():
         found = _indexes(path)
         if not found:

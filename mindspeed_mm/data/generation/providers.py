@@ -21,7 +21,7 @@ def generation_data_provider(
     Args:
         run: with `data` of generation models.
         start: this rank's part of the data, and where the training data begin.
-        rule: what the model asks of samples.
+        rule: the samples that the model takes.
 
     Returns:
         (training loader, validation loader or None, None). Micro-batches are those of `collate`.

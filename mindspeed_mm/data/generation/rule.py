@@ -1,4 +1,4 @@
-"""What a generation model asks of its samples."""
+"""The shapes and settings of samples that a generation model takes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class GenerationRule:
     """Shapes that a model's autoencoder and transformer can take.
 
     Attributes:
-        temporal_stride: frames that a latent frame stands for; a clip has `k * temporal_stride + 1` of them.
+        temporal_stride: frames per latent frame; a clip has `k * temporal_stride + 1` of them.
         spatial_multiple: height and width in pixels are multiples of this (autoencoder stride × patch).
         temporal_patch: latent frames of a token.
-        text_dropout: probability that a caption is left out; None: data.json says it.
-        seed: of the run, from which samples' keys are made.
+        text_dropout: probability that a caption is dropped; None: data.json sets it.
+        seed: seed of the run, for the keys of samples.
         made_by: the autoencoder's name, for messages.
-        needs_conditions: whether the model is told of a sample beside its caption.
-        features_of: what features must have been made from, by the keys of their features.json; others are free.
+        needs_conditions: whether the model has conditions beside the caption.
+        features_of: required settings of features, by the keys of their features.json; others are free.
     """
 
     temporal_stride: int = 1
@@ -45,7 +45,7 @@ class GenerationRule:
         )
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens that the transformer sees of a clip."""
+        """Number of tokens of a clip in the transformer."""
         latent_frames = (frames - 1) // self.temporal_stride + 1
         area = (height // self.spatial_multiple) * (width // self.spatial_multiple)
         return -(-latent_frames // self.temporal_patch) * area

@@ -1,7 +1,7 @@
-"""From decoded frames to the model's input: [3, frames, height, width] float32 in [-1, 1].
+"""Transform decoded frames to the model's input: [3, frames, height, width] float32 in [-1, 1].
 
 Without steps in data.json a picture is scaled so that it covers the bucket (area-true when it shrinks), its middle is
-cut out, and values are scaled. Steps of `train_pipeline` do this:
+cut out, and values are scaled. The steps of `train_pipeline`:
 
 - ResizeVideo, Resize: mode resize: to `size`; shortside: keeps the ratio and covers `size` (one number: that is the
   shorter side); longside: keeps the ratio and fits into `size`
@@ -34,7 +34,7 @@ Steps = Sequence[Mapping[str, Any]]
 
 
 def cover_size(width: int, height: int, bucket: Bucket) -> tuple[int, int]:
-    """Return the width and height that a picture is scaled to so that it covers a bucket, its ratio kept."""
+    """Return the width and height of a picture scaled to cover a bucket, its ratio kept."""
     scale = max(bucket.width / width, bucket.height / height)
     return max(bucket.width, round(width * scale)), max(bucket.height, round(height * scale))
 
@@ -55,28 +55,28 @@ def covered(frames: np.ndarray, bucket: Bucket) -> torch.Tensor:
 
 
 def transformed(frames: np.ndarray, steps: Steps, bucket: Bucket, kind: str) -> torch.Tensor:
-    """Send frames through the steps of `train_pipeline`.
+    """Apply the steps of `train_pipeline` to frames.
 
     Args:
         frames: [frames, height, width, 3] uint8.
         steps: As `read_steps` returns them.
-        bucket: The shape that must come out.
+        bucket: The shape of the result.
         kind: "video" or "image", for messages.
 
     Returns:
         [3, frames, height, width] float32 in [-1, 1].
 
     Raises:
-        ConfigError: Another shape comes out, and which step to change.
+        ConfigError: The result has another shape; names the step to change.
     """
-    made = torch.empty((3, len(frames), bucket.height, bucket.width), dtype=torch.float32)
+    result = torch.empty((3, len(frames), bucket.height, bucket.width), dtype=torch.float32)
     for begin in range(0, len(frames), _AT_ONCE):
         part = torch.from_numpy(np.ascontiguousarray(frames[begin : begin + _AT_ONCE])).permute(0, 3, 1, 2)
         for step in steps:
             part = _apply(part, step, bucket)
         _check(part, bucket, kind)
-        made[:, begin : begin + _AT_ONCE] = part.transpose(0, 1)
-    return made.clamp_(-1, 1)  # bicubic scaling reaches beyond black and white
+        result[:, begin : begin + _AT_ONCE] = part.transpose(0, 1)
+    return result.clamp_(-1, 1)  # bicubic scaling reaches beyond black and white
 
 
 def _check(part: torch.Tensor, bucket: Bucket, kind: str) -> None:
@@ -96,7 +96,7 @@ def check_values(steps: Steps, kind: str) -> None:
         kind: "video" or "image", for messages.
 
     Raises:
-        ConfigError: Other values come out, and which step to change.
+        ConfigError: The result has other values; names the step to change.
     """
     low, high = [0.0] * 3, [255.0] * 3
     for step in steps:
@@ -194,10 +194,10 @@ def _squared(part: torch.Tensor, colour: Sequence[float]) -> torch.Tensor:
 
 
 def crop_of(crop: tuple[int, int, int, int] | None, width: int, height: int) -> tuple[int, int, int, int]:
-    """Return left, right, top and bottom of the part of a picture that is used; all of it where no row says so.
+    """Return left, right, top and bottom of the part of a picture that is used; all of it without a crop.
 
     Raises:
-        ValueError: It reaches out of the picture.
+        ValueError: The crop exceeds the picture.
     """
     if crop is None:
         return 0, width, 0, height

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.data.answer_ends import say_how_answers_end
+from mindspeed_mm.data.answer_ends import log_how_answers_end
 from mindspeed_mm.data.stop_tokens import stop_tokens
 from mindspeed_mm.data.targets import find_turns
 from mindspeed_mm.data.templates import ChatTemplate
@@ -156,6 +156,6 @@ def test_what_a_template_leaves_out_is_said(
     forget_notices()
     template = template_of(source, stops, ("<s>", "</s>", "<|end|>", *GLM_ADDED))
     with caplog.at_level(logging.WARNING):
-        say_how_answers_end(template)
-        say_how_answers_end(template)
+        log_how_answers_end(template)
+        log_how_answers_end(template)
     assert len(caplog.messages) == bool(said) and all(said in message for message in caplog.messages)

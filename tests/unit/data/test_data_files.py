@@ -249,11 +249,11 @@ def test_parquet_holds_few_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = [{"i": i, "text": f"{i} " * 50} for i in range(5000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=100)
     file = open_rows(str(tmp_path / "rows.parquet"))
-    monkeypatch.setattr(table_files, "HELD_BYTES", 3 * file._bytes[0])
+    monkeypatch.setattr(table_files, "CACHED_BYTES", 3 * file._bytes[0])
     order = random.Random(0).sample(range(5000), 300)
     assert [file.row(i)["i"] for i in order] == order
-    assert 1 <= len(file._held) <= 3
-    assert list(file.head(5000)) == rows and len(file._held) <= 3
+    assert 1 <= len(file._cached) <= 3
+    assert list(file.head(5000)) == rows and len(file._cached) <= 3
 
 
 def _child_reads(file: Any, index: int) -> Any:

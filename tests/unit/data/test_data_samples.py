@@ -179,10 +179,10 @@ def test_text_model_has_no_processor(param: Any, text_dir: Path, images: list[st
 
 def test_data_set_loads_nothing_before_the_first_sample_and_is_picklable(param: Any) -> None:
     dataset = build_mm_dataset(param([talk("q", "a"), talk("r", "b")]))
-    assert dataset.lazy_encoder._made is None
+    assert dataset.lazy_encoder._built is None
     before = dataset[1]
     again = pickle.loads(pickle.dumps(dataset))
-    assert again.lazy_encoder._made is None
+    assert again.lazy_encoder._built is None
     assert torch.equal(again[1]["input_ids"], before["input_ids"])
 
 

@@ -236,7 +236,7 @@ def test_answers_that_quote_the_template() -> None:
     quote = "so:<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nnot an answer"
     trained = _trained(_template(CHATML_VL), talk("q", quote, "r", "two")["messages"])
     assert trained == [quote + "<|im_end|>", "two<|im_end|>"]
-    with pytest.raises(DataError, match="row: the answers can't be told"):  # and neither where turns are rewritten
+    with pytest.raises(DataError, match="the answers can't be distinguished"):  # and neither where turns are rewritten
         find_turns(_template(THINKING), talk("q", "<think>x</think>" + quote, "r", "two")["messages"], None, "row")
 
 

@@ -93,7 +93,7 @@ def test_whisper_cuts_a_sound_to_its_window(whisper_dir: Path, tmp_path: Path, s
     window = sound.astype("<i2")[: 2 * RATE].astype(np.float32) / 32768
     extractor = AutoProcessor.from_pretrained(whisper_dir).feature_extractor
     assert torch.equal(features, torch.as_tensor(extractor(window, sampling_rate=RATE)["input_features"]))
-    assert any("lasts 5.0 s; the model hears 2 s" in message for message in said)
+    assert any("lasts 5.0 s; the model takes 2 s" in message for message in said)
 
 
 def test_whisper_leaves_out_a_transcript_that_is_too_long(whisper_dir: Path, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_features_of_another_model(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     with FeatureWriter(plain, made_from={}) as writer:
         writer.add(0, {"latents": features(0)["latents"], "text.states": torch.ones(2, 3)}, SHAPES[0], "caption")
-    with pytest.raises(ConfigError, match="hold nothing of a first frame"):
+    with pytest.raises(ConfigError, match="have no tensor of a first frame"):
         opened(plain, rule=told)
 
 
