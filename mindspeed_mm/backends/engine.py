@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.backends.protocol import ForwardStep, StepResult
+from mindspeed_mm.backends.protocol import ForwardStep, StepResult, Value
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.models.common.modes import evaluation_mode
@@ -50,7 +50,7 @@ class Executor(Protocol):
     def flops(self, counts: BatchCounts) -> float | None:
         """Model FLOPs of what was counted; None: unknown."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """What every rank gave, by rank."""
 
 
@@ -92,7 +92,7 @@ class StepEngine:
         self._backward_factor.begin(num_microbatches)
         self._executor.run(forward_step, data_iterator, num_microbatches, forward_only=False)
 
-    def add(self, output: Any, *, forward_only: bool) -> torch.Tensor:
+    def add(self, output: object, *, forward_only: bool) -> torch.Tensor:
         """Keep a micro-batch's figures, which a `loss_func` returned; returns its loss, with its graph.
 
         Raises:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from mindspeed_mm.backends.protocol import ForwardStep, normalise_loss_output
 
@@ -23,14 +24,14 @@ def without_fillers(forward_step: ForwardStep, is_filler: Callable[[int], bool])
     """
     seen: Counter[int] = Counter()  # every chunk of a pipeline reads every micro-batch
 
-    def step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+    def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         output, loss_func = forward_step(data_iterator, model)
         number = seen[id(model)]
         seen[id(model)] += 1
         counts = not is_filler(number)
 
-        def loss_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            loss, denominator, metrics = normalise_loss_output(loss_func(*args))
+        def loss_of(*outputs: object) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            loss, denominator, metrics = normalise_loss_output(loss_func(*outputs))
             weight = torch.ones_like(loss.detach()) if denominator is None else denominator
             if not counts:
                 return torch.zeros_like(loss), torch.zeros_like(weight), {}

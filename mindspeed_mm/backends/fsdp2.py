@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
@@ -231,9 +231,9 @@ class FSDP2Backend:
         """See the protocol."""
         return None if self._flops_model is None else self._flops_model.of(counts)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """See the protocol."""
-        gathered: list[Any] = [None] * self.world.size
+        gathered = [value] * self.world.size
         torch.distributed.all_gather_object(gathered, value, group=self.world.host.group)
         return gathered
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.parallel.world import World
+
+Value = TypeVar("Value")
 
 SkipReason = Literal["", "not finite", "no targets"]
 """Why a step changed nothing: its loss or gradient was not finite; its global batch held nothing to train on; "": it
@@ -46,17 +49,25 @@ class StepResult:
         return self.skip_reason != ""
 
     @classmethod
-    def of(cls, loss: float, grad_norm: float, *, has_targets: bool, **rest: Any) -> StepResult:
+    def of(
+        cls,
+        loss: float,
+        grad_norm: float,
+        *,
+        has_targets: bool,
+        learning_rate: float,
+        loss_scale: float,
+        metrics: dict[str, float],
+    ) -> StepResult:
         """The result of a step, from its figures.
 
         Args:
             has_targets: whether its global batch held anything to train on.
-            rest: learning_rate, loss_scale, metrics.
         """
         if not has_targets:
-            return cls(float("nan"), float("nan"), "no targets", **rest)
+            return cls(float("nan"), float("nan"), "no targets", learning_rate, loss_scale, metrics)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        return cls(loss, grad_norm, "" if finite else "not finite", **rest)
+        return cls(loss, grad_norm, "" if finite else "not finite", learning_rate, loss_scale, metrics)
 
 
 class PendingStep(Protocol):
@@ -117,7 +128,7 @@ class Backend(Protocol):
     def flops(self, counts: BatchCounts) -> float | None:
         """Model FLOPs of what was counted (forward and backward, useful work only); None: unknown."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """What every rank gave, by rank (at start and end, never in a step)."""
 
     def barrier(self) -> None:
@@ -141,7 +152,7 @@ class Backend(Protocol):
     def load_weights(self, directory: Any) -> None:
         """Fill the model's weights, and nothing else, from a HF directory or any checkpoint folder."""
 
-    def export_hf(self, directory: Any, *, is_final: bool = True) -> None:
+    def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
         """Write the weights in the hub's layout.
 
         Args:
@@ -149,7 +160,7 @@ class Backend(Protocol):
         """
 
 
-def normalise_loss_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+def normalise_loss_output(output: object) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     """Bring what a `loss_func` returned into one form.
 
     Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics). A metric is a number, averaged over

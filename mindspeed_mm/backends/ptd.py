@@ -21,7 +21,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider
+from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
 from mindspeed_mm.checkpoint.megatron_state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.run import Run
@@ -188,7 +188,7 @@ class PTDBackend:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
-        def step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
+        def step(iterator: Iterator[Any], chunk: nn.Module) -> tuple[Any, Any]:
             output, loss_func = forward_step(iterator, chunk)
 
             def loss_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -232,9 +232,9 @@ class PTDBackend:
         """See the protocol."""
         return None if self._flops_model is None else self._flops_model.of(counts)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Value) -> list[Value]:
         """See the protocol."""
-        gathered: list[Any] = [None] * self.world.size
+        gathered = [value] * self.world.size
         dist.all_gather_object(gathered, value, group=self.world.host.group)
         return gathered
 
@@ -305,7 +305,7 @@ class PTDBackend:
         own = (getattr(self._config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
         return any(own) and self.sizes.pipeline > 1
 
-    def _finalize_gradients(self, model: list[nn.Module], num_tokens: Any = None, **_: Any) -> None:
+    def _finalize_gradients(self, model: list[nn.Module], num_tokens: torch.Tensor | None = None, **_: object) -> None:
         """Sum over replicas, over parts of the sequence, and over the two copies of a tied embedding."""
         finalize_model_grads(self.model, None)
         self._tied.sum_gradients()
@@ -332,7 +332,7 @@ class PTDBackend:
 class TiedEmbedding:
     """The two copies of a tied embedding, on the stage that embeds and on the last one."""
 
-    def __init__(self, weights: list[nn.Parameter], group: Any) -> None:
+    def __init__(self, weights: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self._weights, self._group = weights, group
 
     @torch.no_grad()

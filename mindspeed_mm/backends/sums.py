@@ -37,7 +37,7 @@ class StepSums:
         self.is_pair: dict[str, bool] = {}
         self.sums = self.means = 0
 
-    def add(self, output: Any) -> torch.Tensor:
+    def add(self, output: object) -> torch.Tensor:
         """Add what a `loss_func` returned; returns the loss, with its graph.
 
         Raises:
@@ -69,7 +69,7 @@ class StepSums:
         zeros = self.loss.new_zeros(2)
         return torch.cat([zeros[:0], *(self.metrics.get(name, zeros) for name in names)])
 
-    def _figure(self, value: Any) -> torch.Tensor | None:
+    def _figure(self, value: object) -> torch.Tensor | None:
         """A (sum, denominator) pair as [2]; a number is the mean of one micro-batch; anything else is no figure."""
         parts = value if _is_pair(value) else (value, self.loss.new_ones(()))
         tensors = [torch.as_tensor(part, dtype=self._dtype).detach() for part in parts]
@@ -269,7 +269,7 @@ def imbalance(costs: Sequence[float]) -> float:
     return max(having) * len(having) / sum(having) if having else 1.0
 
 
-def _is_pair(value: Any) -> TypeGuard[tuple[Any, Any]]:
+def _is_pair(value: object) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(value, tuple) and len(value) == 2
 
 

@@ -69,7 +69,7 @@ class BackwardFactor:
                 dist.all_reduce(total, group=self._group)
             self._divisor = _power_of_two(total * self._micro_batches, total > 0, torch.ones_like(total))
 
-    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+    def agree(self, gather: Callable[[float | None], list[float | None]]) -> None:
         """Tell ranks without a loss the first step's estimate; all ranks call.
 
         Args:

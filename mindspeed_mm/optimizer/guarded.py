@@ -104,7 +104,7 @@ class GuardedOptimizer:
         group.update({name: value for name, value in own.items() if name != "params"})
 
 
-def step_fused(optimizer: Any, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+def step_fused(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Step a fused optimizer without a pass of its own over the gradients, and without waiting for the device.
 
     Args:

@@ -134,7 +134,7 @@ def build_loss_scale(precision: PrecisionArguments, compute_dtype: str) -> LossS
     )
 
 
-def _say_no_effect(precision: Any, names: tuple[str, ...], why: str) -> None:
+def _say_no_effect(precision: PrecisionArguments, names: tuple[str, ...], why: str) -> None:
     for name in names:
         default = getattr(PrecisionArguments, name)
         if getattr(precision, name, default) != default:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from torch import nn
 
 from mindspeed_mm.configs.run import Run
@@ -36,8 +36,12 @@ class NamedChunk(Protocol):
 
 
 def build_megatron_optimizer(
-    model: Sequence[Any], chunks: Sequence[NamedChunk], run: Run, params_dtype: torch.dtype, trained: Sequence[str]
-) -> Any:
+    model: Sequence[nn.Module],
+    chunks: Sequence[NamedChunk],
+    run: Run,
+    params_dtype: torch.dtype,
+    trained: Sequence[str],
+) -> MegatronOptimizer:
     """Return Megatron's optimizer for the wrapped chunks of this rank.
 
     Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. Parameters
@@ -92,7 +96,7 @@ def build_megatron_optimizer(
     return optimizer
 
 
-def sum_of_squares(optimizer: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def sum_of_squares(optimizer: MegatronOptimizer, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """This rank's part of the squared gradient norm; copies (tied, or alike on tensor-parallel ranks) count once."""
     gradients = [] if optimizer.is_stub_optimizer else optimizer.get_main_grads_for_grad_norm()
     gradients = [g for g in gradients if g.numel()]
@@ -103,7 +107,7 @@ def sum_of_squares(optimizer: Any, dtype: torch.dtype, device: torch.device) -> 
 
 
 def step_busy_groups(
-    optimizer: Any, guard: GuardedOptimizer, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle
+    optimizer: MegatronOptimizer, guard: GuardedOptimizer, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle
 ) -> None:
     """Step with the gradients times `factor`, but leave alone each tower without input in the whole global batch.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.errors import ConfigError
@@ -94,10 +94,20 @@ class ScheduleOptions:
         return start + ratio * (end - start)
 
 
+class HasGroups(Protocol):
+    """An optimizer of torch or of Megatron.
+
+    Attributes:
+        param_groups: each with its `lr` and `weight_decay`.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+
 class Schedule:
     """Sets lr and weight decay of an optimizer's groups; each group may scale them (`lr_mult`, `wd_mult`)."""
 
-    def __init__(self, optimizer: Any, options: ScheduleOptions) -> None:
+    def __init__(self, optimizer: HasGroups, options: ScheduleOptions) -> None:
         self.optimizer = optimizer
         self.options = options
         self.steps = 0
