@@ -142,14 +142,16 @@ def test_a_run_asks_the_device_for_its_memory(pairs: Pairs) -> None:
     assert log.count("record") == log.count("wait") == 3 and log.count("pin") > 20
 
 
-def steps(beside: bool, file: str, offloads: bool, flags: dict[str, Any]) -> tuple[Any, list[list[str]], set[Site]]:
+def steps(
+    kind: str, beside: bool, file: str, offloads: bool, flags: dict[str, Any]
+) -> tuple[Any, list[list[str]], set[Site]]:
     """Four steps, none of them logged, the second one skipped.
 
     Returns:
         the state after them, what building and each step did with the device, and the places that asked for it.
     """
     with fake_accelerator(offloads=offloads) if beside else mock.MagicMock() as fake:
-        tiny = TinySteps("fsdp2", fsdp2_config_path=file, lr_decay_style="linear", lr_decay_iters=8, **flags)
+        tiny = TinySteps(kind, fsdp2_config_path=file, lr_decay_style="linear", lr_decay_iters=8, **flags)
         world = tiny.backend.world
         assert (world.host is world.sums) is not beside
         logs = [list(fake.log) if beside else []]
@@ -166,16 +168,27 @@ AT_ONCE, LATE = ["pin", "record", "wait"], ["wait", "pin", "record"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [({}, [LATE[1:], LATE, LATE, LATE]), ({"fp16": True}, [AT_ONCE] * 4)],
-    ids=["fp32", "fp16, whose next step needs to know the scale"],
+    ("kind", "flags", "expected"),
+    [
+        ("fsdp2", {}, [LATE[1:], LATE, LATE, LATE]),
+        ("ptd", {}, [LATE[1:], LATE, LATE, LATE]),
+        ("fsdp2", {"fp16": True}, [AT_ONCE] * 4),
+    ],
+    ids=["fp32", "fp32, Megatron", "fp16, whose next step needs to know the scale"],
 )
 def test_how_a_step_went_is_read_with_the_next_one(
-    ranks2: RankPool, tmp_path: Path, flags: dict[str, Any], expected: list[list[str]]
+    ranks2: RankPool,
+    megatron_pools: dict[int, RankPool],
+    tmp_path: Path,
+    kind: str,
+    flags: dict[str, Any],
+    expected: list[list[str]],
 ) -> None:
     file = tmp_path / "fsdp2.yaml"
     file.write_text("sharding_size: auto\n")
-    (on_host, _, _), (beside, logs, _) = (ranks2.run(steps, kind, str(file), False, flags)[0] for kind in (False, True))
+    pool = megatron_pools[2] if kind == "ptd" else ranks2
+    results = [pool.run(steps, kind, beside, str(file), False, flags)[0] for beside in (False, True)]
+    (on_host, _, _), (beside, logs, _) = results
     assert beside == on_host
     assert logs[1:] == expected
 
@@ -185,7 +198,7 @@ def offloaded(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> set
     """What steps ask whose parameters are in pinned host memory; their state is the host's."""
     file = tmp_path_factory.mktemp("offload") / "fsdp2.yaml"
     file.write_text("sharding_size: auto\noffload_to_cpu: true\npin_memory: true\n")
-    on_host, beside = (ranks2.run(steps, kind, str(file), True, {})[0] for kind in (False, True))
+    on_host, beside = (ranks2.run(steps, "fsdp2", beside, str(file), True, {})[0] for beside in (False, True))
     assert beside[0] == on_host[0]
     assert "pin" in beside[1][0]
     return beside[2]
