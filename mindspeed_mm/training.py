@@ -28,7 +28,7 @@ from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, reci
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import CountingIterator
 from mindspeed_mm.data.providers import RunData, build_run_data
-from mindspeed_mm.data.start import DataStart
+from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
@@ -129,12 +129,10 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
     memory.step()
     with hold_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
         start, progress = _find_start(run, backend)
-        data = build_run_data(
-            recipe.data,
-            run,
-            DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state),
-            backend.gather_objects if run.launch.world_size > 1 else None,
-        )
+        begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
+        set_current_start(begin)
+        gather = backend.gather_objects if run.launch.world_size > 1 else None
+        data = build_run_data(recipe.data, run, begin, gather)
         run = run.with_train_iters(
             resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
         )
@@ -145,6 +143,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 data.close()
                 return
         model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
+        report_progress()
         backend.build_optimizer(model, run)
         if start.directory is not None:
             _load(start, progress, backend, run)

@@ -15,7 +15,7 @@ from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.load_source import settle_generation_source, settle_language_source
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
 from mindspeed_mm.configs.other_scripts import FileKind, owner_problem
-from mindspeed_mm.configs.reader import ConfigReader, MMConfig, read_config_file
+from mindspeed_mm.configs.reader import ConfigReader, MMConfig, freeze_reader, read_config_file
 from mindspeed_mm.configs.scalars import read_bool, read_int, show
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.tools_config import ToolsConfig
@@ -108,6 +108,9 @@ def read_files(args: ParsedFlags, model_schema: FileKind | None, data_schema: Fi
         problems += _generation_problems(typed["model"], typed["data"])
     if problems:
         raise ConfigError("\n".join(problems))
+    for name, schema in (("model", model_schema), ("data", data_schema)):
+        if schema is not None and hasattr(mm, name):
+            freeze_reader(getattr(mm, name))
     return TypedFiles(mm, typed.get("model"), typed.get("data"))
 
 

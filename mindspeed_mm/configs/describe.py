@@ -12,7 +12,7 @@ from mindspeed_mm.configs.config import read_files
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
-from mindspeed_mm.configs.global_args import PublishedArguments, set_args
+from mindspeed_mm.configs.global_args import PublishedArguments, publish
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
 from mindspeed_mm.utils.extras import require_extra
@@ -66,7 +66,7 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         data=typed.data,
         own_flags=MappingProxyType(own_flags),
     )
-    set_args(PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}, own_flags))
+    publish(run, PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}, own_flags))
     return run
 
 

@@ -23,12 +23,13 @@ class ConfigReader:
         path: the dotted path of this part inside the file, for messages.
     """
 
-    __slots__ = ("__weakref__", "_data", "_file", "_path")
+    __slots__ = ("__weakref__", "_data", "_file", "_is_frozen", "_path")
 
     def __init__(self, config: Mapping[str, Any] | None = None, *, file: str | None = None, path: str = "") -> None:
         object.__setattr__(self, "_file", file)
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_data", {})
+        object.__setattr__(self, "_is_frozen", False)
         if isinstance(config, ConfigReader):
             config = config.to_dict()
         if config is not None and not isinstance(config, Mapping):
@@ -63,10 +64,19 @@ class ConfigReader:
         near = did_you_mean(name, map(str, data))
         raise AttributeError(f"{self._file or 'configuration'}: no key '{path}'{near}")
 
+    def _refuse_write(self, key: str) -> None:
+        if self._is_frozen:
+            raise ConfigError(
+                f"{self._where()}: '{key}' can't be written: the run has been described by this file already; change "
+                "the file, or write to a copy (copy.deepcopy) that your own model is built from"
+            )
+
     def __setattr__(self, name: str, value: object) -> None:
+        self._refuse_write(name)
         self._data[name] = self._wrap(name, value)
 
     def __delattr__(self, name: str) -> None:
+        self._refuse_write(name)
         if name not in self._data:
             raise AttributeError(name)
         del self._data[name]
@@ -77,6 +87,7 @@ class ConfigReader:
         return self._data[key]
 
     def __setitem__(self, key: str, value: object) -> None:
+        self._refuse_write(key)
         self._data[key] = self._wrap(key, value)
 
     def __contains__(self, key: object) -> bool:
@@ -139,6 +150,18 @@ class ConfigReader:
             else:
                 unused[key] = value
         return unused
+
+
+def freeze_reader(reader: ConfigReader) -> None:
+    """Refuse writes to a file's content from here on, at every depth; a copy may be written.
+
+    A function, not a method: any name may be a key of a file.
+    """
+    object.__setattr__(reader, "_is_frozen", True)
+    for value in reader._data.values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ConfigReader):
+                freeze_reader(item)
 
 
 def _unwrap(value: object) -> object:

@@ -124,17 +124,17 @@ def data_json_provider(
     """
     from mindspeed_mm.data import build_mm_dataset
 
-    assert isinstance(run.data, DataConfig), "data.json of a language model is typed by its schema"
+    described = run.data if isinstance(run.data, DataConfig) else DataConfig.from_dict(run.files.data)
     batching = _batching(run.batch)
     limits = [length for length in (run.batch.seq_length, batching.dynamic_length) if length is not None]
     max_length = min(limits, default=None)
-    datasets = build_mm_dataset(run.data.dataset_param, max_length=max_length, adapter=adapter, seed=run.process.seed)
+    datasets = build_mm_dataset(described.dataset_param, max_length=max_length, adapter=adapter, seed=run.process.seed)
     train, valid = datasets if isinstance(datasets, tuple) else (datasets, None)
     require_media_packages(train.source)
     train.check_model(*_model_config(run.model or getattr(run.files, "model", None)))
     if batching.balance or pack_capacity(train, batching) is not None:
         batching = replace(batching, costs=_costs(run.model))
-    return loaders_of_run(run, start, run.data.dataloader_param, train, valid, batching=batching)
+    return loaders_of_run(run, start, described.dataloader_param, train, valid, batching=batching)
 
 
 def loaders_of_run(

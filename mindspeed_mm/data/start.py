@@ -20,3 +20,17 @@ class DataStart:
     size: int = 1
     consumed_samples: int = 0
     state: dict[str, Any] | None = None
+
+
+_current = DataStart()
+
+
+def current_start() -> DataStart:
+    """Return where the data of the run in this process begin, for providers that are called without it."""
+    return _current
+
+
+def set_current_start(start: DataStart) -> None:
+    """Make `start` what `current_start` returns."""
+    global _current
+    _current = start

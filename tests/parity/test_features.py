@@ -51,7 +51,7 @@ def train(model: dict[str, Any], data: dict[str, Any], micro_batch_size: int = 2
     flags = {"micro_batch_size": micro_batch_size, "global_batch_size": GLOBAL_BATCH, "num_workers": 0, "seed": SEED}
     run = run_of(data=GenerationDataConfig.from_dict(data), use_torch_fsdp2=True, **flags)
     rule = generation_rule(SoRAModelConfig.from_dict(model), SEED)
-    loader, _, _ = generation_data_provider(run, DataStart(), rule)
+    loader, _, _ = generation_data_provider(run, DataStart(), GenerationDataConfig.from_dict(data), rule)
     trained = SoRAModel(model, num_microbatches=run.batch.num_microbatches)
     optimizer = torch.optim.AdamW(trained.predictor.parameters(), lr=1e-2)
     batches = iter(loader)

@@ -14,13 +14,14 @@ from mindspeed_mm.utils.log import notice
 
 
 def generation_data_provider(
-    run: Run, start: DataStart, rule: GenerationRule
+    run: Run, start: DataStart, data: GenerationDataConfig, rule: GenerationRule
 ) -> tuple[MMDataLoader, MMDataLoader | None, None]:
     """Build the training and validation loaders that data.json and the flags describe.
 
     Args:
-        run: with `data` of generation models.
+        run: the description.
         start: this rank's part of the data, and where the training data begin.
+        data: data.json.
         rule: the samples that the model takes.
 
     Returns:
@@ -29,7 +30,6 @@ def generation_data_provider(
     Raises:
         ConfigError, DataError: what can't be used, and what to write instead.
     """
-    assert isinstance(run.data, GenerationDataConfig), "data.json of a generation model is typed by its schema"
     batch = run.batch
     if batch.use_txt_dynamic_batching:
         raise ConfigError("--use-txt-dynamic-batching: clips aren't packed; remove it")
@@ -40,5 +40,5 @@ def generation_data_provider(
     }
     for flag in (name for name, is_on in balances.items() if is_on):
         notice(f"--{flag} has no effect here: all samples of a global batch have one shape")
-    train, valid = build_generation_datasets(run.data, rule)
-    return loaders_of_run(run, start, run.data.dataloader_param, train, valid)
+    train, valid = build_generation_datasets(data, rule)
+    return loaders_of_run(run, start, data.dataloader_param, train, valid)

@@ -5,28 +5,34 @@ The callbacks import what they need when they are called, so that a launch is de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.configs.global_args import current_run
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.data.start import DataStart, current_start
 
 if TYPE_CHECKING:
-    from mindspeed_mm.data.loader import MMDataLoader
-    from mindspeed_mm.data.start import DataStart
-    from mindspeed_mm.models.sora_model import SoRAModel
-
-
-def model_provider(run: Run) -> SoRAModel:
-    """Build the model."""
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
+    from mindspeed_mm.data.loader import MMDataLoader
     from mindspeed_mm.models.sora_model import SoRAModel
 
-    assert isinstance(run.data, GenerationDataConfig), "data.json of a generation model is typed by its schema"
-    return SoRAModel(
-        deepcopy(run.files.model), run.data.dataset_param.tokenizer_dirs, num_microbatches=run.batch.num_microbatches
-    )
+
+def model_provider(pre_process: bool = True, post_process: bool = True, *, run: Run | None = None) -> SoRAModel:
+    """Build the model; `run`: the description, None: that of the run in this process."""
+    from mindspeed_mm.models.sora_model import SoRAModel
+
+    run = run or current_run()
+    tokenizers = _data_config(run).dataset_param.tokenizer_dirs
+    return SoRAModel(deepcopy(run.files.model), tokenizers, num_microbatches=run.batch.num_microbatches)
+
+
+def _data_config(run: Run) -> GenerationDataConfig:
+    from mindspeed_mm.configs.generation_data import GenerationDataConfig
+
+    return run.data if isinstance(run.data, GenerationDataConfig) else GenerationDataConfig.from_dict(run.files.data)
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> dict[str, Any]:
@@ -44,14 +50,22 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> t
     return model(**get_batch(data_iterator, model)), loss_func
 
 
-def train_valid_test_datasets_provider(run: Run, start: DataStart) -> tuple[MMDataLoader, MMDataLoader | None, None]:
-    """Build the loaders that data.json describes."""
+def train_valid_test_datasets_provider(
+    train_val_test_num_samples: Sequence[int] = (), *, run: Run | None = None, start: DataStart | None = None
+) -> tuple[MMDataLoader, MMDataLoader | None, None]:
+    """Build the loaders that data.json describes.
+
+    Args:
+        train_val_test_num_samples: Megatron's; the loaders have no end.
+        run, start: the description, and where the data begin; None: those of the run in this process.
+    """
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.data.generation.providers import generation_data_provider
     from mindspeed_mm.models.sora_model import generation_rule
 
-    assert isinstance(run.model, SoRAModelConfig), "model.json of a generation model is typed by its schema"
-    return generation_data_provider(run, start, generation_rule(run.model, run.process.seed))
+    run, start = run or current_run(), start or current_start()
+    model = run.model if isinstance(run.model, SoRAModelConfig) else SoRAModelConfig.from_dict(run.files.model)
+    return generation_data_provider(run, start, _data_config(run), generation_rule(model, run.process.seed))
 
 
 #: pretrain_sora.py

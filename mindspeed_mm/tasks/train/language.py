@@ -5,32 +5,45 @@ The callbacks import what they need when they are called, so that a launch is de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.configs.global_args import current_run
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.data.start import DataStart, current_start
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mindspeed_mm.data.loader import MMDataLoader
-    from mindspeed_mm.data.start import DataStart
     from mindspeed_mm.models.transformers_model import TransformersModel
 
 
-def model_provider(run: Run, vp_stage: int | None = None) -> nn.Module:
-    """Build the model; on the Megatron backend a pipeline stage's chunk of it."""
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, *, run: Run | None = None
+) -> nn.Module:
+    """Build the model; on the Megatron backend a pipeline stage's chunk of it.
+
+    Args:
+        pre_process, post_process: whether the stage is the first, the last; the plan of stages knows it by itself.
+        vp_stage: number of the chunk; None without interleaving.
+        run: the description; None: that of the run in this process.
+    """
+    run = run or current_run()
     if run.uses_fsdp2:
-        return transformers_model_provider(run)
+        return transformers_model_provider(run=run)
     from mindspeed_mm.models.vlm_model import VLModel
 
     return VLModel.from_config(deepcopy(run.files.model), vp_stage)
 
 
-def transformers_model_provider(run: Run) -> TransformersModel:
-    """Build the transformers model with its loss."""
+def transformers_model_provider(
+    pre_process: bool = True, post_process: bool = True, *, run: Run | None = None
+) -> TransformersModel:
+    """Build the transformers model with its loss; see `model_provider`."""
+    run = run or current_run()
     from mindspeed_mm.models.transformers_model import TransformersModel
 
     return TransformersModel(deepcopy(run.files.model))
@@ -60,8 +73,16 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> t
     return model(**get_batch(data_iterator, model)), loss_func
 
 
-def train_valid_test_datasets_provider(run: Run, start: DataStart) -> tuple[MMDataLoader, MMDataLoader | None, None]:
-    """Build the loaders that data.json describes."""
+def train_valid_test_datasets_provider(
+    train_val_test_num_samples: Sequence[int] = (), *, run: Run | None = None, start: DataStart | None = None
+) -> tuple[MMDataLoader, MMDataLoader | None, None]:
+    """Build the loaders that data.json describes.
+
+    Args:
+        train_val_test_num_samples: Megatron's; the loaders have no end.
+        run, start: the description, and where the data begin; None: those of the run in this process.
+    """
+    run, start = run or current_run(), start or current_start()
     from mindspeed_mm.data.providers import data_json_provider
     from mindspeed_mm.models.transformers.adapters import find_adapter
 

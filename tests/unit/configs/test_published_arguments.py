@@ -15,7 +15,8 @@ import pytest
 from mindspeed_mm.configs.config import ConfigReader, MMConfig, merge_mm_args, mm_extra_args_provider
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.spec import all_flags
-from mindspeed_mm.configs.global_args import get_args
+from mindspeed_mm.configs.global_args import get_args, report_progress
+from mindspeed_mm.tasks.train.language import VLM
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.runs import OWN, described_args
 
@@ -149,12 +150,19 @@ def test_what_a_script_adds_is_its_own(launch: list[str]) -> None:
 
 
 def test_what_the_launch_describes_is_not_changed_in_a_script(launch: list[str]) -> None:
-    """The run has been built from it: writing another value is an error that says where to give it."""
+    """Another value that stays is an error that says where to give it; one that is put back is the script's affair."""
     args = described_args(launch, OWN)
     args.micro_batch_size = args.micro_batch_size
     for name, value in (("micro_batch_size", 1), ("train_iters", 9), ("mm", MMConfig({})), ("params_dtype", "fp32")):
-        with pytest.raises(ConfigError, match=f"get_args\\(\\).{name} = "):
-            setattr(args, name, value)
+        before = getattr(args, name)
+        setattr(args, name, value)
+        assert getattr(args, name) is value
+        setattr(args, name, before)
+        report_progress(iteration=1)
+        setattr(args, name, value)
+        with pytest.raises(ConfigError, match=f"get_args\\(\\).{name} is "):
+            report_progress(iteration=2)
+        setattr(args, name, before)
     with pytest.raises(ConfigError, match="micro_batch_size"):
         del args.micro_batch_size
     assert (args.micro_batch_size, args.train_iters) == (2, 8)
@@ -162,3 +170,16 @@ def test_what_the_launch_describes_is_not_changed_in_a_script(launch: list[str])
     assert type(own) is Namespace
     own.micro_batch_size = 1
     assert args.micro_batch_size == 2
+
+
+def test_files_of_a_schema_are_not_written(run_folder: Path) -> None:
+    """What the run has typed can't change afterwards, at any depth; copies can."""
+    words = "--mm-model model.json --mm-data data.json --micro-batch-size 1 --lr 1 --train-iters 1 --use-torch-fsdp2"
+    mm = described_args(words.split(), VLM).mm
+    with pytest.raises(ConfigError, match=r"model\.json: 'model_id' can't be written.*copy\.deepcopy"):
+        mm.model.model_id = "other"
+    with pytest.raises(ConfigError, match=r"data\.json: dataset_param: 'dataset_type' can't be written"):
+        mm.data.dataset_param["dataset_type"] = "other"
+    own = copy.deepcopy(mm.model)
+    own.model_id = "other"
+    assert own.model_id == "other"

@@ -43,9 +43,14 @@ def run(data: Path, workers: int = 0, micro: int = 1, size: int = 1, flags: Any 
     return run_of(world_size=size, data=typed, use_torch_fsdp2=True, **{**sizes, **(flags or {})})
 
 
+def provided(given: Run, start: DataStart) -> Any:
+    assert isinstance(given.data, GenerationDataConfig)
+    return generation_data_provider(given, start, given.data, RULE)
+
+
 def steps(given: Run, count: int, rank: int = 0, consumed: int = 0) -> list[dict[int, torch.Tensor]]:
     """Key → clip of each optimizer step's real samples, of one rank."""
-    train, _, _ = generation_data_provider(given, DataStart(rank, given.batch.data_parallel_size, consumed), RULE)
+    train, _, _ = provided(given, DataStart(rank, given.batch.data_parallel_size, consumed))
     per_step = given.batch.num_microbatches
     batches = list(itertools.islice(iter(train), count * per_step))
     train.close()
@@ -74,23 +79,23 @@ def test_the_same_clips_for_any_ranks_workers_and_micro_batches(data: Path) -> N
 
 
 def test_validation_rows(data: Path) -> None:
-    train, valid, _ = generation_data_provider(run(data, basic_val_rate=0.2), DataStart(), RULE)
+    train, valid, _ = provided(run(data, basic_val_rate=0.2), DataStart())
     assert (train.num_rows, valid.num_rows) == (17, 4)
     passes = [list(itertools.islice(iter(valid), 4)) for _ in range(2)]
     keys = [torch.cat([batch["sample_keys"] for batch in batches]).tolist() for batches in passes]
     assert keys[0] == keys[1]
     assert all(torch.equal(one["video"], other["video"]) for one, other in zip(*passes, strict=True))
     other = run(data, basic_val_data_path=str(data))
-    assert generation_data_provider(other, DataStart(), RULE)[1].num_rows == 21
-    assert generation_data_provider(run(data), DataStart(), RULE)[1] is None
+    assert provided(other, DataStart())[1].num_rows == 21
+    assert provided(run(data), DataStart())[1] is None
 
 
 def test_flags_that_do_nothing_here(data: Path, said: list[str]) -> None:
-    generation_data_provider(run(data, flags={"use_data_balance": True}), DataStart(), RULE)
+    provided(run(data, flags={"use_data_balance": True}), DataStart())
     assert any("--use-data-balance has no effect here" in line for line in said)
     packed = run(data, flags={"use_txt_dynamic_batching": True})
     with pytest.raises(ConfigError, match="--use-txt-dynamic-batching: clips aren't packed"):
-        generation_data_provider(packed, DataStart(), RULE)
+        provided(packed, DataStart())
 
 
 def test_directories_of_tokenizers(data: Path) -> None:
