@@ -172,11 +172,11 @@ def loaders_of_run(
     return loader(train, training=True), loader(valid, training=False) if valid is not None else None, None
 
 
-def _model_config(model: ModelConfig | ConfigReader | None) -> tuple[PreTrainedConfig | None, str]:
+def _model_config(described: ModelConfig | ConfigReader | None) -> tuple[PreTrainedConfig | None, str]:
     """transformers' configuration of the model that is trained (None: unknown), and where it was read from."""
-    folder = getattr(model, "init_from_hf_path", None)
-    if isinstance(model, VLMModelConfig) and not folder:
-        return model.hf_config(), "model.json"
+    folder = getattr(described, "init_from_hf_path", None)
+    if isinstance(described, VLMModelConfig) and not folder:
+        return described.hf_config(), "model.json"
     return read_model_config(folder), f"{folder}/config.json"
 
 
