@@ -57,8 +57,9 @@ All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file
 In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
 A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
 What the launch has described stays as it is: another value that a script writes there and has not put back when its
-callback returns is an error that says where to give it, and so is a write to a file of this project's own schema. Flags of the
-script's own, what `args_defaults` stores beside flags, and new attributes may be written; a copy may be changed freely.
+callback returns is an error that says where to give it, and so is a write to a file of this project's own schema. Flags
+of the script's own, what `args_defaults` stores beside flags, and new attributes may be written; a copy may be changed
+freely.
 
 Rules that hold everywhere:
 
