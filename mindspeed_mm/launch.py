@@ -17,7 +17,7 @@ from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.extras import missing_library_as_sentence
 from mindspeed_mm.utils.files import refuse_unwritable
-from mindspeed_mm.utils.first_failure import claim, tell, tell_after, tell_torchrun
+from mindspeed_mm.utils.first_failure import claim, report_after, report_failure, write_torchrun_error
 from mindspeed_mm.utils.interrupted import SENTENCE
 
 
@@ -50,7 +50,7 @@ def errors_as_sentences() -> Iterator[None]:
             yield
     except MMError as error:
         _outlive_peers()
-        tell(f"{kind_of(error)}: {error}")
+        report_failure(f"{kind_of(error)}: {error}")
         # peers may be waiting in a collective for this rank: leave at once, the launcher ends them
         os._exit(1)
     except KeyboardInterrupt as error:
@@ -64,9 +64,9 @@ def errors_as_sentences() -> Iterator[None]:
         text = f"{type(error).__name__}: {error}"
         first = claim(text)
         if first is None:
-            tell_torchrun(text)
+            write_torchrun_error(text)
             raise
-        tell_after(first, text)
+        report_after(first, text)
         time.sleep(1)  # torchrun ends the other ranks when this one is gone, and the first one may still be printing
         sys.exit(1)
 

@@ -1,1 +1,1 @@
-"""What runs inside a run to watch it: console line, metrics.jsonl, tensorboard, profiler, memory."""
+"""Monitoring of a run: console line, metrics.jsonl, tensorboard, profiler, memory, stop signals."""

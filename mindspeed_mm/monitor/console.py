@@ -1,4 +1,4 @@
-"""The log line, in the field's shape; new figures come after the published ones.
+"""The log line, in its published form; new figures come after the published ones.
 
 Scripts split it on ':' and take the elapsed time as the fifth field.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def format_step(record: dict[str, Any]) -> str:
-    """The line of a training step.
+    """Return the log line of a training step.
 
     Args:
         record: iteration, train_iters, consumed_samples, step_ms, learning_rate, global_batch_size, loss, grad_norm,
@@ -19,7 +19,7 @@ def format_step(record: dict[str, Any]) -> str:
             imbalance, rows_left_out, iterations_without_targets, memory_bytes, eta_seconds.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    # no further colon may come before the elapsed time, and one a field after it: scripts split on them
+    # no other colon may come before the elapsed time, and one per field after it: scripts split on them
     fields = [
         f" [{now}] iteration {record['iteration']:8d}/{record['train_iters']:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -71,6 +71,6 @@ def _extra_figures(record: dict[str, Any]) -> list[str]:
 
 
 def format_evaluation(iteration: int, batches: int, loss: float) -> str:
-    """The line of an evaluation."""
+    """Return the log line of an evaluation."""
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
     return f" [{now}] validation loss at iteration {iteration} | validation batches: {batches} | loss: {loss:.6E} |"

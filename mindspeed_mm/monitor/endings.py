@@ -1,4 +1,4 @@
-"""What is said of a run that ends before its last step, or has none left: why, and how to go on."""
+"""Messages about a run that ends before its last step, or has none left: the reason, and how to continue."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mindspeed_mm.utils.files import is_same_path
 
 
 def nothing_is_left(run: Run, iteration: int, batches_per_epoch: float | None) -> str:
-    """Return the sentence about a checkpoint that has all the steps that were asked for.
+    """Return the message for a checkpoint that has all requested steps already.
 
     Args:
-        run: with its length in steps.
-        iteration: of the checkpoint.
+        run: the run, with its length in steps.
+        iteration: iteration of the checkpoint.
         batches_per_epoch: global batches in one pass over the data; None where that isn't known.
     """
     length = run.length
@@ -32,7 +32,7 @@ def nothing_is_left(run: Run, iteration: int, batches_per_epoch: float | None) -
 
 
 def why_stopped(stop: StopSignal, is_time_up: bool, run: Run) -> str:
-    """Return what this rank knows of why the ranks agreed to end after a step."""
+    """Return the reason, as known to this rank, why the ranks agreed to end after a step."""
     if stop.received is not None:
         return name_of(stop.received)
     if is_time_up:
@@ -44,8 +44,8 @@ def ended_early(why: str, iteration: int, run: Run) -> str:
     """Return the last line of a run that ended before --train-iters; its checkpoint has been saved.
 
     Args:
-        why: what ended it.
-        iteration: the last one that was done.
+        why: the reason.
+        iteration: its last iteration.
     """
     save, load = run.checkpoint.save, run.checkpoint.load
     line = f"{why}: ended after iteration {iteration} of {run.train_iters}"

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """Cost of one unit of each kind of input.
+    """FLOPs of one unit of each kind of input.
 
     Attributes:
-        per_token: of a text position, without attention and head.
-        per_target: of a position that the head projects.
-        per_squared_length: causal attention, per (row's tokens)².
-        per_patch: of a row of a media tensor (a patch, or a whole picture) in its tower.
+        per_token: FLOPs of a text position, without attention and head.
+        per_target: FLOPs of the head for a target position.
+        per_squared_length: FLOPs of causal attention, per (row's tokens)².
+        per_patch: FLOPs of a row of a media tensor (a patch, or a whole picture) in its tower.
     """
 
     per_token: float
@@ -40,7 +40,7 @@ class FlopsModel:
     per_patch: float
 
     def of(self, counts: BatchCounts) -> float:
-        """FLOPs of what was counted; on all ranks if the counts are global."""
+        """Return the FLOPs of counted inputs; over all ranks if the counts are global."""
         return (
             self.per_token * counts.tokens
             + self.per_target * counts.targets
@@ -50,10 +50,10 @@ class FlopsModel:
 
 
 def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
-    """Read the costs off a transformers model; None where its configuration lacks the usual names.
+    """Read the costs from a transformers model; None where its configuration lacks the usual names.
 
     Args:
-        model: sharded or not; whole shapes are what counts.
+        model: sharded or not; unsharded shapes count.
     """
     config: Any = as_trainable(model).config
     text = getattr(config, "text_config", config)
@@ -79,7 +79,7 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
 
 
 def _share(name: str, param: nn.Parameter, text: PreTrainedConfig) -> float:
-    """Of weights stacked over experts [experts, rows, columns], the part that one token goes through."""
+    """Of weights stacked over experts [experts, rows, columns], the share that one token uses."""
     if param.dim() != 3 or "experts" not in name.split("."):
         return 1.0
     return getattr(text, "num_experts_per_tok", param.shape[0]) / param.shape[0]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step; and what else is written line by line beside it."""
+"""metrics.jsonl, with one JSON object per logged step, and its writer, for other files of lines too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LineWriter:
     """Appends JSON objects to a file, one a line; each is in the file when `write` returns."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and make the folders above it."""
+        """Open the file, and create the folders above it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        # kept open over the run; the buffer holds what a full disk doesn't take at once
+        # open during the whole run; the buffer keeps lines that a full disk doesn't take at once
         self._file = open(path, "a", encoding="utf-8", buffering=1 << 20)  # noqa: SIM115
         self._is_behind = False
 
@@ -33,7 +33,7 @@ class LineWriter:
             self._file.flush()
             self._is_behind = False
         except OSError as error:
-            self._say(error)
+            self._log_error(error)
 
     def close(self) -> None:
         """Force the file to disk and close it."""
@@ -42,9 +42,9 @@ class LineWriter:
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
-            self._say(error)
+            self._log_error(error)
 
-    def _say(self, error: OSError) -> None:
+    def _log_error(self, error: OSError) -> None:
         if not self._is_behind:
             logger.error(
                 f"'{self._file.name}' can't be written ({error}); training goes on, and its lines follow later"
@@ -72,7 +72,7 @@ class MetricsWriter(LineWriter):
 
 
 def repair_last_line(path: Path) -> None:
-    """Cut off a last line that is no whole JSON object, so that readers never meet it."""
+    """Cut off a last line that isn't a whole JSON object, so that readers never see it."""
     with open(path, "rb+") as f:
         content = f.read()
         end = len(content)
@@ -89,7 +89,7 @@ def repair_last_line(path: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics.jsonl; a torn last line (of a run being written) is left out."""
+    """Return all whole records of a metrics.jsonl; an incomplete last line (of a running run) is left out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").split("\n"):
         if line.strip() and _is_json(line.encode()):

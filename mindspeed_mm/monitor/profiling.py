@@ -1,4 +1,4 @@
-"""tools.json's profiler and memory snapshots, on whatever device there is."""
+"""The profiler and memory snapshots of tools.json, on any device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepProfiler:
         """
         Args:
             options: `ToolsConfig.profile`.
-            rank: of this process.
+            rank: rank of this process.
         """
         self._profiler: torch.profiler.profile | None = None
         if not options.enable or not (rank in options.ranks or -1 in options.ranks):
@@ -51,17 +51,17 @@ class StepProfiler:
         )
 
     def start(self) -> None:
-        """Begin before the first step."""
+        """Start before the first step."""
         if self._profiler is not None:
             self._profiler.start()
 
     def step(self) -> None:
-        """A step has ended."""
+        """Advance after a step."""
         if self._profiler is not None:
             self._profiler.step()
 
     def stop(self) -> None:
-        """The run ends."""
+        """Stop at the end of the run."""
         if self._profiler is not None:
             self._profiler.stop()
 
@@ -82,7 +82,7 @@ class MemorySnapshots:
             self._on = False
 
     def step(self) -> None:
-        """Called once before the model is built (step 0) and after every step."""
+        """Record or dump, once before the model is built (step 0) and after every step."""
         options = self._options
         if self._on and self._step == options.start_step:
             accelerator.current().record_memory_history(options.stacks, options.max_entries)

@@ -1,4 +1,4 @@
-"""Which rows each step trained on, so that a spike of the loss leads to its rows: <save>/rows/rank<k>.jsonl."""
+"""Write the rows of each step to <save>/rows/rank<k>.jsonl, so that a spike of the loss can be traced to its rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RowLog:
     """Appends `{"iteration": n, "rows": [...]}` to the file of one data-parallel rank, in every step.
 
     Rows are numbered as in the data set. Like metrics.jsonl, a step's line is in the file before the step's checkpoint
-    becomes visible. A resumed run takes away what lies behind the checkpoint that it goes on from; one that starts
-    again, after an attempt without a checkpoint, keeps that one's files under other names (rank0.1.jsonl …).
+    becomes visible. A resumed run removes lines after its checkpoint; one that starts again, after an
+    attempt without a checkpoint, keeps that one's files under other names (rank0.1.jsonl …).
     """
 
     def __init__(self, save: str | Path, rank: int, ranks: int, iteration: int) -> None:
         """
         Args:
-            rank, ranks: data-parallel; rank 0 also looks after files of ranks that there are no more.
-            iteration: that the run goes on after; 0: it is a new one.
+            rank, ranks: data-parallel rank and size; rank 0 also handles files of ranks that no longer exist.
+            iteration: iteration of the checkpoint that the run continues; 0: a new run.
         """
         folder = Path(save) / ROWS
         for path in _own_files(folder, rank, ranks):
@@ -36,11 +36,11 @@ class RowLog:
         self._writer = LineWriter(folder / f"rank{rank}.jsonl")
 
     def write(self, iteration: int, rows: list[int] | None) -> None:
-        """Write down a step.
+        """Write the rows of a step.
 
         Args:
-            rows: numbers of its rows on this rank, those of a packed row one after the other; None: a loader of the
-                user's own didn't say them.
+            rows: numbers of its rows on this rank, those of a packed row one after the other; None: unknown, as
+                with a loader of the user's own.
         """
         if rows is None:
             notice("--log-row-ids: the training loader's batches have no 'row_ids'; which rows they hold is not known")
@@ -52,7 +52,7 @@ class RowLog:
 
 
 def keep_until(path: Path, iteration: int) -> None:
-    """Cut off lines of later iterations, and a last one that a kill tore."""
+    """Cut off lines of later iterations, and an incomplete last one."""
     with open(path, "rb+") as file:
         kept = 0
         for line in file:

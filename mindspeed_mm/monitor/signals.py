@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals that ask for a checkpoint and a clean exit, and the end of its launcher."""
+"""End a run from outside: signals that request a checkpoint and a clean exit, and the end of its launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from mindspeed_mm.utils.first_failure import claim, said
+from mindspeed_mm.utils.first_failure import claim, first_report
 from mindspeed_mm.utils.launch import is_first_local_rank
 
 #: the process that started this one, as of the first import
@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended the run before its first step.
 
     Attributes:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,16 +37,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignal:
-    """Remembers that a stop was asked for; the loop looks at it once a step.
+    """Records that a stop was requested; the training loop checks it once a step.
 
     Before `begin` a signal ends the run by raising `Interrupted`. After it the first SIGINT, SIGTERM or SIGHUP, and
-    any SIGUSR1, asks for a checkpoint and the end; one of the first three that comes later ends the process at once.
-    What comes within `same_seconds` is the same request: a scheduler signals every process of a job, and torchrun
-    sends its own on to the ranks once more.
+    any SIGUSR1, requests a checkpoint and the end; one of the first three that comes later ends the process at once.
+    Signals within `same_seconds` are one request: a scheduler signals every process of a job, and torchrun forwards its
+    own signals to the ranks.
 
-    A thread counts and ends, as the main thread may be waiting for other ranks, where Python runs no handlers. It also
-    looks whether torchrun still runs: ranks whose launcher was killed would train on, out of anybody's reach. They end
-    at once, but for ranks that are about to save as they were asked to: these have `orphan_seconds` for it.
+    A thread counts signals and ends the process, as the main thread may be waiting for other ranks, where Python runs
+    no handlers. It also checks that torchrun still runs: ranks whose launcher was killed would train on uncontrolled.
+    They end at once, except for ranks that are about to save on request: these have `orphan_seconds` for it.
     """
 
     SIGNALS = tuple(
@@ -63,18 +63,17 @@ class StopSignal:
     ) -> None:
         """
         Args:
-            same_seconds: signals that come within so long of the first one are one request.
-            patience_seconds: what a signal before `begin` has not ended after so long, as it waits for other ranks,
-                is ended.
-            look_seconds: between two looks at the launcher.
-            orphan_seconds: how long a checkpoint may take that was asked for before the launcher was gone.
+            same_seconds: signals within this time of the first one are one request.
+            patience_seconds: a process that waits for other ranks is ended this long after a signal before `begin`.
+            look_seconds: interval between two checks of the launcher.
+            orphan_seconds: time for a checkpoint that was requested before the launcher was gone.
         """
         self.received: int | None = None
         self._same, self._patience, self._look = same_seconds, patience_seconds, look_seconds
         self._orphan, self._alone_since = orphan_seconds, 0.0
         self._saves, self._advice = False, ""
         self._first: tuple[int, float] | None = None
-        self._is_told = False
+        self._is_announced = False
         self._previous: dict[int, Any] = {}
         self._parent = _PARENT if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -84,17 +83,17 @@ class StopSignal:
         return self.received is not None
 
     def begin(self, save: str | None) -> None:
-        """From now on a signal asks for a checkpoint.
+        """Let signals request a checkpoint from now on.
 
         Args:
-            save: the run folder, for the advice how to go on; None: there is nowhere to save.
+            save: the run folder, for the advice how to continue; None: nothing is saved.
         """
         self._advice = f"; the last checkpoint in '{save}' is whole, --load '{save}' goes on from it" if save else ""
         self._saves = True
 
     def __enter__(self) -> StopSignal:
         global _active
-        self._ear, self._wakeup = os.pipe()
+        self._reading_end, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in self.SIGNALS:
@@ -111,13 +110,13 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
-        os.write(self._wakeup, _END)  # forked children may hold the pipe open: closing it tells nothing
+        os.write(self._wakeup, _END)  # forked children may have the pipe open, so that closing it has no effect
         self._thread.join()
         os.close(self._wakeup)
-        os.close(self._ear)
+        os.close(self._reading_end)
 
     def leave_a_child(self) -> None:
-        """Give a child that was forked before `begin` the handlers that were there; later ones stay deaf."""
+        """Restore the previous handlers in a child that was forked before `begin`; later children ignore signals."""
         if not self._saves:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
@@ -129,10 +128,10 @@ class StopSignal:
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._ear, selectors.EVENT_READ)
+            selector.register(self._reading_end, selectors.EVENT_READ)
             while True:
                 if selector.select(self._look):
-                    numbers = os.read(self._ear, 64)
+                    numbers = os.read(self._reading_end, 64)
                     if _END in numbers:
                         return
                     for number in numbers:
@@ -145,9 +144,9 @@ class StopSignal:
                     self._end_alone()
 
     def _end_alone(self) -> None:
-        """End, as the launcher is gone, unless a checkpoint is about to be saved."""
+        """End the process, as the launcher is gone, unless a checkpoint is about to be saved."""
         self._alone_since = self._alone_since or time.monotonic()
-        if not self._is_told or time.monotonic() > self._alone_since + self._orphan:
+        if not self._is_announced or time.monotonic() > self._alone_since + self._orphan:
             _end(
                 1,
                 f"torchrun (process {self._parent}), which started this process, has ended without ending it; ending "
@@ -155,14 +154,14 @@ class StopSignal:
             )
 
     def _count(self, number: int) -> None:
-        """One more signal has arrived."""
+        """Count a signal; announce the checkpoint at the first one, and end the process at a further one."""
         name = name_of(number)
-        if self._saves and said() is not None:  # torchrun ends the peers of a rank that failed: no step will end
+        if self._saves and first_report() is not None:  # torchrun ends the peers of a failed rank: no step ends
             os._exit(128 + number)
-        if self._saves and not self._is_told:
-            self._is_told = True
+        if self._saves and not self._is_announced:
+            self._is_announced = True
             if is_first_local_rank():
-                _say(
+                _print(
                     f"{name}: a checkpoint is saved after the running step, then the run ends; another SIGINT or "
                     f"SIGTERM (after {self._same:g} s) ends it at once"
                     if self._advice
@@ -179,26 +178,26 @@ class StopSignal:
 
 
 def name_of(number: int) -> str:
-    """What a person calls a signal."""
+    """Return the name of a signal for messages."""
     name = signal.Signals(number).name
     return "SIGINT (Ctrl-C)" if name == "SIGINT" else name
 
 
 def _end(status: int, text: str) -> None:
-    """End the process at once, from any thread; one rank of a machine says why."""
+    """End the process at once, from any thread; one rank per machine prints the reason."""
     if claim(text) is None:
-        _say(text)
+        _print(text)
     os._exit(status)
 
 
-def _say(text: str) -> None:
-    """Print beside whatever the main thread is printing."""
+def _print(text: str) -> None:
+    """Print on stderr without locks that the main thread may have."""
     with contextlib.suppress(OSError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, f"\n{text}\n".encode())
 
 
 def _in_a_child() -> None:
-    """A forked child's signals and its parent are its own; before training they do there what they did."""
+    """Adapt a forked child: it has another parent, and before training the previous signal handlers."""
     global _PARENT
     _PARENT = os.getppid()
     if _active is not None:

@@ -1,4 +1,4 @@
-"""Steps that change nothing: their rows are named, and a run that trains nothing any more is ended."""
+"""Watch for skipped steps: log their rows, and end a run that no longer trains anything."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _WHY = {
 
 
 class StepOutcome(Protocol):
-    """What became of a step."""
+    """The outcome of a step."""
 
     @property
     def skip_reason(self) -> str:
-        """Why it changed nothing: "not finite" (loss or gradient) or "no targets"; "": it changed something."""
+        """Why the step was skipped: "not finite" (loss or gradient) or "no targets"; "": it wasn't."""
 
     @property
     def loss(self) -> float:
-        """Of the step, global."""
+        """Global loss of the step."""
 
     @property
     def loss_scale(self) -> float:
-        """That the step used."""
+        """Loss scale of the step."""
 
 
 class SkipWatch:
-    """Looks at how each step went, one step late, as the device may still be at it; the same on all ranks.
+    """Checks the outcome of each step one step late, as the device may still compute it; the same on all ranks.
 
-    Overflows while a dynamic loss scale is on its way down are part of finding it: neither counted nor told.
+    Overflows while a dynamic loss scale is decreasing are part of the search for it: neither counted nor logged.
 
     Attributes:
-        last_trained: the last step that changed something, as far as looked at; at first where the run starts.
+        last_trained: the last checked step that wasn't skipped; at first the iteration where the run starts.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class SkipWatch:
     ) -> None:
         """
         Args:
-            iteration: that the run goes on after.
-            limit: skipped steps in a row that end the run; 0: none do.
-            data: whose rows and reasons are told.
-            gather: (value) → what every rank gave; called for skipped steps only.
-            last_good: a clause that names the last good checkpoint.
-            row_rank: whether this rank tells rows; others read the same ones.
-            smallest_scale: of a dynamic loss scale; None: it isn't dynamic.
+            iteration: iteration after which the run continues.
+            limit: number of skipped steps in a row that ends the run; 0: no limit.
+            data: the data, for the names of rows and the reasons of faults.
+            gather: (value) → the values of all ranks; called for skipped steps only.
+            last_good: returns a clause that names the last good checkpoint.
+            row_rank: whether this rank contributes rows; others read the same ones.
+            smallest_scale: smallest dynamic loss scale; None: it isn't dynamic.
         """
         self.last_trained = iteration
         self._limit, self._gather, self._data, self._last_good = limit, gather, data, last_good
@@ -74,20 +74,20 @@ class SkipWatch:
         self._has_trained = iteration > 0
 
     def add(self, iteration: int, outcome: Callable[[], StepOutcome], row_ids: list[int] | None) -> None:
-        """Look at the step before, and remember this one.
+        """Check the step before, and store this one.
 
         Args:
-            outcome: how this one went; called with the next step.
+            outcome: returns the outcome of this step; called with the next one.
             row_ids: numbers of this rank's rows; None: unknown.
 
         Raises:
-            TrainingError: on all ranks: so many steps in a row were skipped that the run ends.
+            TrainingError: on all ranks: the limit of skipped steps in a row is reached.
         """
         self.look()
         self._waiting = iteration, outcome, row_ids
 
     def look(self) -> None:
-        """Look at the last step too, waiting for it (before a save, and at the end).
+        """Check the last step too, waiting for it (before a save, and at the end).
 
         Raises:
             TrainingError: see `add`.
@@ -102,13 +102,13 @@ class SkipWatch:
         elif not self._is_search(step):
             self._in_a_row += 1
             self._without_targets = self._without_targets + 1 if step.skip_reason == "no targets" else 0
-            self._tell(iteration, step, row_ids)
+            self._report(iteration, step, row_ids)
 
     def finish(self) -> None:
-        """The run has come to its end.
+        """Check the run at its end.
 
         Raises:
-            TrainingError: all that the run has done was to skip steps.
+            TrainingError: every step of the run was skipped.
         """
         last = self._waiting
         self.look()
@@ -125,8 +125,8 @@ class SkipWatch:
         is_overflow = step.skip_reason == "not finite" and math.isfinite(step.loss)
         return is_overflow and smallest is not None and step.loss_scale > smallest
 
-    def _tell(self, iteration: int, step: StepOutcome, row_ids: list[int] | None) -> None:
-        """Say it at the first one in a row, and whenever their number has doubled; end the run where it is time."""
+    def _report(self, iteration: int, step: StepOutcome, row_ids: list[int] | None) -> None:
+        """Log the first skipped step in a row, and whenever their number has doubled; end the run at the limit."""
         number, epoch = self._in_a_row, self._data.global_batches_per_epoch
         is_last = 0 < self._limit <= number
         is_whole_epoch = epoch is not None and self._without_targets >= math.ceil(epoch)

@@ -1,4 +1,4 @@
-"""Everything that is told about a run while it runs: log line, metrics.jsonl, tensorboard."""
+"""Log a run while it runs: log line, metrics.jsonl, tensorboard."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FIRST_STEPS = 10
 
 
 class LoggedOutcome(Protocol):
-    """What became of a step."""
+    """The outcome of a step, as far as it is logged."""
 
     @property
     def loss(self) -> float:
-        """Of the step, global."""
+        """Global loss of the step."""
 
     @property
     def skip_reason(self) -> str:
-        """Why it changed nothing: "not finite" (loss or gradient) or "no targets"; "": it changed something."""
+        """Why the step was skipped: "not finite" (loss or gradient) or "no targets"; "": it wasn't."""
 
 
 class Watch:
-    """Collects steps and tells about them; only the logging rank writes.
+    """Collects steps and logs them; only the logging rank writes.
 
-    Told about are the first ten steps of a run, every `log_interval`-th one, and the last one.
+    The first ten steps of a run, every `log_interval`-th one, and the last one are logged.
     """
 
     _flops: float | None  # of the interval; None: unknown
@@ -54,12 +54,12 @@ class Watch:
     ) -> None:
         """
         Args:
-            is_writer: whether this rank writes at all.
+            is_writer: whether this rank logs.
             save: run folder; None: no metrics.jsonl.
             resumed: whether the folder's run is continued.
             world_size: devices that share a step's FLOPs.
-            compute_dtype: bf16, fp16 or fp32: which peak MFU is measured against.
-            row_log: writes down which rows this rank trained on, whether or not it writes anything else.
+            compute_dtype: bf16, fp16 or fp32: its peak is the reference of MFU.
+            row_log: writes the rows of this rank, whether or not the rank logs anything else.
         """
         self._row_log = row_log
         self._world_size, self._compute_dtype = world_size, compute_dtype
@@ -82,12 +82,12 @@ class Watch:
     def add(
         self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], LoggedOutcome]
     ) -> None:
-        """Add a step to the interval, and write down its rows.
+        """Add a step to the interval, and write its rows.
 
         Args:
-            counts: what it trained on, on all ranks.
-            flops: over all ranks.
-            outcome: how it went; asked for at the end of the interval only, as the device may still be at it.
+            counts: counts of its data, over all ranks.
+            flops: its FLOPs over all ranks; None: unknown.
+            outcome: returns its outcome; called at the end of the interval only, as the device may still compute it.
         """
         if self._row_log is not None:
             self._row_log.write(iteration, counts.row_ids)
@@ -114,7 +114,7 @@ class Watch:
         consumed_tokens: int,
         metrics: dict[str, float],
     ) -> None:
-        """Tell about the interval that ends with this step; its line is in metrics.jsonl when this returns."""
+        """Log the interval that ends with this step; its line is in metrics.jsonl when this returns."""
         self._count_failures()
         elapsed = time.perf_counter() - self._started
         step_seconds = elapsed / max(1, self._steps)
@@ -163,7 +163,7 @@ class Watch:
         self._start_interval()
 
     def log_evaluation(self, iteration: int, batches: int, loss: float) -> None:
-        """Tell about an evaluation after `iteration`."""
+        """Log an evaluation after `iteration`."""
         if self._metrics is not None:
             self._metrics.write({"iteration": iteration, "eval_loss": loss, "eval_batches": batches})
         if self._tensorboard is not None:
@@ -172,11 +172,11 @@ class Watch:
             print(format_evaluation(iteration, batches, loss), flush=True)
 
     def restart_clock(self) -> None:
-        """Leave what happened since the last step (evaluation, a save) out of the step time."""
+        """Exclude the time since `pause_clock` (evaluation, a save) from the step time."""
         self._started += time.perf_counter() - self._paused
 
     def pause_clock(self) -> None:
-        """Something that is no training step begins."""
+        """Pause before work that is no training step."""
         self._paused = time.perf_counter()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Watch:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose figures by kind have names of their own: media_per_second/image."""
+    """Flatten a record: figures by kind get names such as media_per_second/image."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         flat.update({f"{name}/{kind}": v for kind, v in value.items()} if isinstance(value, dict) else {name: value})

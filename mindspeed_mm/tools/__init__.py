@@ -1,1 +1,1 @@
-"""Command lines: convert, plan, report, doctor, data check."""
+"""Command lines: convert, doctor, data check, extract-features."""

@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; return the exit status."""
     parser = argparse.ArgumentParser(prog="mindspeed-mm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="say what this machine can train with, and what hinders it")

@@ -25,12 +25,12 @@ _SHOWN = 3
 
 @dataclass
 class CheckedClip:
-    """What a row becomes.
+    """The result of checking a row.
 
     Attributes:
-        bucket: number of the shape that it is cut to; None: it gives no sample.
-        fault: why it gives none.
-        note: the message that names it.
+        bucket: number of its shape; None: it gives no sample.
+        fault: the reason why it gives none.
+        note: the message about it.
     """
 
     bucket: int | None = None
@@ -39,12 +39,12 @@ class CheckedClip:
 
 
 def check_clips(options: argparse.Namespace, content: Mapping[str, Any], folder: Path) -> int:
-    """Check the data of a data.json; print what was found, and write report.json.
+    """Check the data of a data.json; print a summary, and write report.json.
 
     Args:
-        options: of the command; without `mm_model` any number of frames and any sides are taken.
-        content: of data.json.
-        folder: where report.json is written.
+        options: options of the command; without `mm_model` any number of frames and any sides are accepted.
+        content: content of data.json.
+        folder: folder of report.json.
 
     Returns:
         0; 1 if a run with this data.json would end at one of its rows, or no row gives a sample.
@@ -59,7 +59,7 @@ def check_clips(options: argparse.Namespace, content: Mapping[str, Any], folder:
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
     refuse_unwritable(folder, "--output")
     dataset, _ = build_generation_datasets(_with(config, on_bad_sample="skip"), _rule(options.mm_model))
-    dataset.dataset_param = _with(config, on_bad_sample="raise").dataset_param  # rows tell what is wrong with them
+    dataset.dataset_param = _with(config, on_bad_sample="raise").dataset_param  # rows raise their faults
     total = len(dataset)
     if options.rows is not None and options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: expected at least 1")
@@ -69,7 +69,7 @@ def check_clips(options: argparse.Namespace, content: Mapping[str, Any], folder:
     report = _summarise(facts, dataset, total, options.global_batch_size)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
-    _tell(report, folder)
+    _print_summary(report, folder)
     return 1 if not report["samples"] or (raises and report["left_out"]) else 0
 
 
@@ -95,7 +95,7 @@ def _rule(model_file: str | None) -> GenerationRule:
 
 
 class _Facts:
-    """Facts of rows, a chunk at a time: what the loader's workers make."""
+    """Facts of rows, a chunk at a time, computed in the loader's workers."""
 
     def __init__(self, dataset: ShapedDataset, wanted: Sequence[int], decode: bool) -> None:
         self._dataset, self._wanted, self._decode = dataset, wanted, decode
@@ -137,7 +137,7 @@ def _summarise(facts: Sequence[CheckedClip], dataset: ShapedDataset, rows: int, 
     }
 
 
-def _tell(report: dict[str, Any], folder: Path) -> None:
+def _print_summary(report: dict[str, Any], folder: Path) -> None:
     looked = "" if report["looked_at"] == report["rows"] else f" ({report['looked_at']} of them looked at)"
     print(f"rows: {report['rows']}{looked}, {report['steps_per_epoch']} steps an epoch")
     print(f"samples: {report['samples']}")

@@ -1,4 +1,4 @@
-"""`mm-convert`: weights between the hub's layout and torch_dcp, and a look into either. Needs no accelerator.
+"""`mm-convert`: convert weights between the hub's layout and torch_dcp, and inspect either. Needs no accelerator.
 
     mm-convert GenericDCPConverter hf_to_dcp --hf_dir HF --dcp_dir OUT
     mm-convert GenericDCPConverter dcp_to_hf --load_dir RUN_OR_CHECKPOINT --save_dir OUT --model_assets_dir HF
@@ -64,7 +64,7 @@ class GenericDCPConverter:
             fused_linear_names: no effect, the model's class says what is stacked.
             trust_remote_code: let config.json bring Python code of its own.
         """
-        _tell_no_effect(tie_weight_mapping, fused_linear_names)
+        _log_no_effect(tie_weight_mapping, fused_linear_names)
         from mindspeed_mm.checkpoint.dcp_writer import write_dcp
         from mindspeed_mm.checkpoint.lazy import forget
         from mindspeed_mm.checkpoint.manifest import sum_file, write_manifest
@@ -125,7 +125,7 @@ class GenericDCPConverter:
             trust_remote_code: let config.json bring Python code of its own.
             averaged: write the averages that a run with --ema-decay kept, in the place of the trained weights.
         """
-        _tell_no_effect(tie_weight_mapping, fused_linear_names)
+        _log_no_effect(tie_weight_mapping, fused_linear_names)
         if dcp_prefix:
             notice("--dcp_prefix has no effect: the prefix of the names is found")
         if hf_prefix:
@@ -160,7 +160,7 @@ class HfConfig:
 
 @dataclass
 class ParallelConfig:
-    """A layout; looked at for mistakes, and without effect, as a checkpoint fits every layout.
+    """A layout; it is checked, and has no effect, as a checkpoint fits every layout.
 
     Args:
         llm_pp_layers: language layers of each pipeline stage, [12,16], or [virtual stage][pipeline rank], [[12,16]].
@@ -180,7 +180,7 @@ class ParallelConfig:
 
 @dataclass
 class CommonModelConfig:
-    """Which form of the weights; there is one here.
+    """The form of the weights; there is only one here.
 
     Args:
         enable_canonical_hf_struct: no effect, weights are stored under transformers' names, and none is fused.
@@ -191,7 +191,7 @@ class CommonModelConfig:
 
 @dataclass
 class HfToMm:
-    """What hf_to_mm takes.
+    """Arguments of hf_to_mm.
 
     Args:
         mm_dir: receives release/ and latest_checkpointed_iteration.txt.
@@ -210,7 +210,7 @@ class HfToMm:
 
 @dataclass
 class MmToHf:
-    """What mm_to_hf takes.
+    """Arguments of mm_to_hf.
 
     Args:
         mm_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
@@ -235,14 +235,14 @@ class Qwen2_5_VLConverter:
     def hf_to_mm(self, cfg: HfToMm) -> None:
         """Write a HF directory's weights as a checkpoint that either backend starts from with --load, in any layout."""
         _check_layout(cfg.hf_config.hf_dir, cfg.parallel_config, cfg.trust_remote_code)
-        _tell_one_form(cfg.common_model_config)
+        _log_one_form(cfg.common_model_config)
         GenericDCPConverter().hf_to_dcp(cfg.hf_config.hf_dir, cfg.mm_dir, trust_remote_code=cfg.trust_remote_code)
 
     def mm_to_hf(self, cfg: MmToHf) -> None:
         """Write the weights of a checkpoint of either backend, from any layout, as a HF directory."""
         hf_dir = cfg.hf_config.hf_dir
         _check_layout(hf_dir, cfg.parallel_config, cfg.trust_remote_code)
-        _tell_one_form(cfg.common_model_config)
+        _log_one_form(cfg.common_model_config)
         GenericDCPConverter().dcp_to_hf(
             cfg.mm_dir, cfg.save_hf_dir, model_assets_dir=hf_dir, trust_remote_code=cfg.trust_remote_code
         )
@@ -285,7 +285,7 @@ def _check_layout(hf_dir: str, layout: ParallelConfig, trust_remote_code: bool) 
         notice("--cfg.parallel_config has no effect: a checkpoint fits every layout")
 
 
-def _tell_one_form(form: CommonModelConfig) -> None:
+def _log_one_form(form: CommonModelConfig) -> None:
     if form.enable_canonical_hf_struct:
         notice(
             "--cfg.common_model_config.enable_canonical_hf_struct has no effect: weights are stored under "
@@ -294,7 +294,7 @@ def _tell_one_form(form: CommonModelConfig) -> None:
 
 
 class _Unprefixed:
-    """A source with a prefix taken off its names."""
+    """A source without a prefix of its names."""
 
     in_hub_layout = True
 
@@ -316,7 +316,7 @@ CONVERTERS: dict[type, tuple[str, ...]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; return the exit status."""
     try:
         require_extra("convert", "mm-convert")
     except MMError as error:
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_function_arguments(function, as_positional=True)
         commands.add_subcommand(name, sub, help=sub.description)
     options = parser.parse_args(words)
-    _end_quietly_with_the_reader()
+    _end_quietly_on_closed_pipe()
     import_torch()
     chosen = options[options.command]
     try:
@@ -367,15 +367,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _typed(hint: object, value: object) -> object:
-    """Return the dataclass that a parameter asks for, made of nested dicts; any other value as it is."""
+    """Build the dataclass of a parameter's type from nested dicts; return any other value unchanged."""
     if not (isinstance(hint, type) and is_dataclass(hint) and isinstance(value, Mapping)):
         return value
     hints = get_type_hints(hint)
     return hint(**{name: _typed(hints[name], inner) for name, inner in value.items()})
 
 
-def _end_quietly_with_the_reader() -> None:
-    """`mm-convert info DIR | head` is no error."""
+def _end_quietly_on_closed_pipe() -> None:
+    """Let `mm-convert info DIR | head` end without an error."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
@@ -384,7 +384,7 @@ def _first_line(documented: object) -> str:
     return (documented.__doc__ or "").strip().splitlines()[0]
 
 
-def _tell_no_effect(tie_weight_mapping: dict[str, str] | None, fused_linear_names: list[str] | None) -> None:
+def _log_no_effect(tie_weight_mapping: dict[str, str] | None, fused_linear_names: list[str] | None) -> None:
     if tie_weight_mapping:
         notice("--tie_weight_mapping has no effect: config.json says what is tied")
     if fused_linear_names:
@@ -392,7 +392,7 @@ def _tell_no_effect(tie_weight_mapping: dict[str, str] | None, fused_linear_name
 
 
 def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
-    """The model that config.json describes, on meta."""
+    """Build the model of config.json on the meta device."""
     import torch
 
     from mindspeed_mm.checkpoint.sources import listing

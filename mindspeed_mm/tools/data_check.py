@@ -1,4 +1,4 @@
-"""`mindspeed-mm data check data.json`: what a run would read, before one is started and without a model's weights."""
+"""`mindspeed-mm data check data.json`: check the data of a run before it is started, without a model's weights."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _SHOWN = 3
 
 @dataclass
 class RowFacts:
-    """What a row becomes.
+    """The result of checking a row.
 
     Attributes:
         lengths: tokens of each of its samples; empty if it gives none.
         targets: trained tokens.
         media: kind → number.
-        patches, squared_patches: of its media.
+        patches, squared_patches: sizes of its media.
         cut_from: tokens before it was cut to the limit; 0 if it wasn't.
-        fault: why it gives no sample.
-        note: the message that names it.
+        fault: the reason why it gives no sample.
+        note: the message about it.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_data(options: argparse.Namespace) -> int:
-    """Check the data of a data.json; print what was found, and write report.json and lengths.png.
+    """Check the data of a data.json; print a summary, and write report.json and lengths.png.
 
     Returns:
         0; 1 if a run with this data.json would end at one of its rows, or no row gives a sample.
@@ -76,7 +76,7 @@ def check_data(options: argparse.Namespace) -> int:
         ConfigError, DataError: data.json, the model directory or a data file can't be used at all.
     """
     folder = Path(options.output or Path(options.data_json).parent)
-    with _telling_where(folder):
+    with _announced(folder):
         return _check(options, folder)
 
 
@@ -100,15 +100,15 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
         draw_lengths(lengths, dataset.max_length, folder / "lengths.png")
     elif lengths:
         print("lengths.png is left out: it needs matplotlib, which isn't installed; pip install 'mindspeed_mm[plots]'")
-    _tell(report, folder)
+    _print_summary(report, folder)
     raises = config.dataset_param.basic_parameters.on_bad_sample == "raise"
     ends = any(reason != "longer than the length limit" for reason in report["left_out"])
     return 1 if not lengths or (raises and ends) else 0
 
 
 @contextmanager
-def _telling_where(folder: Path) -> Iterator[None]:
-    """Say at the start where the command writes, and where it ends with an error, that it wrote no report."""
+def _announced(folder: Path) -> Iterator[None]:
+    """Print at the start where the command writes, and on an error that it wrote no report."""
     print(f"the report goes to {folder.resolve()}; nothing else is written, and no token cache is made", flush=True)
     try:
         yield
@@ -118,7 +118,7 @@ def _telling_where(folder: Path) -> Iterator[None]:
 
 
 def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
-    """Every row of the files, those that a run would leave out as well."""
+    """Open every row of the files, including those that a run would leave out."""
     from mindspeed_mm.data.adapter import check_model_path
     from mindspeed_mm.data.build import open_rows_of
     from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
@@ -144,7 +144,7 @@ def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> t
 
 
 class _Facts:
-    """Facts of rows, a chunk at a time: what the loader's workers make."""
+    """Facts of rows, a chunk at a time, computed in the loader's workers."""
 
     def __init__(self, dataset: RecordDataset, wanted: Sequence[int], decode: bool) -> None:
         self._dataset, self._wanted, self._decode = dataset, wanted, decode
@@ -183,7 +183,7 @@ def summarise(
     config: DataConfig,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Add up what was found about rows.
+    """Summarise the facts of rows.
 
     Returns:
         `rows`, `looked_at`, `lengths` (min, median, mean, p95, p99, max, limit), `tokens`, `targets`, `cut`, `left_out`
@@ -298,7 +298,7 @@ def draw_lengths(lengths: Sequence[int], limit: int | None, path: Path) -> None:
     os.replace(working, path)
 
 
-def _tell(report: dict[str, Any], folder: Path) -> None:
+def _print_summary(report: dict[str, Any], folder: Path) -> None:
     print(f"rows: {report['rows']}" + _of_which(report))
     if report["samples"]:
         found = report["lengths"]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint or a HF directory, and whether it is whole."""
+"""Show the content of a checkpoint or a HF directory, and verify that it is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Entry:
 
 
 def info(directory: str, all: bool = False) -> int:
-    """Say what a run folder, a checkpoint or a HF directory holds.
+    """Print the content of a run folder, a checkpoint or a HF directory.
 
     Args:
         directory: the folder.
@@ -54,7 +54,7 @@ def info(directory: str, all: bool = False) -> int:
 
 
 def verify_weights(directory: str) -> int:
-    """Check that a checkpoint or a HF directory is whole: every file there, nothing cut, content as it was written.
+    """Check that a checkpoint or a HF directory is complete: no file missing, truncated or changed.
 
     Args:
         directory: a checkpoint folder, a run folder (all of its checkpoints) or a HF directory.
@@ -196,7 +196,7 @@ def _folder_bytes(path: Path) -> int:
 
 
 def size_words(count: float) -> str:
-    """A number of bytes, for people."""
+    """Return a number of bytes with its unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -206,7 +206,7 @@ def size_words(count: float) -> str:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on stderr, if that is a terminal; yields what advances it."""
+    """Show a bar of bytes on stderr, if that is a terminal; yield the function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""Converters and directions of published `mm-convert` commands that are not here, and what to do in their place."""
+"""Converters and directions of published `mm-convert` commands that don't exist here, and their replacements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VIDEO = (
 )
 _NO_MODEL = "its model is not there yet either"
 
-#: published converter → what to do in its place
+#: published converter → its replacement
 _CONVERTERS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -38,7 +38,7 @@ _CONVERTERS: Mapping[str, str] = {
     ),
 }
 
-#: published direction → what to do in its place
+#: published direction → its replacement
 _DIRECTIONS: Mapping[str, str] = {
     "resplit": "it is not needed: a checkpoint fits every layout, so start the run from the folder as it is",
     "hf_to_mm_ldt": "it is not needed: a checkpoint fits every layout; write hf_to_mm",
@@ -51,14 +51,14 @@ _DIRECTIONS: Mapping[str, str] = {
 
 
 def refuse_unknown(words: Sequence[str], commands: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a converter or a direction that isn't there, with what to do in its place.
+    """Raise for a converter or a direction that doesn't exist, and name its replacement.
 
     Args:
-        words: of the command line.
+        words: words of the command line.
         commands: command → its directions; () for one without.
 
     Raises:
-        ConfigError: the first word is no command, or the second no direction of it.
+        ConfigError: the first word isn't a command, or the second isn't one of its directions.
     """
     if not words or words[0].startswith("-"):
         return

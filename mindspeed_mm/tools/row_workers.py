@@ -1,4 +1,4 @@
-"""Worker processes that look at rows of a data set, a chunk at a time."""
+"""Check rows of a data set in worker processes, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class FactChunks(Protocol[RowFactsT]):
 
 
 def look_at(rows: FactChunks[RowFactsT], workers: int) -> Iterator[RowFactsT]:
-    """Yield the facts of rows, read by worker processes, beside a progress bar.
+    """Yield the facts of rows, computed by worker processes, with a progress bar.
 
     Args:
         rows: their facts, a chunk at a time.
-        workers: processes; few rows are read in this one.
+        workers: number of processes; few rows are read in this one.
     """
     from rich.console import Console
     from rich.progress import track

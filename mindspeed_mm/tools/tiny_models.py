@@ -1,4 +1,4 @@
-"""Small, real Hugging Face directories made from nothing: tokenizer, processor, configuration, random weights.
+"""Build small, real Hugging Face directories from scratch: tokenizer, processor, configuration, random weights.
 
 The quick start and the tests need a model directory that looks like one from the hub and is small enough for a laptop
 without a network. The classes are the published ones (`Qwen2Tokenizer`, `Qwen2_5_VLProcessor`, …), only smaller.
@@ -58,7 +58,7 @@ _CONTENT = (
 
 
 def chatml_template(default_system: str | None = DEFAULT_SYSTEM) -> str:
-    """Return a ChatML chat template (Jinja) whose messages may hold image, video and text parts.
+    """Return a ChatML chat template (Jinja) whose messages may have image, video and text parts.
 
     Args:
         default_system: system message put before conversations that bring none; None puts nothing.
@@ -86,7 +86,7 @@ def build_byte_bpe_tokenizer(
     """Train a byte-level BPE on `texts`; save it as a Qwen2 tokenizer with Qwen's added tokens and a ChatML template.
 
     Args:
-        texts: what the merges are learnt from; any other text is still encodable, byte by byte.
+        texts: texts from which the merges are learnt; any other text is still encodable, byte by byte.
         vocab_size: size of the whole vocabulary, the added tokens included. Fewer tokens result if `texts` is too
             short to give that many merges.
         out_dir: folder that receives `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
@@ -94,7 +94,7 @@ def build_byte_bpe_tokenizer(
         model_max_length: longest sequence, in tokens, written to the tokenizer's configuration.
 
     Raises:
-        ConfigError: `vocab_size` leaves no room for the 256 bytes and the added tokens.
+        ConfigError: `vocab_size` is too small for the 256 bytes and the added tokens.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer

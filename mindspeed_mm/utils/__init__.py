@@ -1,1 +1,1 @@
-"""Small things with no home of their own: errors, logging, nearest names."""
+"""Helpers for all other packages: errors, logging, nearest names, files, dtypes, devices."""

@@ -1,4 +1,4 @@
-"""Move what a batch holds to where the model computes."""
+"""Move the tensors of a batch to the device of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_mm.utils.dtypes import TORCH_DTYPES, to_torch_dtype
 ValueT = TypeVar("ValueT")
 
 
-def _what_torch_sees() -> torch.device:
+def _device_of_torch() -> torch.device:
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return seen or torch.device("cpu")
 
@@ -22,16 +22,16 @@ def _none_has(device: torch.device) -> bool:
     return False
 
 
-_default: Callable[[], torch.device] = _what_torch_sees
+_default: Callable[[], torch.device] = _device_of_torch
 _has_queue: Callable[[torch.device], bool] = _none_has
 
 
 def use_device(default: Callable[[], torch.device], has_queue: Callable[[torch.device], bool]) -> None:
-    """Tell `move_to_device` of the device of this process.
+    """Set the device of this process for `move_to_device`.
 
     Args:
-        default: where a batch goes that is given no device.
-        has_queue: whether a device's queue keeps the order of copies and what reads them: nothing waits for these then.
+        default: returns the device of a batch for which none is given.
+        has_queue: whether a device's queue keeps the order of copies and their readers: copies are then asynchronous.
     """
     global _default, _has_queue
     _default, _has_queue = default, has_queue
@@ -42,13 +42,13 @@ def move_to_device(
 ) -> ValueT:
     """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`.
 
-    Nothing waits for a copy to an accelerator, whose queue keeps the order; a copy to the host is waited for.
+    Copies to an accelerator are asynchronous, as its queue keeps the order; a copy to the host is waited for.
 
     A dict is changed in place as well, so that the published `move_to_device(batch, get_args().params_dtype)` has its
     effect: a dtype, or its name, in the place of the device.
 
     Args:
-        device: None: the device of this process, as MM_DEVICE or what is there decides.
+        device: None: the device of this process, by MM_DEVICE or else the available one.
         dtype: of floating-point tensors, or its name (bf16, fp16, fp32); None: unchanged.
     """
     if isinstance(device, torch.dtype) or device in TORCH_DTYPES:

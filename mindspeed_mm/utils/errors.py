@@ -10,7 +10,7 @@ from mindspeed_mm.utils.text import printable, shorten_lines
 
 
 class MMError(Exception):
-    """An error whose message tells a person what was found, what was expected and what to write instead.
+    """An error whose message states what was found, what was expected and what to write instead.
 
     Entry scripts print it without a traceback and exit with status 1.
     """
@@ -20,7 +20,7 @@ class MMError(Exception):
 
 
 class ConfigError(MMError, ValueError):
-    """A flag or a configuration file holds something that can't be honoured."""
+    """A flag or a configuration file has a value that can't be honoured."""
 
 
 class DataError(MMError, ValueError):
@@ -47,27 +47,25 @@ class CheckpointError(MMError, RuntimeError):
 
 
 class TrainingError(MMError, RuntimeError):
-    """Training can't go on: its steps change nothing any more."""
+    """Training can't continue: its steps change nothing any more."""
 
 
 def kind_of(error: MMError) -> str:
-    """Return what a person calls the error: ConfigError, DataError, CheckpointError or TrainingError."""
+    """Return the name of the error for messages: ConfigError, DataError, CheckpointError or TrainingError."""
     kinds = (ConfigError, DataError, CheckpointError, TrainingError)
     return next((k.__name__ for k in kinds if isinstance(error, k)), "Error")
 
 
 def nearest_names(name: str, known: Iterable[str], limit: int = 3, used: Iterable[str | None] = ()) -> list[str]:
-    """Return up to `limit` of `known` that look like `name`, best first; none where all are merely a bit alike.
+    """Return up to `limit` of `known` that look like `name`, best first; none if there is no clear likeness.
 
-    A page of text looks like no name.
-
-    What both have in common as names of files or flags (".json", leading dashes) says nothing and isn't compared.
+    A long text is compared with none. Endings of files (".json") and leading dashes that both have aren't compared.
 
     Args:
-        name: What was written.
-        known: The names that there are.
-        limit: Most names to return.
-        used: Names that stand for something else already, so that they can't have been meant.
+        name: The name that was written.
+        known: The existing names.
+        limit: Largest number of names to return.
+        used: Names that are in use for something else, so that they can't have been meant.
     """
     if len(name) > 400:
         return []
@@ -78,7 +76,7 @@ def nearest_names(name: str, known: Iterable[str], limit: int = 3, used: Iterabl
 
 
 def _likeness(name: str, other: str) -> float:
-    """How much two names look alike, up to 1; 0: one isn't meant by the other."""
+    """Similarity of two names, up to 1; 0: one can't be meant by the other."""
     one, two = (text.lower().replace("-", "_").lstrip("_") for text in (name, other))
     stems, endings = zip(*map(os.path.splitext, (one, two)), strict=True)
     if endings[0] == endings[1] and endings[0][1:].isalnum():
@@ -96,8 +94,8 @@ def did_you_mean(name: str, known: Iterable[str], used: Iterable[str | None] = (
     """Return `; did you mean 'x'?` (several names joined with or), or an empty string if nothing is near.
 
     Args:
-        name: What was written.
-        known: The names that there are.
+        name: The name that was written.
+        known: The existing names.
         used: Names that can't have been meant (see `nearest_names`).
     """
     names = nearest_names(name, known, used=used)

@@ -1,4 +1,4 @@
-"""Packages that only some runs need: the extras of pyproject.toml, and the sentence of one that is missing."""
+"""Packages that only some runs need: the extras of pyproject.toml, and the message about a missing one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from mindspeed_mm.utils.errors import ConfigError
 
-#: extra → what it installs: distribution, and the module that is imported
+#: extra → its distributions, each with the module that is imported
 EXTRAS: dict[str, dict[str, str]] = {
     "megatron": {"megatron-core": "megatron.core"},
     "generation": {"diffusers": "diffusers", "ftfy": "ftfy"},
@@ -31,19 +31,19 @@ def is_installed(module: str) -> bool:
 
 
 def has_extra(extra: str) -> bool:
-    """Whether everything that an extra installs is there."""
+    """Whether all packages of an extra are installed."""
     return all(map(is_installed, EXTRAS[extra].values()))
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Refuse what can't be done without an extra.
+    """Raise if an extra isn't installed.
 
     Args:
         extra: A name of `EXTRAS`.
-        what: What needs it, and where that was asked for: the beginning of the sentence.
+        what: The feature that needs it, and where it was requested: the beginning of the message.
 
     Raises:
-        ConfigError: A package of it isn't installed; says how to install it.
+        ConfigError: A package of it isn't installed; the message has the command that installs it.
     """
     missing = [package for package, module in EXTRAS[extra].items() if not is_installed(module)]
     if missing:
@@ -54,7 +54,7 @@ def require_extra(extra: str, what: str) -> None:
 
 
 def require_torchvision(what: str) -> None:
-    """Refuse images without torchvision: transformers would give its processors other pixel values without a word.
+    """Raise without torchvision: the processors of transformers would silently return other pixel values.
 
     Raises:
         ConfigError: torchvision isn't installed.
@@ -67,10 +67,10 @@ def require_torchvision(what: str) -> None:
 
 
 def missing_library(error: BaseException) -> str | None:
-    """Say which optional package transformers or diffusers lacks.
+    """Describe the optional package that transformers or diffusers lacks.
 
     Args:
-        error: What they raised.
+        error: Their error.
 
     Returns:
         A sentence, or None if the error is of another kind.
@@ -85,7 +85,7 @@ def missing_library(error: BaseException) -> str | None:
 
 @contextmanager
 def missing_library_as_sentence() -> Iterator[None]:
-    """Raise a ConfigError in place of what `missing_library` knows; other errors go on as they are."""
+    """Raise a ConfigError for errors that `missing_library` describes; other errors are raised unchanged."""
     try:
         yield
     except ImportError as error:

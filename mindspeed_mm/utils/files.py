@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic and durable writing of files, and questions about paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fsync_path(path: str | Path) -> None:
     """Force a file's or folder's content to disk (folders: where the system can).
 
     Raises:
-        OSError: a file's content can't be kept: some file systems find out only now that they are full.
+        OSError: a file's content can't be stored: some file systems report only here that they are full.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -46,16 +46,16 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def refuse_unwritable(folder: str | Path, flag: str) -> None:
-    """Find out whether a folder can be written, before work begins whose result is to go there.
+    """Check that a folder can be written, before work whose result is written there.
 
-    Nothing is left behind: a file is made and removed in the folder, or in the nearest one above it that exists.
+    Nothing is left behind: a file is created and removed in the folder, or in the nearest one above it that exists.
 
     Args:
-        folder: there or not.
-        flag: that names it, for the error.
+        folder: the folder, which need not exist.
+        flag: the flag that names it, for the error.
 
     Raises:
-        ConfigError: something that is no folder is in the way, or no file can be made there.
+        ConfigError: its path isn't a folder, or no file can be created there.
     """
     wanted = Path(os.path.abspath(folder))
     place = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
@@ -80,23 +80,23 @@ def refuse_unwritable(folder: str | Path, flag: str) -> None:
 
 
 def working_file(path: Path) -> Path:
-    """The hidden file in which `replace_file` writes the new content of `path`."""
+    """Return the hidden file in which `replace_file` writes the new content of `path`."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def is_same_path(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths, there or not, name the same place."""
+    """Whether two paths, existing or not, are the same place."""
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def is_inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether `path` is `folder` or lies somewhere in it; neither needs to be there."""
+    """Whether `path` is `folder` or is inside it; neither needs to exist."""
     place, root = os.path.realpath(path), os.path.realpath(folder)
     return os.path.commonpath([place, root]) == root
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two paths swap their content in one atomic step; False where the system or the file system can't.
+    """Swap the content of two paths in one atomic step; return False where the system can't.
 
     Source: Linux's renameat2 with RENAME_EXCHANGE (ext4, xfs, btrfs, tmpfs; not NFS).
     """

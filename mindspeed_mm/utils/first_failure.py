@@ -1,4 +1,4 @@
-"""Which of a launch's processes on a machine says in full why it ends: the first that claims to."""
+"""Let the first failing process of a launch on a machine report its error in full, and the others in one line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LONGEST = 300
 
 
 def claim(text: str) -> str | None:
-    """Claim to be the process that tells people why this launch ends.
+    """Claim to be the process that reports why this launch ends.
 
-    torchrun gives the ranks of one machine (and of one attempt) a common folder; whoever makes a file there first,
-    complete at once, is the one. Nobody waits for another rank. Without torchrun every process tells for itself.
+    torchrun gives the ranks of one machine (and of one attempt) a common folder; the first process that creates a
+    complete file there reports. No process waits for another. Without torchrun every process reports.
 
     Args:
-        text: what this process has to say.
+        text: the error of this process.
 
     Returns:
-        None: this process tells it. Else what the first one had to say instead, after "rank N: ".
+        None: this process reports. Else the report of the first one, after "rank N: ".
     """
     first = _place()
     if first is None:
@@ -33,13 +33,13 @@ def claim(text: str) -> str | None:
     try:
         mine.write_text(f"rank {rank_word()}: {printable(text)}", encoding="utf-8")
         os.link(mine, first)
-    except OSError:  # there is one; or no such folder any more, a full disk: rather told twice than not at all
-        return said()
+    except OSError:  # it exists; or the folder is gone, or the disk full: rather two reports than none
+        return first_report()
     return None
 
 
-def said() -> str | None:
-    """What the first process had to say; None: no process of this machine has claimed."""
+def first_report() -> str | None:
+    """Return the report of the first process; None: no process of this machine has claimed."""
     first = _place()
     if first is None:
         return None
@@ -49,30 +49,30 @@ def said() -> str | None:
         return None
 
 
-def tell(text: str) -> bool:
-    """Print on stderr why this process ends, unless another rank has said the same; in short, if it said another thing.
+def report_failure(text: str) -> bool:
+    """Print on stderr why this process ends, unless another rank has reported the same; in one line, if it differs.
 
     Returns:
-        whether this process was the first to tell; torchrun's summary then names it as the root cause.
+        whether this process was the first to report; torchrun's summary then names it as the root cause.
     """
     sys.stdout.flush()
     text = printable(text)
     first = claim(text)
     if first is None:
         print(f"\n{text}", file=sys.stderr, flush=True)
-        tell_torchrun(text)
+        write_torchrun_error(text)
         return True
-    tell_after(first, text)
+    report_after(first, text)
     return False
 
 
-def tell_after(first: str, text: str) -> None:
-    """Print on stderr, in one line, why this process ends after another one did; torchrun is told what that one said.
+def report_after(first: str, text: str) -> None:
+    """Print on stderr, in one line, why this process ends after another one, whose report is passed to torchrun.
 
     Args:
-        first: what the other one had to say, as `claim` returned it.
+        first: the report of the other process, as `claim` returned it.
     """
-    tell_torchrun(first)  # its summary shows any of the ranks that failed within a second
+    write_torchrun_error(first)  # its summary shows any of the ranks that failed within a second
     before, _, its_text = first.partition(": ")
     if its_text != printable(text):
         line = printable(" ".join(text.split()))
@@ -80,7 +80,7 @@ def tell_after(first: str, text: str) -> None:
         print(f"rank {rank_word()} ended after {before} had: {line}", file=sys.stderr, flush=True)
 
 
-def tell_torchrun(message: str) -> None:
+def write_torchrun_error(message: str) -> None:
     """Write the error file that torchrun prints as the root cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

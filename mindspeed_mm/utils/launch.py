@@ -18,7 +18,7 @@ class Launch:
         local_rank: its number on its machine.
         world_size: number of processes.
         local_world_size: number of them on this machine.
-        restarts: how often torchrun has started the processes anew after a failure.
+        restarts: number of times that torchrun has restarted the processes after a failure.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ def this_launch() -> Launch:
     """Return the place of this process; without a launcher it is the only one.
 
     Raises:
-        ConfigError: a variable that is no whole number.
+        ConfigError: a variable isn't a whole number.
     """
     return Launch(
         rank=_number("RANK", 0),
@@ -52,7 +52,7 @@ def be_the_only_process(port: int) -> None:
     """Write into the environment that this is the only process of its launch, for torch's rendezvous to read.
 
     Args:
-        port: a free one on this machine.
+        port: a free port of this machine.
     """
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 

@@ -1,4 +1,4 @@
-"""Log lines: one logger for the package, notices that are said once, rank 0 speaks."""
+"""The logger of the package: rank 0 logs, and notices are logged once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from mindspeed_mm.utils.launch import is_first_rank
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def _build_logger() -> logging.Logger:
@@ -32,16 +32,20 @@ def info_rank0(message: str) -> None:
 
 
 def notice(message: str, key: str | None = None) -> None:
-    """Say once per process, on rank 0, something the user should know (`key` tells repeats apart; default: the
-    text)."""
+    """Log a message for the user once per process, on rank 0.
+
+    Args:
+        message: the text.
+        key: identifies repetitions; None: the text does.
+    """
     key = key or message
-    if key in _said:
+    if key in _logged:
         return
-    _said.add(key)
+    _logged.add(key)
     if is_first_rank():
         logger.warning(message)
 
 
 def forget_notices() -> None:
-    """Let every notice be said again (between two runs in one process, and in tests)."""
-    _said.clear()
+    """Let every notice be logged again (between two runs in one process, and in tests)."""
+    _logged.clear()

@@ -26,7 +26,7 @@ def number_of(seed: int, name: str) -> int:
 
 
 def seed_host(number: int) -> None:
-    """Seed what code on the host draws from: `random`, numpy's global state, torch's default generator.
+    """Seed the random states of the host: `random`, numpy's global state, torch's default generator.
 
     Unlike `torch.manual_seed` it leaves the generators of accelerators alone, which dropout draws from.
     """

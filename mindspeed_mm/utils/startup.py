@@ -1,7 +1,7 @@
-"""Imported first by entry scripts: what they import then is there to stay.
+"""Imported first by entry scripts: turns garbage collection off while they import.
 
-Garbage collection while several thousand modules are imported finds nothing and costs a tenth of the start. `pretrain`
-turns it on again when the first step is due. Ctrl-C meanwhile ends the process with one line.
+It would find nothing among several thousand modules and cost a tenth of the start. `pretrain` turns it on again before
+the first step. Ctrl-C meanwhile ends the process with one line.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Texts of data files: characters that are whole, and texts inside JSON values."""
+"""Texts of data files and messages: whole characters, shortening, and texts inside JSON values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def whole_characters(text: str) -> str:
-    """Return a text that UTF-8 can hold: each half of a surrogate pair without its other half becomes U+FFFD.
+    """Return a text that UTF-8 can encode: each half of a surrogate pair without its other half becomes U+FFFD.
 
-    JSON may hold such halves ("\\ud83d", of an emoji that was cut in two); no tokenizer takes them.
+    JSON may have such halves ("\\ud83d", of an emoji that was cut in two); no tokenizer takes them.
     """
     try:
         text.encode("utf-8")
@@ -19,10 +19,10 @@ def whole_characters(text: str) -> str:
 
 
 def shorten(text: str, limit: int = 120) -> str:
-    """Return a text as a message quotes it: what is longer than `limit` loses its middle and says how long it was.
+    """Shorten a text for a message: the middle of one longer than `limit` is replaced by its length.
 
-    Every message about what a person wrote goes through this: a picture in base64 or a file of one line may stand where
-    a name is expected.
+    Every message that quotes a user's text uses this: a picture in base64 or a file of one line may be in the place of
+    a name.
     """
     if len(text) <= limit:
         return text
@@ -32,7 +32,7 @@ def shorten(text: str, limit: int = 120) -> str:
 
 
 def shorten_lines(message: str) -> str:
-    """Shorten each line of a whole message, whatever it quotes, so that a person can read it."""
+    """Shorten each line of a whole message, so that it stays readable whatever it quotes."""
     return "\n".join(shorten(line, 1600) for line in message.split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""Import torch, and turn torch_npu's failure without CANN or beside another torch into a sentence."""
+"""Import torch, and describe the failure of torch_npu without CANN or with another torch in one sentence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def import_torch() -> ModuleType:
     """Import and return torch.
 
     torch loads installed device backends by itself, and torch_npu raises there when the Ascend toolkit (CANN)
-    is not on the library path, so that plain `import torch` fails. Beside another release of torch than its own it
-    may end the process without a word, so that one is told before.
+    is not on the library path, so that plain `import torch` fails. With another release of torch than its own it
+    may end the process without a message, so this is checked before.
 
     Raises:
-        MMError: torch_npu is installed but can't be loaded; says what to install, source, set or uninstall.
+        MMError: torch_npu is installed but can't be loaded; states what to install, source, set or uninstall.
     """
     elsewhere = "to train on CPU or CUDA set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or run `pip uninstall torch_npu`."
     if not loads_torch_npu():

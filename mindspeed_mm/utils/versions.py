@@ -1,4 +1,4 @@
-"""Which versions of other packages a run needs, and what for; asked of what is installed, without importing it."""
+"""The versions of other packages that a run needs, and why; read from package metadata, without importing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 from mindspeed_mm.utils.errors import ConfigError
 
-# package → lowest release, and why none before it
+# package → lowest release, and the reason for it
 MINIMUM = {
     "torch": ("2.8", "FSDP2 sums gradients over ranks through calls that came with it"),
     "transformers": ("5.17", "models and processors were tested on none before it"),
@@ -16,18 +16,18 @@ MINIMUM = {
 
 
 def version_faults() -> list[str]:
-    """Return a sentence for each installed package that no run can use: too old, or built for another torch."""
+    """Return a sentence for each installed package that is too old, or built for another torch."""
     sentences = [require_at_least(name, lowest, why) for name, (lowest, why) in MINIMUM.items()]
-    # built for one release of torch each, which they name themselves
+    # each is built for one release of torch, which its metadata names
     built = ["torchvision", "torch_npu"] if loads_torch_npu() else ["torchvision"]
     return [s for s in (*sentences, *map(built_for_another_torch, built)) if s is not None]
 
 
 def check_versions() -> None:
-    """Refuse a run that could only fail later, in another library's words.
+    """Raise for versions with which a run would fail later, inside another library.
 
     Raises:
-        ConfigError: names what is installed, what is needed and what for.
+        ConfigError: names the installed and the needed version, and the reason.
     """
     faults = version_faults()
     if faults:
@@ -43,13 +43,13 @@ def require_at_least(name: str, lowest: str, why: str) -> str | None:
 
 
 def require_release(what: str, name: str, lowest: str, why: str) -> None:
-    """Refuse one thing that needs a newer release of a package than every run does.
+    """Raise if a feature needs a newer release of a package than is installed.
 
     Args:
-        what: What needs it: the beginning of the sentence.
+        what: The feature: the beginning of the message.
 
     Raises:
-        ConfigError: Package `name` is older than `lowest`; names what is installed, what is needed and what for.
+        ConfigError: Package `name` is older than `lowest`; names both versions, and the reason.
     """
     sentence = require_at_least(name, lowest, why)
     if sentence is not None:
@@ -82,7 +82,7 @@ def loads_torch_npu() -> bool:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package; None: it is not installed."""
+    """Return the version of an installed package; None: it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -90,7 +90,7 @@ def installed_version(name: str) -> str | None:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with, without zeros at the end: "2.10.0+cu130" → (2, 10)."""
+    """Return the numbers at the beginning of a version, without zeros at the end: "2.10.0+cu130" → (2, 10)."""
     numbers = [int(part) for part in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if part]  # type: ignore[index]
     while numbers and numbers[-1] == 0:
         numbers.pop()

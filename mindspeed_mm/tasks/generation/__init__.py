@@ -1,6 +1,6 @@
-"""Making images and videos with a trained model, and figures about them.
+"""Generation of images and videos with a trained model, and its evaluation.
 
-From Python: `build_pipeline` puts weights and frozen parts together into diffusers' pipeline, `generate` draws samples.
+From Python: `build_pipeline` builds diffusers' pipeline of weights and frozen parts, `generate` draws samples.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ _LINES = 2
 
 
 def write_contact_sheet(root: Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """Write contact_sheet.png: a cell for each sample, of a video its first, middle and last frame.
+    """Write contact_sheet.png: a cell for each sample; a video has its first, middle and last frame.
 
-    Samples of one prompt stand in one row where there are several.
+    Several samples of one prompt form a row.
 
     Args:
         root: folder of the samples.

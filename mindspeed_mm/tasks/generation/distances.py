@@ -1,4 +1,4 @@
-"""How far the features of two sets of samples are from each other."""
+"""Distances between the features of two sets of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_mm.utils.errors import DataError
 
-_BLOCK = 1024  # rows whose distances to all others are held at a time
+_BLOCK = 1024  # rows whose distances to all others are in memory at a time
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -39,8 +39,8 @@ def kernel_distance(
 
     Args:
         a, b: [samples, features], at least two samples each.
-        subset, subsets: samples of a draw, and draws; sets of no more than `subset` samples are taken whole, once.
-        seed: of the draws.
+        subset, subsets: samples per draw, and number of draws; sets of at most `subset` samples are used whole, once.
+        seed: seed of the draws.
 
     Returns:
         mean and standard deviation over the draws.
@@ -57,16 +57,16 @@ def kernel_distance(
     return float(np.mean(drawn)), float(np.std(drawn))
 
 
-def precision_and_recall(real: np.ndarray, made: np.ndarray, *, neighbours: int = 3) -> tuple[float, float]:
-    """Share of made samples among the real ones, and of real ones among the made (Kynkäänniemi et al. 2019).
+def precision_and_recall(real: np.ndarray, generated: np.ndarray, *, neighbours: int = 3) -> tuple[float, float]:
+    """Share of generated samples among the real ones, and of real ones among the generated (Kynkäänniemi et al. 2019).
 
     A sample is among a set if it is no further from one of its members than that one's `neighbours`-th nearest is.
 
     Args:
-        real, made: [samples, features], more than `neighbours` samples each.
+        real, generated: [samples, features], more than `neighbours` samples each.
     """
-    real, made = _checked(real, made, least=neighbours + 1)
-    return _share_among(made, real, neighbours), _share_among(real, made, neighbours)
+    real, generated = _checked(real, generated, least=neighbours + 1)
+    return _share_among(generated, real, neighbours), _share_among(real, generated, neighbours)
 
 
 def read_features(path: str | Path) -> np.ndarray:
@@ -76,11 +76,11 @@ def read_features(path: str | Path) -> np.ndarray:
         DataError: another format, several tensors and none of that name, another shape, values that are not finite.
     """
     path = Path(path)
-    held = _tensors(path)
-    name = "features" if "features" in held else next(iter(held), None)
-    if name is None or (name != "features" and len(held) > 1):
-        raise DataError(f"'{path}' holds {', '.join(held) or 'nothing'}; expected a tensor named features")
-    values = held[name]
+    tensors = _tensors(path)
+    name = "features" if "features" in tensors else next(iter(tensors), None)
+    if name is None or (name != "features" and len(tensors) > 1):
+        raise DataError(f"'{path}' holds {', '.join(tensors) or 'nothing'}; expected a tensor named features")
+    values = tensors[name]
     if values.ndim != 2:
         raise DataError(f"'{path}': {name} has shape {values.shape}; expected (samples, features)")
     if not np.isfinite(values).all():
@@ -145,6 +145,6 @@ def _parts(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    # by differences: the way over products loses the small ones
+    # by differences: computed from products, small distances are inexact
     exact = "donot_use_mm_for_euclid_dist"
     return torch.cdist(torch.from_numpy(a), torch.from_numpy(b), compute_mode=exact).numpy()

@@ -1,4 +1,4 @@
-"""What evaluate_gen.py does: figures about samples, as a table and as JSON."""
+"""The command of evaluate_gen.py: metrics of samples, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class FeatureFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status.
+    """Run a command; return the exit status.
 
     Raises:
-        MMError: a sentence about what can't be done.
+        MMError: the command can't be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [_FEATURES]:
@@ -75,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate_generation(flags: EvaluationFlags) -> dict[str, Any]:
-    """Compute what the flags ask for.
+    """Compute the metrics that the flags request.
 
     Returns:
-        figure → number; `clip_scores` → a list with one object for each sample.
+        metric → number; `clip_scores` → a list with one object for each sample.
 
     Raises:
-        ConfigError: they ask for nothing, or for one half of something.
+        ConfigError: they request nothing, or one of two flags is missing.
         DataError: features that don't fit together.
     """
     pairs = (
@@ -107,7 +107,7 @@ def evaluate_generation(flags: EvaluationFlags) -> dict[str, Any]:
     return figures
 
 
-def _distances(real: str, made: str, flags: EvaluationFlags) -> dict[str, Any]:
+def _distances(real: str, generated: str, flags: EvaluationFlags) -> dict[str, Any]:
     from mindspeed_mm.tasks.generation.distances import (
         frechet_distance,
         kernel_distance,
@@ -115,7 +115,7 @@ def _distances(real: str, made: str, flags: EvaluationFlags) -> dict[str, Any]:
         read_features,
     )
 
-    a, b = read_features(real), read_features(made)
+    a, b = read_features(real), read_features(generated)
     mean, deviation = kernel_distance(a, b, subset=flags.subset, subsets=flags.subsets)
     figures: dict[str, Any] = {
         "samples_a": len(a),
@@ -152,7 +152,7 @@ def _write_features(words: Sequence[str]) -> int:
 
 
 def _parse(group: type, words: Sequence[str], about: str) -> Any:
-    """The group's flags; None: help was asked for and shown."""
+    """Parse the flags of a group; None: help was requested and printed."""
     parser: Any = build_parser((group,))
     parser.description = about
     if "-h" in words or "--help" in words:

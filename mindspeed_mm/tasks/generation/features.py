@@ -1,4 +1,4 @@
-"""Features of pictures and videos by a vision model of transformers, and how well samples fit their prompts."""
+"""Features of pictures and videos by a vision model of transformers, and CLIP scores of samples."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class VisionModel:
     """A vision model, or one of vision and text (CLIP, SigLIP), with its processor.
 
     Attributes:
-        model: of transformers, in float32 on the device.
+        model: the model of transformers, in float32 on the device.
     """
 
     def __init__(self, directory: str | Path, *, with_text: bool = False) -> None:
         """
         Args:
-            directory: of the model.
-            with_text: whether texts are to be embedded as well.
+            directory: directory of the model.
+            with_text: whether texts are embedded as well.
 
         Raises:
-            CheckpointError: it can't be loaded, or knows no text.
+            CheckpointError: it can't be loaded, or embeds no text.
         """
         import transformers
 
@@ -60,7 +60,7 @@ class VisionModel:
     def pictures(self, frames: Sequence[np.ndarray]) -> torch.Tensor:
         """Embed pictures, each [height, width, 3] uint8: [pictures, features] float32 on the host.
 
-        Of CLIP and its like the projected embedding; else the pooled output, or the first token's state.
+        For CLIP and similar models the projected embedding; else the pooled output, or the first token's state.
         """
         inputs = self._processor(images=list(frames), return_tensors="pt").to(self._device)
         if hasattr(self.model, "get_image_features"):
@@ -83,7 +83,7 @@ class VisionModel:
 
     @property
     def _pads(self) -> bool:
-        """SigLIP was trained on texts that are all of the full length, and has no mask."""
+        """Whether texts are padded to the full length: SigLIP was trained so, and has no mask."""
         return "siglip" in str(self.model.config.model_type)
 
 
@@ -95,7 +95,7 @@ def _pooled(output: torch.Tensor | ModelOutput) -> torch.Tensor:
 
 
 def media_features(model: VisionModel, paths: Sequence[Path], *, frames: int = 8) -> torch.Tensor:
-    """Features of files: [files, features] float32; of a video the mean over frames evenly apart.
+    """Return features of files: [files, features] float32; for a video the mean over evenly spaced frames.
 
     Raises:
         DataError: a file can't be read.
@@ -104,7 +104,7 @@ def media_features(model: VisionModel, paths: Sequence[Path], *, frames: int = 8
 
 
 def list_media(place: str | Path) -> list[Path]:
-    """Pictures and videos: those that a folder's samples.jsonl names, else all in it; or those of a text file's lines.
+    """List pictures and videos: those in a folder's samples.jsonl, else all in the folder; or the lines of a text file.
 
     Raises:
         DataError: there are none.
@@ -128,7 +128,7 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
     """Read samples.jsonl of a folder.
 
     Raises:
-        DataError: it isn't there, or a line isn't a sample.
+        DataError: it doesn't exist, or a line isn't a sample.
     """
     path = folder / SAMPLES
     if not path.is_file():
@@ -148,11 +148,11 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
 
 
 def clip_scores(model: VisionModel, folder: Path, *, frames: int = 8) -> list[dict[str, Any]]:
-    """How well samples fit their prompts: 100 · cosine of the embeddings (Hessel et al. 2021, without its factor and
-    without cutting off below 0); of a video the mean over frames evenly apart.
+    """Compute the CLIP scores of samples and prompts: 100 · cosine of the embeddings (Hessel et al. 2021, without its
+    factor and without cutting off below 0); for a video the mean over evenly spaced frames.
 
     Returns:
-        of each line of samples.jsonl `file`, `prompt` and `clip_score`.
+        `file`, `prompt` and `clip_score` of each line of samples.jsonl.
     """
     records = read_samples(folder)
     scores = []

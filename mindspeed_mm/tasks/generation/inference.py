@@ -1,4 +1,4 @@
-"""What inference_sora.py does: prompts in, files of samples out, shared by all processes of a launch."""
+"""The command of inference_sora.py: generate samples of prompts, divided among the processes of a launch."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import info_rank0
 
 _FPS = 16
-_WAIT = timedelta(days=30)  # the slowest process may have the most to do
+_WAIT = timedelta(days=30)  # processes may have very different amounts of work
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A sample that is to be made, and its record so far."""
+    """A sample to generate, and its record so far."""
 
     request: Request
     record: dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launch command; returns the exit status.
+    """Run a launch command; return the exit status.
 
     Raises:
-        MMError: a sentence about what can't be done.
+        MMError: the command can't be done.
     """
     gc.enable()  # entry scripts begin without it
     words = list(sys.argv[1:] if argv is None else argv)
@@ -62,30 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_extra("generation", "a model that makes images or videos")
     _quiet()
     config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data) if flags.mm_model else None
-    said = config.sampling if config is not None else SamplingKeys()
-    prompts = read_prompts(flags.prompts or said.prompt)
-    images = read_images(flags.images or said.image, len(prompts))
-    folder = SampleFolder(Path(needed(flags.save_path or said.save_path, "--save-path", "the folder to write to")))
+    keys = config.sampling if config is not None else SamplingKeys()
+    prompts = read_prompts(flags.prompts or keys.prompt)
+    images = read_images(flags.images or keys.image, len(prompts))
+    folder = SampleFolder(Path(needed(flags.save_path or keys.save_path, "--save-path", "the folder to write to")))
     refuse_unwritable(folder.root, "--save-path")
-    made = _open(config, flags)
-    options = sampling_options(flags, said)
-    check_size(options.size, made.rule)
+    pipeline = _open(config, flags)
+    options = sampling_options(flags, keys)
+    check_size(options.size, pipeline.rule)
     if options.size[0] > 1:
         require_extra("video", f"a sample of {options.size[0]} frames, which is written as a video,")
-    if made.needs_image != (images is not None):
+    if pipeline.needs_image != (images is not None):
         raise ConfigError(
             "this model begins with a picture; give --images, one path a line beside each prompt"
-            if made.needs_image
+            if pipeline.needs_image
             else "this model begins with no picture; leave --images (or 'image') out, or write 'task': 'i2v'"
         )
-    fps = flags.fps or said.fps or _FPS
-    work = _work(prompts, images, flags.num_samples_per_prompt, made, options, fps)
-    _make(work, folder, made, options, flags, fps)
+    fps = flags.fps or keys.fps or _FPS
+    work = _work(prompts, images, flags.num_samples_per_prompt, pipeline, options, fps)
+    _generate_missing(work, folder, pipeline, options, flags, fps)
     return 0
 
 
 def _quiet() -> None:
-    """Keep bars of the libraries, and warnings about sizes that are checked here, out of the log."""
+    """Turn off progress bars of the libraries, and their warnings about sizes that are checked here."""
     import diffusers
     import transformers
 
@@ -118,19 +118,19 @@ def _work(
     prompts: Sequence[str],
     images: Sequence[Path] | None,
     samples: int,
-    made: GenerationPipeline,
+    pipeline: GenerationPipeline,
     options: SamplingOptions,
     fps: int,
 ) -> list[_Work]:
-    steps, guidance = default_steps_and_guidance(made)
+    steps, guidance = default_steps_and_guidance(pipeline)
     common = {
         "seed": options.seed,
         "steps": options.steps or steps,
         "guidance": list(options.guidance) if options.guidance else guidance,
         "negative_prompt": options.negative_prompt or "",
         "size": list(options.size),
-        "sampler": type(made.pipeline.scheduler).__name__,
-        "weights": made.weights,
+        "sampler": type(pipeline.pipeline.scheduler).__name__,
+        "weights": pipeline.weights,
     }
     if options.size[0] > 1:
         common["fps"] = fps
@@ -145,27 +145,27 @@ def _work(
     return work
 
 
-def _make(
+def _generate_missing(
     work: Sequence[_Work],
     folder: SampleFolder,
-    made: GenerationPipeline,
+    pipeline: GenerationPipeline,
     options: SamplingOptions,
     flags: InferenceFlags,
     fps: int,
 ) -> None:
-    """Make what isn't there yet, each process its share; rank 0 writes the index and the sheet when all are done."""
+    """Generate missing samples, each process its share; rank 0 then writes the index and the contact sheet."""
     launch = this_launch()
     rank, size = launch.rank, launch.world_size
     folder.root.mkdir(parents=True, exist_ok=True)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_WAIT)
-    mine = [item for item in work[rank::size] if flags.overwrite or not folder.is_there(item.record)]
+    mine = [item for item in work[rank::size] if flags.overwrite or not folder.exists(item.record)]
     info_rank0(f"{len(work)} samples of {options.size}: {len(mine)} to be made" + (" by rank 0" if size > 1 else ""))
     began = time.monotonic()
     for first in range(0, len(mine), flags.batch_size):
         batch = mine[first : first + flags.batch_size]
         started = time.monotonic()
-        frames = generate(made, [_with_image(item) for item in batch], options)
+        frames = generate(pipeline, [_with_image(item) for item in batch], options)
         seconds = round((time.monotonic() - started) / len(batch), 3)
         for item, values in zip(batch, frames, strict=True):
             folder.write(values, {**item.record, "seconds": seconds}, fps)

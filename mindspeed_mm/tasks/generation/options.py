@@ -1,4 +1,4 @@
-"""What a launch of inference_sora.py asks for: flags, prompts, pictures, options."""
+"""The inputs of a launch of inference_sora.py: flags, prompts, pictures, options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED = 42
 
 
 def parse_flags(words: Sequence[str]) -> InferenceFlags:
-    """Read the words of a launch command; published training flags are accepted and said to have no effect.
+    """Parse the words of a launch command; published training flags are accepted, with a notice.
 
     Raises:
         ConfigError: unknown flags, wrong values, files that don't exist.
@@ -56,7 +56,7 @@ def read_prompts(path: str | None) -> list[str]:
     """Read a file of prompts, one a line; empty lines are left out.
 
     Raises:
-        ConfigError: there is no such file, or no prompt in it.
+        ConfigError: the file doesn't exist, or has no prompt.
     """
     lines = _lines(needed(path, "--prompts", "a text file, one prompt a line"), "prompts")
     if not lines:
@@ -65,10 +65,10 @@ def read_prompts(path: str | None) -> list[str]:
 
 
 def read_images(path: str | None, prompts: int) -> list[Path] | None:
-    """Read a file of paths of pictures, one a line, as many as there are prompts; None: there is no file.
+    """Read a file of paths of pictures, one a line, one for each prompt; None: there is no file.
 
     Raises:
-        ConfigError: their number is another one, or a picture isn't there.
+        ConfigError: their number differs, or a picture doesn't exist.
     """
     if path is None:
         return None
@@ -85,13 +85,13 @@ def read_images(path: str | None, prompts: int) -> list[Path] | None:
     return found
 
 
-def sampling_options(flags: InferenceFlags, said: SamplingKeys) -> SamplingOptions:
-    """What flags and model.json say about sampling; flags go first.
+def sampling_options(flags: InferenceFlags, keys: SamplingKeys) -> SamplingOptions:
+    """Return the sampling options of flags and model.json; flags have precedence.
 
     Raises:
-        ConfigError: nothing says the size.
+        ConfigError: neither has the size.
     """
-    of_pipeline, of_diffusion = said.pipeline_config, said.diffusion
+    of_pipeline, of_diffusion = keys.pipeline_config, keys.diffusion
     size = flags.size or of_pipeline.input_size
     if size is None or len(size) != 3:
         found = " ".join(map(str, size)) if size else "nothing"
@@ -111,7 +111,7 @@ def sampling_options(flags: InferenceFlags, said: SamplingKeys) -> SamplingOptio
 
 
 def needed(value: str | None, flag: str, what: str) -> str:
-    """Return a value that has to be given; `flag` and `what` are for the message."""
+    """Return a required value; `flag` and `what` are for the message where it is missing."""
     if not value:
         raise ConfigError(f"{flag} is missing: {what}")
     return value

@@ -1,4 +1,4 @@
-"""Files of samples: pictures and videos that are whole or not there, and what is known about each."""
+"""Files of samples: pictures and videos, written atomically, and the record of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _RECORDS = ".samples"
 SAMPLES = "samples.jsonl"
-# what may differ between two runs that make the same samples
+# keys of a record that may differ between two runs with the same samples
 _OF_THE_RUN = ("seconds",)
 
 
@@ -33,23 +33,23 @@ def file_name(index: int, sample: int, frames: int) -> str:
 class SampleFolder:
     """A folder of samples; several processes may write into it at a time, each its own samples.
 
-    A sample is there when its file and, written after it, its record are.
+    A sample exists when its file and, written after it, its record do.
     """
 
     root: Path
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """What is known about a sample; None: it isn't there."""
+        """Return the record of a sample; None: it doesn't exist."""
         path = self.root / _RECORDS / f"{name}.json"
         if not path.is_file() or not (self.root / name).is_file():
             return None
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def is_there(self, wanted: Mapping[str, Any]) -> bool:
-        """Whether a sample is there, made in the way that `wanted` (a record) says.
+    def exists(self, wanted: Mapping[str, Any]) -> bool:
+        """Whether a sample exists that was generated with the settings of `wanted` (a record).
 
         Raises:
-            ConfigError: one of its name is there, made otherwise.
+            ConfigError: one of its name exists, generated with other settings.
         """
         found = self.record(wanted["file"])
         if found is None:
@@ -68,8 +68,8 @@ class SampleFolder:
 
         Args:
             frames: [frames, height, width, 3] uint8.
-            record: of it; `file` is its name.
-            fps: of videos.
+            record: its record; `file` is its name.
+            fps: frame rate of videos.
         """
         (self.root / _RECORDS).mkdir(parents=True, exist_ok=True)
         path = self.root / record["file"]
@@ -80,7 +80,7 @@ class SampleFolder:
         replace_file(self.root / _RECORDS / f"{path.name}.json", json.dumps(dict(record), ensure_ascii=False))
 
     def write_index(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Write samples.jsonl, a line for each sample that is there, in the order of `names`; return the lines."""
+        """Write samples.jsonl, a line for each existing sample, in the order of `names`; return the lines."""
         records = [record for name in names if (record := self.record(name)) is not None]
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         replace_file(self.root / SAMPLES, "".join(lines))
@@ -92,12 +92,12 @@ def save_picture(picture: np.ndarray | Image.Image, path: Path) -> None:
     from PIL import Image
 
     image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-    _whole(path, lambda working: image.save(working, format="png"))
+    _write_atomically(path, lambda working: image.save(working, format="png"))
 
 
 def save_video(frames: np.ndarray, path: Path, fps: int) -> None:
     """Write [frames, height, width, 3] uint8 as mp4 (H.264; 4:2:0, or 4:4:4 where a side is odd)."""
-    _whole(path, lambda working: _encode(frames, working, fps))
+    _write_atomically(path, lambda working: _encode(frames, working, fps))
 
 
 def _encode(frames: np.ndarray, path: Path, fps: int) -> None:
@@ -116,7 +116,7 @@ def _encode(frames: np.ndarray, path: Path, fps: int) -> None:
             container.mux(packet)
 
 
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+def _write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     working = working_file(path)
     try:
         write(working)
@@ -130,7 +130,7 @@ def read_frames(path: Path, at: Sequence[float] | None = None) -> list[np.ndarra
     """Read a picture or a video: [height, width, 3] uint8 of each frame.
 
     Args:
-        at: shares of the length, 0 … 1: only the frames there; None: all.
+        at: shares of the length, 0 … 1, of the frames to return; None: all.
     """
     if path.suffix == ".mp4":
         require_extra("video", f"{path}: a video")

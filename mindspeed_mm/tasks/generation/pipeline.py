@@ -1,4 +1,4 @@
-"""From a description and weights to diffusers' pipeline of a family."""
+"""Build diffusers' pipeline of a family from a description and weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _WAN_MULTIPLE = 16  # Wan's pipelines take no other sizes of pictures that they 
 
 @dataclass(frozen=True)
 class GenerationPipeline:
-    """diffusers' pipeline, and what has to be known about it.
+    """diffusers' pipeline, with the facts that sampling needs.
 
     Attributes:
         pipeline: the diffusers pipeline, on the device.
-        rule: frames and sides that it can make.
+        rule: frames and sides that it can generate.
         needs_image: whether it begins with a picture.
         latent_channels: channels of the noise.
         max_length: longest prompt in tokens; None: the pipeline's own.
@@ -67,7 +67,7 @@ def build_pipeline(
     low_noise_predictor: str | Path | None = None,
     cpu_offload: bool | None = None,
 ) -> GenerationPipeline:
-    """Put a model's weights, its frozen parts and a sampler together.
+    """Build the pipeline of a model's weights, its frozen parts and a sampler.
 
     Args:
         config: model.json.
@@ -77,10 +77,10 @@ def build_pipeline(
         dtype: of the predictor (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
         sampler, shift: see `build_sampler`; None: model.json's.
         low_noise_predictor: weights of a second expert; None: model.json's, if any.
-        cpu_offload: parts wait on the host; None: model.json's.
+        cpu_offload: parts stay on the host while they aren't used; None: model.json's.
 
     Raises:
-        ConfigError: what model.json describes doesn't fit together.
+        ConfigError: the parts of model.json don't fit together.
         CheckpointError: weights are missing or don't fit.
     """
     import diffusers
@@ -134,10 +134,10 @@ def open_pipeline(
     shift: float | None = None,
     cpu_offload: bool | None = None,
 ) -> GenerationPipeline:
-    """Open the directory of a whole pipeline, such as a run's export; arguments as `build_pipeline`'s.
+    """Open the directory of a whole pipeline, such as a run's export; the arguments are those of `build_pipeline`.
 
     Raises:
-        CheckpointError: it is none, or can't be loaded.
+        CheckpointError: it is no pipeline, or can't be loaded.
     """
     import diffusers
 
@@ -169,24 +169,24 @@ def open_pipeline(
     )
 
 
-def _dtype(said: str | None) -> torch.dtype:
-    if said is None:
-        said = "fp32" if accelerator.current().is_host else "bf16"
-    made = to_torch_dtype(SHORT_DTYPE_NAMES.get(said, said))
-    assert made is not None
-    return made
+def _dtype(name: str | None) -> torch.dtype:
+    if name is None:
+        name = "fp32" if accelerator.current().is_host else "bf16"
+    dtype = to_torch_dtype(SHORT_DTYPE_NAMES.get(name, name))
+    assert dtype is not None
+    return dtype
 
 
 def _components(parts: FrozenParts, takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The frozen parts by the names of the pipeline's arguments; None for those it can do without."""
+    """The frozen parts by the names of the pipeline's arguments; None for missing ones that it requires by name."""
     assert parts.ae is not None and parts.captions is not None
-    made = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
-    made["vae"] = parts.ae.model
+    found = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
+    found["vae"] = parts.ae.model
     if parts.image_encoder is not None:
-        made["image_encoder"] = parts.image_encoder.model
-        made["image_processor"] = made["feature_extractor"] = parts.image_encoder.processor
+        found["image_encoder"] = parts.image_encoder.model
+        found["image_processor"] = found["feature_extractor"] = parts.image_encoder.processor
     required = [n for n, p in takes.items() if n != "self" and p.default is inspect.Parameter.empty]
-    return {**dict.fromkeys(required), **{name: part for name, part in made.items() if name in takes}}
+    return {**dict.fromkeys(required), **{name: part for name, part in found.items() if name in takes}}
 
 
 def _second_expert(
@@ -221,18 +221,18 @@ def _second_expert(
 
 
 def _normalise_as_trained(vae: ModelMixin, described: AeConfig) -> None:
-    """Let the pipeline undo what training did to latents, where model.json departs from the autoencoder's config."""
-    said = vae.config
-    factor = described.scaling_factor if described.scaling_factor is not None else said.get("scaling_factor")
-    shift = described.shift_factor if described.shift_factor is not None else said.get("shift_factor")
+    """Let the pipeline undo the normalisation of latents in training, where it differs from the VAE's config."""
+    current = vae.config
+    factor = described.scaling_factor if described.scaling_factor is not None else current.get("scaling_factor")
+    shift = described.shift_factor if described.shift_factor is not None else current.get("shift_factor")
     if not described.norm_latents:
         factor, shift = 1.0, 0.0
     changed = {"scaling_factor": factor, "shift_factor": shift}
-    if said.get("latents_mean") is not None and (not described.norm_latents or described.norm_mode == "shift_scale"):
-        channels = len(said["latents_mean"])
+    if current.get("latents_mean") is not None and (not described.norm_latents or described.norm_mode == "shift_scale"):
+        channels = len(current["latents_mean"])
         changed["latents_mean"] = [float(shift or 0.0)] * channels
         changed["latents_std"] = [1 / float(factor or 1.0)] * channels
-    changed = {name: value for name, value in changed.items() if name in said and said[name] != value}
+    changed = {name: value for name, value in changed.items() if name in current and current[name] != value}
     if changed:
         vae.register_to_config(**changed)
 
@@ -253,7 +253,7 @@ def _placed(pipeline: DiffusionPipeline, offload: bool) -> DiffusionPipeline:
 
 
 def _rule(rule: GenerationRule, pipeline: DiffusionPipeline) -> GenerationRule:
-    """The model's rule, and what its pipeline asks beyond it."""
+    """The model's rule, with the further limits of its pipeline."""
     if type(pipeline).__name__ != "WanImageToVideoPipeline" or rule.spatial_multiple % _WAN_MULTIPLE == 0:
         return rule
     return GenerationRule(rule.temporal_stride, _WAN_MULTIPLE, rule.temporal_patch, made_by=rule.made_by)

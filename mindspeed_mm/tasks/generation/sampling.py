@@ -1,4 +1,4 @@
-"""Samples of prompts, each from noise of its own."""
+"""Generate samples of prompts, each from noise of its own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.sample_random import generator, normals, sample_key
 
 _NOISE = "noise"
-_TAKES_LATENTS = ("WanPipeline",)  # its own check of sizes is narrower than what the model can make
+_TAKES_LATENTS = ("WanPipeline",)  # its check of sizes is stricter than the model requires
 
 
 @dataclass(frozen=True)
 class Request:
-    """A sample to be made.
+    """A sample to generate.
 
     Attributes:
-        prompt: what it shows.
+        prompt: its prompt.
         index: number of the prompt.
         sample: number of the sample among those of the prompt.
         image: its first frame (PIL), for models that begin with one.
@@ -38,14 +38,14 @@ class Request:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How samples are made.
+    """Options of sampling.
 
     Attributes:
         size: frames, height and width in pixels.
-        steps: of denoising; None: the pipeline's default.
+        steps: denoising steps; None: the pipeline's default.
         guidance: scale of classifier-free guidance, one for each expert; None: the pipeline's default.
-        negative_prompt: what guidance leads away from; None: the empty caption.
-        seed: of the noise.
+        negative_prompt: prompt from which guidance leads away; None: the empty caption.
+        seed: seed of the noise.
     """
 
     size: tuple[int, int, int]
@@ -56,7 +56,7 @@ class SamplingOptions:
 
 
 def check_size(size: Sequence[int], rule: GenerationRule, *, makes_videos: bool = True) -> None:
-    """Raise a ConfigError that names the nearest size, if a model can't make samples of this one."""
+    """Raise a ConfigError that names the nearest size, if a model can't generate samples of this one."""
     frames, height, width = size
     if not makes_videos and frames != 1:
         raise ConfigError(
@@ -73,37 +73,38 @@ def check_size(size: Sequence[int], rule: GenerationRule, *, makes_videos: bool 
     )
 
 
-def generate(made: GenerationPipeline, requests: Sequence[Request], options: SamplingOptions) -> list[np.ndarray]:
-    """Make samples, all at once.
+def generate(pipeline: GenerationPipeline, requests: Sequence[Request], options: SamplingOptions) -> list[np.ndarray]:
+    """Generate samples in one batch.
 
-    The noise of each comes from (seed, index, sample) alone: who else is in the batch doesn't change it.
+    The noise of each depends on (seed, index, sample) alone, not on the rest of the batch.
 
     Args:
-        made: of `build_pipeline` or `open_pipeline`.
-        requests: pipelines that begin with a picture take one request at a time.
+        pipeline: result of `build_pipeline` or `open_pipeline`.
+        requests: samples to generate; pipelines that begin with a picture take one at a time.
+        options: options of sampling.
 
     Returns:
-        of each request [frames, height, width, 3] uint8.
+        [frames, height, width, 3] uint8 of each request.
 
     Raises:
-        ConfigError: a size that the model can't make, a picture that is missing.
+        ConfigError: a size that the model can't generate, a picture that is missing.
     """
-    takes = inspect.signature(made.pipeline.__call__).parameters
-    check_size(options.size, made.rule, makes_videos="num_frames" in takes)
-    if made.needs_image:
-        return [_call(made, [request], options, takes)[0] for request in requests]
-    return list(_call(made, requests, options, takes)) if requests else []
+    takes = inspect.signature(pipeline.pipeline.__call__).parameters
+    check_size(options.size, pipeline.rule, makes_videos="num_frames" in takes)
+    if pipeline.needs_image:
+        return [_call(pipeline, [request], options, takes)[0] for request in requests]
+    return list(_call(pipeline, requests, options, takes)) if requests else []
 
 
-def default_steps_and_guidance(made: GenerationPipeline) -> tuple[int, float | None]:
-    """What the pipeline does where nothing is said."""
-    takes = inspect.signature(made.pipeline.__call__).parameters
-    guidance = takes.get(_guidance_name(made, takes))
+def default_steps_and_guidance(pipeline: GenerationPipeline) -> tuple[int, float | None]:
+    """Return the pipeline's own number of steps and scale of guidance."""
+    takes = inspect.signature(pipeline.pipeline.__call__).parameters
+    guidance = takes.get(_guidance_name(pipeline, takes))
     return takes["num_inference_steps"].default, guidance.default if guidance is not None else None
 
 
 def _call(
-    made: GenerationPipeline,
+    pipeline: GenerationPipeline,
     requests: Sequence[Request],
     options: SamplingOptions,
     takes: Mapping[str, inspect.Parameter],
@@ -118,57 +119,57 @@ def _call(
         "num_frames": frames,
         "generator": [generator(key, _NOISE) for key in keys],
         "output_type": "np",
-        "max_sequence_length": made.max_length,
+        "max_sequence_length": pipeline.max_length,
         "num_inference_steps": options.steps,
-        **_guidance(made, options.guidance, takes),
+        **_guidance(pipeline, options.guidance, takes),
     }
-    if type(made.pipeline).__name__ in _TAKES_LATENTS:
-        asked |= _latents(made, keys, options.size)
-    elif type(made.pipeline).__name__.startswith("Wan") and made.rule.temporal_stride == 1:
+    if type(pipeline.pipeline).__name__ in _TAKES_LATENTS:
+        asked |= _latents(pipeline, keys, options.size)
+    elif type(pipeline.pipeline).__name__.startswith("Wan") and pipeline.rule.temporal_stride == 1:
         asked["num_frames"] = frames - 1  # which it rounds up
-    if made.needs_image:
+    if pipeline.needs_image:
         if requests[0].image is None:
             raise ConfigError("this model begins with a picture; give --images, one path a line beside each prompt")
         asked["image"] = requests[0].image
     with torch.no_grad():
-        result = made.pipeline(**{k: v for k, v in asked.items() if k in takes and v is not None})
+        result = pipeline.pipeline(**{k: v for k, v in asked.items() if k in takes and v is not None})
     values = np.asarray(result.frames if hasattr(result, "frames") else result.images)
     values = values if values.ndim == 5 else values[:, None]
     return (values.clip(0, 1) * 255).round().astype(np.uint8)
 
 
-def _latents(made: GenerationPipeline, keys: Sequence[int], size: tuple[int, int, int]) -> dict[str, Any]:
-    """Noise of the very shape, beside sizes that the pipeline's own check lets through."""
+def _latents(pipeline: GenerationPipeline, keys: Sequence[int], size: tuple[int, int, int]) -> dict[str, Any]:
+    """Noise of the exact shape, with sizes that pass the pipeline's own check."""
     frames, height, width = size
-    spatial = made.pipeline.vae_scale_factor_spatial
-    shape = ((frames - 1) // made.rule.temporal_stride + 1, height // spatial, width // spatial)
+    spatial = pipeline.pipeline.vae_scale_factor_spatial
+    shape = ((frames - 1) // pipeline.rule.temporal_stride + 1, height // spatial, width // spatial)
     rounded = {name: -(-side // 16) * 16 for name, side in (("height", height), ("width", width))}
-    return {"latents": normals(keys, _NOISE, (made.latent_channels, *shape)), **rounded}
+    return {"latents": normals(keys, _NOISE, (pipeline.latent_channels, *shape)), **rounded}
 
 
-def _guidance_name(made: GenerationPipeline, takes: Mapping[str, inspect.Parameter]) -> str:
-    """The argument that is classifier-free guidance: guidance_scale is an embedding's value in distilled models."""
-    structure = made.pipeline.transformer.config
+def _guidance_name(pipeline: GenerationPipeline, takes: Mapping[str, inspect.Parameter]) -> str:
+    """Name of the argument of classifier-free guidance: in distilled models guidance_scale is an embedding's value."""
+    structure = pipeline.pipeline.transformer.config
     distilled = structure.get("guidance_embeds")
     return "true_cfg_scale" if "true_cfg_scale" in takes and not distilled else "guidance_scale"
 
 
 def _guidance(
-    made: GenerationPipeline, scales: tuple[float, ...] | None, takes: Mapping[str, inspect.Parameter]
+    pipeline: GenerationPipeline, scales: tuple[float, ...] | None, takes: Mapping[str, inspect.Parameter]
 ) -> dict[str, Any]:
     if scales is None:
         return {}
-    if "guidance_scale" not in takes and getattr(made.pipeline, "guider", None) is not None:
-        made.pipeline.guider = made.pipeline.guider.new(guidance_scale=scales[0])
+    if "guidance_scale" not in takes and getattr(pipeline.pipeline, "guider", None) is not None:
+        pipeline.pipeline.guider = pipeline.pipeline.guider.new(guidance_scale=scales[0])
         return {}
-    chosen = {_guidance_name(made, takes): scales[0]}
+    chosen = {_guidance_name(pipeline, takes): scales[0]}
     if len(scales) > 1:
-        if len(scales) > 2 or getattr(made.pipeline, "transformer_2", None) is None:
+        if len(scales) > 2 or getattr(pipeline.pipeline, "transformer_2", None) is None:
             raise ConfigError(
                 f"guidance_scale holds {len(scales)} values ({', '.join(f'{s:g}' for s in scales)}); expected one"
                 + (
                     " or two"
-                    if getattr(made.pipeline, "transformer_2", None) is not None
+                    if getattr(pipeline.pipeline, "transformer_2", None) is not None
                     else ", as there is one expert"
                 )
             )

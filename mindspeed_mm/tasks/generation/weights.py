@@ -1,4 +1,4 @@
-"""A predictor in one piece, from a run's checkpoint or from a diffusers directory."""
+"""Load an unsharded predictor from a run's checkpoint or a diffusers directory."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ _AVERAGE = "ema."
 
 
 class AveragedWeights(DcpWeights):
-    """The tensors of a checkpoint, averaged ones in the place of trained ones; what is not averaged was not trained."""
+    """The tensors of a checkpoint, averaged ones in place of trained ones; tensors without averages weren't trained."""
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
-        made = super().tensors()
+        tensors = super().tensors()
         for name in self.reader.tensors:
             if name.startswith(_AVERAGE):
                 key = "model." + name.removeprefix(_AVERAGE)
-                made[key] = leaf(name, self.reader.shape(name), self.reader.dtype(name), self._read, keeps_dtype=True)
-        return made
+                tensors[key] = leaf(
+                    name, self.reader.shape(name), self.reader.dtype(name), self._read, keeps_dtype=True
+                )
+        return tensors
 
 
 def locate_weights(place: str | Path, class_name: str, step: int | None = None) -> Path:
-    """Find the folder that holds a predictor's weights.
+    """Find the folder of a predictor's weights.
 
     Args:
         place: a run folder, a checkpoint in it, the directory of a whole pipeline, or that of a transformer.
         class_name: diffusers class of the predictor.
-        step: iteration of a run folder; None: what its tracker names.
+        step: iteration of a run folder; None: the one in its tracker.
 
     Raises:
         CheckpointError: there are none.
@@ -72,8 +74,8 @@ def open_predictor_weights(directory: Path, ema: bool | None) -> WeightSource:
     """Open a folder's weights.
 
     Args:
-        directory: of `locate_weights`.
-        ema: True: averaged ones, False: trained ones, None: averaged ones if the checkpoint holds any.
+        directory: result of `locate_weights`.
+        ema: True: averaged weights, False: trained ones, None: averaged ones if the checkpoint has any.
 
     Raises:
         CheckpointError: there are no averaged ones.
@@ -103,13 +105,13 @@ def load_predictor(
     step: int | None = None,
     ema: bool | None = None,
 ) -> tuple[Any, str]:
-    """Build a predictor on the host and fill it.
+    """Build a predictor on the host and load its weights.
 
     Args:
         class_name: diffusers class.
         structure: its configuration.
         place, step: see `locate_weights`.
-        dtype: of its parameters, but for those that diffusers keeps in float32.
+        dtype: dtype of its parameters, except for those that diffusers keeps in float32.
         ema: see `open_predictor_weights`.
 
     Returns:
@@ -120,7 +122,7 @@ def load_predictor(
     directory = locate_weights(place, class_name, step)
     source = open_predictor_weights(directory, ema)
     model = build_on_meta(getattr(diffusers, class_name), structure)
-    _give_storage(model, dtype)
+    _allocate(model, dtype)
     load_weights(model, source)
     model.requires_grad_(False)
     words = f"{directory}" + (" (averaged)" if isinstance(source, AveragedWeights) else "")
@@ -128,8 +130,8 @@ def load_predictor(
     return model.eval(), words
 
 
-def _give_storage(model: nn.Module, dtype: torch.dtype) -> None:
-    """Empty parameters on the host, of the dtypes that diffusers' own loading gives them; buffers stay as they are."""
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    """Allocate parameters on the host, in the dtypes of diffusers' own loading; buffers are unchanged."""
     in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules():
         for name, param in module._parameters.items():

@@ -1,1 +1,1 @@
-"""Recipes of training: what the entry scripts train, and how they start."""
+"""The recipes of the entry scripts, and their start."""

@@ -1,4 +1,4 @@
-"""Training of models that make images or videos.
+"""Training of models that generate images or videos.
 
 The callbacks import what they need when they are called, so that a launch is described before torch is imported.
 """
@@ -36,17 +36,17 @@ def _data_config(run: Run) -> GenerationDataConfig:
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> dict[str, Any]:
-    """Take the next micro-batch; the frozen parts have made latents and text states of it."""
+    """Return the next micro-batch, which the frozen parts have encoded to latents and text states."""
     return model.next_batch(data_iterator)
 
 
 def loss_func(output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """(sum over samples, number of samples, metrics)."""
+    """Return (sum over samples, number of samples, metrics)."""
     return output["loss"], output["denominator"], output["metrics"]
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> tuple[Any, Callable[..., Any]]:
-    """Forward pass of one micro-batch."""
+    """Run the forward pass of one micro-batch."""
     return model(**get_batch(data_iterator, model)), loss_func
 
 

@@ -50,7 +50,7 @@ def transformers_model_provider(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
-    """Take the next micro-batch; what depends on lengths and positions is found on the host, before it is moved."""
+    """Return the next micro-batch; values from lengths and positions are computed on the host, before it is moved."""
     from mindspeed_mm import accelerator
     from mindspeed_mm.data.counting import drop_host_fields
     from mindspeed_mm.models.common.module import unwrap_model
@@ -62,14 +62,14 @@ def get_batch(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> dict
 
 
 def loss_func(output: dict[str, Any]) -> tuple[Any, ...]:
-    """(sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
+    """Return (sum, denominator, metrics), or (mean, metrics) for the loss types that are means of micro-batches."""
     if output["denominator"] is None:
         return output["loss"], output["metrics"]
     return output["loss"], output["denominator"], output["metrics"]
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    """Forward pass of one micro-batch; pipeline stages before the last return what the next one takes."""
+    """Run the forward pass of one micro-batch; pipeline stages before the last return the input of the next one."""
     return model(**get_batch(data_iterator, model)), loss_func
 
 

@@ -1,4 +1,4 @@
-"""How an entry script starts: describe the run, and only then import torch and train."""
+"""Start of the entry scripts: describe the run, and only then import torch and train."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def start(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     """Train what the command line and its files describe.
 
     Args:
-        recipe: what the script trains.
+        recipe: the kind of training.
         argv: the words after the script's name; None: those of this process.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if asks_for_dry_run(words):
         sys.exit(dry_run(recipe, words))
     with described(recipe, words) as (run, stop):
-        from mindspeed_mm.training import train_run  # imports torch: a mistake in the launch is told before
+        from mindspeed_mm.training import train_run  # imports torch: mistakes in the launch are reported before
 
         train_run(run, recipe, stop)

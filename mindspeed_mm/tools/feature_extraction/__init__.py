@@ -1,1 +1,1 @@
-"""Latents, text states and conditions of a data set, made once before training."""
+"""Compute latents, text states and conditions of a data set once before training."""

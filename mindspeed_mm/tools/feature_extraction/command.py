@@ -1,4 +1,4 @@
-"""`mindspeed-mm data extract-features`: the flags, and what is opened of model.json and data.json."""
+"""`mindspeed-mm data extract-features`: its flags, and the model and data that they name."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def add_extraction_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None, *, script: str = "get_sora_feature.py", family: str | None = None) -> int:
-    """Extract features as published launch scripts ask for it: with flags of a training among the command's own.
+    """Extract features for published launch scripts, which pass flags of a training along with the command's own.
 
     Args:
         argv: words of the command line; None: those of this process.
         script: name of the entry script, for messages.
-        family: predictor of a model.json that describes none, as those of a family's own script do.
+        family: predictor of a model.json without one, for the scripts of a family.
 
     Returns:
         the exit status.
@@ -92,15 +92,15 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
     """Extract the features of a data set; several processes (torchrun) share the rows.
 
     Args:
-        options: what `add_extraction_arguments` declares.
-        family: predictor of a model.json that describes none.
+        options: flags of `add_extraction_arguments`.
+        family: predictor of a model.json without one.
 
     Returns:
         0.
 
     Raises:
-        ConfigError, DataError, CheckpointError: what can't be used, and what to write instead; features made
-            otherwise are in the folder already.
+        ConfigError, DataError, CheckpointError: something can't be used; or the folder has features of other
+            settings already.
     """
     require_extra("generation", "the extraction of features")
     from mindspeed_mm import accelerator
@@ -147,18 +147,18 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
 
 
 def _settle_predictor(model: ConfigReader, family: str, dataset_type: str) -> None:
-    """Name the predictor that features are made for, and its task, where model.json names neither."""
+    """Set the predictor of the features, and its task, where model.json names neither."""
     if any(model.get(key) is not None for key in ("predictor", "init_from_diffusers")):
         return
     model["predictor"] = {"model_id": family}
     if model.get("task") is None and dataset_type in ("t2v", "i2v"):
         model["task"] = dataset_type
-    said = f", and 'task' {model.get('task')}" if model.get("task") else ""
-    notice(f"{model.config_file}: 'predictor' is missing; features are made for '{family}'{said}")
+    task = f", and 'task' {model.get('task')}" if model.get("task") else ""
+    notice(f"{model.config_file}: 'predictor' is missing; features are made for '{family}'{task}")
 
 
 def _settle(options: argparse.Namespace) -> tuple[str, bool]:
-    """The folder of the features, and whether captions are encoded."""
+    """Return the folder of the features, and whether captions are encoded."""
     feature = SoraFeature()
     if options.mm_tool:
         content: Any = plain(read_json(options.mm_tool))

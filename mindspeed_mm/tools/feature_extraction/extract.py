@@ -1,4 +1,4 @@
-"""Walk through a data set once, encode it, and write what comes of it."""
+"""Encode every row of a data set once, and write the features."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MEGABYTE = 1 << 20
 
 
 def open_clips(config: GenerationDataConfig, rule: GenerationRule, validation: bool) -> ShapedDataset:
-    """Open the rows of data.json whose features are to be made; rows that can't be used are left out and counted.
+    """Open the rows of data.json to encode; rows that can't be used are left out and counted.
 
     Args:
         config: typed data.json.
-        rule: what the model asks of samples.
-        validation: the rows of `val_data_path`, as an evaluation sees them.
+        rule: the samples that the model takes.
+        validation: take the rows of `val_data_path`, as in an evaluation.
 
     Raises:
         ConfigError: data.json is of features already, or names no validation data.
@@ -57,22 +57,22 @@ def open_clips(config: GenerationDataConfig, rule: GenerationRule, validation: b
 
 
 class Extraction:
-    """Makes the features of this rank's share of the rows: rank r takes the rows r, r + ranks, …
+    """Computes the features of this rank's share of the rows: rank r takes the rows r, r + ranks, …
 
     Args:
         dataset: clips.
-        encoder: makes latents, text states and conditions.
+        encoder: computes latents, text states and conditions.
         output: folder of the features.
-        made_from: what decides them; see `FeatureWriter`.
-        rank, world_size: of this process, and how many share the rows.
+        made_from: the settings that decide them; see `FeatureWriter`.
+        rank, world_size: rank of this process, and number of processes that share the rows.
         needs_text: whether captions are encoded.
-        dtype: as_encoded, bf16 or fp32: of floating-point tensors but masks.
+        dtype: as_encoded, bf16 or fp32: dtype of floating-point tensors except masks.
         batch_size: samples that are encoded together.
         num_workers: processes that read clips.
-        shard_bytes: features are durable when so many have been made.
+        shard_bytes: size after which features are written durably.
 
     Raises:
-        ConfigError: the folder holds features that were made otherwise.
+        ConfigError: the folder has features of other settings.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Extraction:
         self._bytes = self._made = 0
 
     def run(self) -> None:
-        """Make what isn't there yet.
+        """Compute the missing features.
 
         Raises:
-            DataError: a row can't be used, and `on_bad_sample` is raise; something went wrong while one was read.
+            DataError: a row can't be used, and `on_bad_sample` is raise; or reading one failed.
         """
         rows = self._writer.rows(len(self._dataset))
         share = len(range(self._rank, len(self._dataset), self._world_size))
@@ -111,7 +111,7 @@ class Extraction:
         waiting: dict[int, list[dict[str, Any]]] = {}
         with self._writer as writer, ExtractionProgress("features", len(rows), shown=self._rank == 0) as progress:
             if self._needs_text and self._rank == 0:
-                # as many at once as other captions: kernels may round otherwise for one than for several
+                # in batches of the same size as other captions: kernels may round differently for one than for several
                 states = self._encoder.encode_captions([""] * self._batch_size)
                 empty = {f"text.{name}": self._kept(name, value[0]) for name, value in states.items()}
                 if problem := not_finite(empty):
@@ -146,9 +146,9 @@ class Extraction:
 
     def _write(self, samples: Sequence[dict[str, Any]]) -> None:
         batch = self._dataset.collate_fn(list(samples))
-        made = self._encoder.encode_clips(batch)
-        tensors = {name: made[name] for name in ("latents", "latents_std") if made[name] is not None}
-        tensors |= {f"cond.{name}": value for name, value in made["conditions"].items()}
+        encoded = self._encoder.encode_clips(batch)
+        tensors = {name: encoded[name] for name in ("latents", "latents_std") if encoded[name] is not None}
+        tensors |= {f"cond.{name}": value for name, value in encoded["conditions"].items()}
         if self._needs_text:
             states = self._encoder.encode_captions(batch["captions"])
             tensors |= {f"text.{name}": value for name, value in states.items()}
@@ -164,14 +164,14 @@ class Extraction:
             self._made += 1
 
     def _judge(self, note: str) -> None:
-        """Leave a row out whose features are no numbers, or end, as data.json says of rows that can't be used."""
+        """Leave out a row with features that aren't finite, or raise, as data.json asks for rows that can't be used."""
         note += "; encoders of another dtype (ae.dtype, text_encoder.dtype in model.json) may give numbers"
         if self._dataset.dataset_param.basic_parameters.on_bad_sample == "raise":
             raise DataError(note)
         self._leave_out({"fault": "features aren't finite", "note": note})
 
     def _kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A tensor on the host, in the dtype that it is kept in."""
+        """Return a tensor on the host, in the dtype of the features."""
         converts = self._dtype is not None and value.is_floating_point() and not name.endswith("mask")
         return value.detach().to("cpu", self._dtype if converts else None)
 
@@ -196,7 +196,7 @@ class Extraction:
 
 
 class _Rows(Dataset):
-    """Rows as workers read them, each with its bucket; errors are values, as exceptions of workers lose their type."""
+    """Rows with their buckets, for workers; errors are values, as exceptions of workers lose their type."""
 
     def __init__(self, dataset: ShapedDataset, rows: Sequence[int]) -> None:
         self._dataset, self._rows = dataset, rows

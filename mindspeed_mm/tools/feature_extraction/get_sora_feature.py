@@ -1,4 +1,4 @@
-"""The place where launch scripts expect the extraction of features: `torchrun … get_sora_feature.py --mm-model … `."""
+"""The extraction of features at the path of published launch scripts: `torchrun … get_sora_feature.py --mm-model …`."""
 
 import sys
 

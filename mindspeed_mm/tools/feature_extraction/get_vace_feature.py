@@ -1,4 +1,4 @@
-"""The place where VACE's launch scripts expect the extraction of features; their kind of data is refused so far."""
+"""The extraction of features at the path that VACE's launch scripts call; their kind of data is refused so far."""
 
 import sys
 

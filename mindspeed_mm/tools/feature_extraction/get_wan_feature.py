@@ -1,4 +1,4 @@
-"""The place where Wan's launch scripts expect the extraction of features: as get_sora_feature.py, for models of Wan."""
+"""The extraction of features at the path that Wan's launch scripts call: get_sora_feature.py for models of Wan."""
 
 import sys
 

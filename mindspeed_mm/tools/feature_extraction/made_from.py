@@ -1,4 +1,4 @@
-"""What features are made from: two runs of the extraction into one folder must agree on it."""
+"""The settings that decide features: two runs of the extraction into one folder must agree on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
 from mindspeed_mm.models.predictor.family import PredictorFamily
 
-#: preprocess_parameters that are of use when features are read, or change nothing
+#: preprocess_parameters that apply when features are read, or have no influence
 _LATER = ("cfg", "media_timeout", "media_max_pixels", "trust_remote_code")
 _MOST_ENCODERS = 3  # of a pipeline whose model.json names none
 _WEIGHTS = (".safetensors", ".bin", ".model", ".json", ".txt")
@@ -29,9 +29,9 @@ def made_from(
     options: argparse.Namespace,
     needs_text: bool,
 ) -> dict[str, Any]:
-    """Describe where features come from: dotted names → JSON values.
+    """Describe the settings that decide features: dotted names → JSON values.
 
-    Directories are told apart by their configuration and by the sizes of their files, not by their names: a folder that
+    Directories are identified by their configuration and the sizes of their files, not by their names: a folder that
     was moved is the same.
     """
     whole = model.init_from_diffusers
@@ -63,14 +63,14 @@ def made_from(
 
 
 def _structure(ae: AeConfig | None) -> dict[str, Any]:
-    """What model.json says of the structure of an autoencoder whose weights are a file by themselves."""
+    """The structure in model.json of an autoencoder whose weights are a single file."""
     if ae is None or ae.from_pretrained is None or not is_lone_file(Path(ae.from_pretrained)):
         return {}
     return {"structure": ae.structure or None}
 
 
 def _flat(described: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """One key for each value, so that the one that differs can be named."""
+    """Flatten to one key for each value, so that a differing one can be named."""
     flat: dict[str, Any] = {}
     for key, value in described.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
@@ -96,8 +96,8 @@ def _paths(data: GenerationDataConfig, options: argparse.Namespace) -> list[str]
     return list(basic.val_data_path or []) if options.validation else list(basic.data_path)
 
 
-def _first(said: str | None, whole: str | None, name: str) -> str | None:
-    return said or (f"{whole}/{name}" if whole else None)
+def _first(own: str | None, whole: str | None, name: str) -> str | None:
+    return own or (f"{whole}/{name}" if whole else None)
 
 
 def _files(directory: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""How far a long walk has come: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of the extraction: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ExtractionProgress:
     """Counts rows.
 
     Args:
-        what: is made of them.
-        total: rows.
-        shown: False: nothing is said (of ranks other than the first).
+        what: name of the results.
+        total: number of rows.
+        shown: False: nothing is shown (on ranks other than the first).
     """
 
     def __init__(self, what: str, total: int, *, shown: bool) -> None:
@@ -26,7 +26,7 @@ class ExtractionProgress:
         console = Console(stderr=True)
         self._what, self._total, self._shown = what, total, shown
         self._done, self._started = 0, time.perf_counter()
-        self._said = self._started
+        self._logged = self._started
         self._on_terminal = console.is_terminal
         columns = (*Bar.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Bar(*columns, console=console)
@@ -41,12 +41,12 @@ class ExtractionProgress:
         self._bar.stop()
 
     def advance(self) -> None:
-        """One row more."""
+        """Count one row."""
         self._done += 1
         self._bar.advance(self._task)
         now = time.perf_counter()
-        if self._shown and not self._on_terminal and now - self._said > _SECONDS:
-            self._said = now
+        if self._shown and not self._on_terminal and now - self._logged > _SECONDS:
+            self._logged = now
             rate = self._done / (now - self._started)
             left = (self._total - self._done) / rate / 60
             logger.info(f"{self._what}: {self._done} of {self._total} rows, {rate:.2f} rows/s, {left:.0f} minutes left")

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_mm.launch import errors_as_sentences
 from mindspeed_mm.utils.errors import DataError
-from mindspeed_mm.utils.first_failure import claim, said, tell
+from mindspeed_mm.utils.first_failure import claim, first_report, report_failure
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_first_rank_tells_all_the_others_point(as_rank, capfd: pytest.CaptureFixture[str]) -> None:
     report = as_rank(2)
-    assert said() is None and tell("DataError: row 3 \udc80")
+    assert first_report() is None and report_failure("DataError: row 3 \udc80")
     assert json.loads(report.read_text())["message"]["message"] == "DataError: row 3 \\udc80"
     as_rank(0)
-    assert not tell("DataError: row 3 \udc80")
+    assert not report_failure("DataError: row 3 \udc80")
     report = as_rank(1)
-    assert not tell("RuntimeError: Connection\nclosed by peer" + "." * 900)
+    assert not report_failure("RuntimeError: Connection\nclosed by peer" + "." * 900)
     assert json.loads(report.read_text())["message"]["message"] == "rank 2: DataError: row 3 \\udc80"
     errors = capfd.readouterr().err
     assert errors.startswith(
@@ -47,7 +47,7 @@ def test_without_a_launcher_or_its_folder_each_tells(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     assert claim("a") is None and claim("b") is None
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
-    assert tell("a") and tell("b")
+    assert report_failure("a") and report_failure("b")
     assert capfd.readouterr().err == "\na\n\nb\n"
 
 
