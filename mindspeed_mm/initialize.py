@@ -17,7 +17,7 @@ from mindspeed_mm.utils.log import notice
 
 
 def prepare_process(run: Run) -> None:
-    """Log which settings of the environment hurt, seed, and set the switches that hold for the whole process."""
+    """Log harmful settings of the environment, seed all generators, and set the switches of the whole process."""
     for sentence in harmful_settings(
         accelerator.current().name,
         backend=run.parallel.backend,
@@ -35,7 +35,7 @@ def prepare_process(run: Run) -> None:
 
 
 def create_backend(run: Run) -> Backend:
-    """Return the backend that the run asks for."""
+    """Build the backend of a run."""
     if run.uses_fsdp2:
         return FSDP2Backend()
     accelerator.prepare_megatron()  # before megatron is imported for the first time

@@ -1,4 +1,4 @@
-"""From a launch command to a described run, and from an error to a sentence; nothing here imports torch."""
+"""From a launch command to a described run, and from an error to a message; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from mindspeed_mm.utils.interrupted import SENTENCE
 
 @contextmanager
 def described(recipe: Recipe, argv: Sequence[str] | None = None) -> Iterator[tuple[Run, StopSignal]]:
-    """Describe a run, and train it inside: errors end the process with a sentence, signals as `StopSignal` says.
+    """Describe a run for the `with` block that trains it; errors end the process with one message, signals as
+    `StopSignal` documents.
 
     Args:
         recipe: what the script trains.
@@ -38,10 +39,10 @@ def described(recipe: Recipe, argv: Sequence[str] | None = None) -> Iterator[tup
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Turn what ends the run into words from one rank, and the exit status.
+    """Turn whatever ends the run into a message of one rank and the exit status.
 
-    An MMError is printed without a traceback, left to the launcher's summary, and ends the process with status 1; a
-    signal before the first step, or Ctrl-C, with one line and 128 + its number. Any other exception goes on as it is,
+    An MMError is printed without a traceback, shown in the launcher's summary, and ends the process with status 1; a
+    signal before the first step, or Ctrl-C, with one line and 128 + its number. Any other exception is raised as it is,
     unless another rank of this machine has failed before: one line then says what happened here, as it probably
     followed from that.
     """
@@ -72,6 +73,6 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def _outlive_peers() -> None:
-    """Let this process finish its sentence: torchrun ends it as soon as another rank has failed."""
+    """Let this process print its message: torchrun terminates it as soon as another rank has failed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """The device this process computes on, behind one small interface.
 
-The only room that names device types and collective backends, imports a vendor's package or patches a
-foreign symbol. Everything else asks `current()`.
+The only package that names device types and collective backends, imports a vendor's package or patches a library's
+symbols. Everything else calls `current()`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def current() -> Accelerator:
 
 
 def prepare_megatron() -> None:
-    """Make this process fit for megatron-core on its device; before the first import of megatron.
+    """Prepare this process for megatron-core on its device, before the first import of megatron.
 
     On Ascend MindSpeed's adaptor is imported, on the host `torch.cuda` gets CPU meanings, CUDA needs nothing; then,
-    wherever Transformer Engine is missing, what megatron-core lacks without it is mended.
+    where Transformer Engine is missing, what megatron-core lacks without it is patched.
 
     Raises:
         ConfigError: megatron was imported before, or MindSpeed is not installed on Ascend.

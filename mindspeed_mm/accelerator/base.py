@@ -1,4 +1,4 @@
-"""What every device offers to the rest of the framework."""
+"""The interface of every device to the rest of the framework."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ class Accelerator(ABC):
     name: str
     collective_backend: str
     is_host: bool = False
-    """Whether this is the host itself: no memory of its own, and no queue that works while the host goes on."""
+    """Whether this is the host itself: no memory of its own, and no asynchronous queue."""
     sum_dtype: torch.dtype = torch.float32
-    """Widest dtype in which this device sums a step's figures."""
+    """Widest dtype in which this device sums a step's metrics."""
 
     @abstractmethod
     def device(self) -> torch.device:
-        """The device of this process (chosen by LOCAL_RANK)."""
+        """Return the device of this process (chosen by LOCAL_RANK)."""
 
     @abstractmethod
     def memory_allocated(self) -> int:
-        """Bytes in use by tensors of this process now (CPU: resident set size)."""
+        """Return the bytes in use by tensors of this process now (CPU: resident set size)."""
 
     @abstractmethod
     def max_memory_allocated(self) -> int:
-        """Largest number of bytes in use so far (CPU: peak resident set size)."""
+        """Return the largest number of bytes in use so far (CPU: peak resident set size)."""
 
     def set_device(self) -> None:  # noqa: B027 (the host needs no binding)
         """Bind this process to its device."""
 
     def holds(self, where: torch.Tensor | torch.device) -> bool:
-        """Whether a tensor, or what is on a device, lies in this device's own memory: never on the host."""
+        """Whether a tensor, or data on a device, is in this device's own memory; always False on the host."""
         device = where.device if isinstance(where, torch.Tensor) else where
         return not self.is_host and device.type == self.name
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Host memory of a tensor's shape and dtype; pinned if this device holds the tensor, and can then fill it
-        by itself."""
+        """Return an empty host tensor of the shape and dtype of `like`; pinned if `like` is in this device's memory, so
+        that it can be filled asynchronously."""
         if self.holds(like):
             try:
                 return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
@@ -56,11 +56,11 @@ class Accelerator(ABC):
         return torch.empty(like.shape, dtype=like.dtype)
 
     def read_later(self, values: torch.Tensor) -> Callable[[], list[Any]]:
-        """Begin to copy a small tensor to the host, without waiting.
+        """Start copying a small tensor to the host, without waiting.
 
         Returns:
-            a function that waits for the copy, and for nothing that the device is given after this call, and returns
-            the values as `tolist` does.
+            a function that waits for the copy, but not for later work of the device, and returns the values as `tolist`
+            does.
         """
         copy = self.host_memory(values).copy_(values, non_blocking=True)
         if not self.holds(values):
@@ -74,22 +74,22 @@ class Accelerator(ABC):
         return read
 
     def record_event(self) -> Any:
-        """A mark at this point of the device's queue; its `synchronize()` waits until the device has come to it."""
+        """Record an event in the device's queue; its `synchronize()` waits until the device has reached it."""
         raise NotImplementedError(f"{self.name} has no queue")
 
     def synchronize(self) -> None:  # noqa: B027 (the host has no queue)
-        """Wait until the device has done all work handed to it."""
+        """Wait until the device has finished all queued work."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed the host's and the device's default generators."""
         torch.manual_seed(seed)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """Default generators' states, one uint8 tensor a device."""
+        """Return the default generators' states, one uint8 tensor for each kind of device."""
         return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `rng_state` returned; a state of another device kind is left alone."""
+        """Restore states that `rng_state` returned; that of another kind of device is ignored."""
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
 
@@ -98,7 +98,7 @@ class Accelerator(ABC):
         return True
 
     def why_no_attention(self, implementation: str) -> str | None:
-        """Why an attention implementation (by transformers' name) can't run here; None: it can."""
+        """Return why an attention implementation (by transformers' name) can't run here; None: it can."""
         if implementation in ("eager", "sdpa", "flex_attention"):
             return None
         if implementation not in self.attention_packages:
@@ -109,17 +109,17 @@ class Accelerator(ABC):
         return f"{package} is not installed"
 
     attention_packages: Mapping[str, str | None] = MappingProxyType({})
-    """Attention implementations beyond PyTorch's own → the package that they take (None: no further one)."""
+    """Attention implementations beyond PyTorch's own → the package that they need (None: no further one)."""
 
     def prepare_megatron(self) -> None:  # noqa: B027 (CUDA is what megatron-core is written for)
-        """Make this process fit for megatron-core on this kind of device, before its first import."""
+        """Prepare this process for megatron-core on this kind of device, before its first import."""
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
-        """Profiler activities of this device."""
+        """Return the profiler activities of this device."""
         return [torch.profiler.ProfilerActivity.CPU]
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Dense peak of this device in operations per second for bf16, fp16 or fp32; None: unknown.
+        """Return the dense peak of this device in operations per second for bf16, fp16 or fp32; None: unknown.
 
         MM_DEVICE_PEAK_TFLOPS in the environment overrides it (in 10^12 operations per second).
         """
@@ -135,14 +135,14 @@ class Accelerator(ABC):
     peaks: tuple[tuple[str, float, float], ...] = ()
 
     def model_name(self) -> str:
-        """The device's product name."""
+        """Return the device's product name."""
         return self.name
 
     def record_memory_history(self, stacks: str, max_entries: int | None) -> None:  # noqa: B027
         """Start recording the device allocator's events (tools.json: memory_profile)."""
 
     def dump_memory_snapshot(self, path: str) -> None:  # noqa: B027
-        """Write what was recorded to `path` and stop recording."""
+        """Write the recorded events to `path` and stop recording."""
 
     def resolve_backend(self, requested: str | None, needs_cpu_tensors: bool = False) -> str:
         """See `mindspeed_mm.accelerator.resolve_backend`."""

@@ -1,4 +1,4 @@
-"""Host processors: gloo, no queue, memory is the process's resident set."""
+"""The host's CPU: gloo, no queue; memory figures are the process's resident set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_mm.accelerator.base import Accelerator
 
 
 class CPUAccelerator(Accelerator):
-    """The machine's own processors."""
+    """The machine's CPU."""
 
     name = "cpu"
     collective_backend = "gloo"

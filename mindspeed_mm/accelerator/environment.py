@@ -1,6 +1,6 @@
 """Environment variables whose values are known to slow a run down, and what to write instead.
 
-The one list of them: `mindspeed-mm doctor` and the start of every run read it.
+`mindspeed-mm doctor` and the start of every run report them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _YES = ("1", "true", "yes", "on")
 
 
 class _Setting(NamedTuple):
-    """A variable that hurts whatever is trained.
+    """A variable that slows down any training.
 
     Attributes:
-        values: those that hurt, in lower case.
-        devices: where.
-        why: what comes of it and what to write instead; follows `NAME=value`.
+        values: the harmful ones, in lower case.
+        devices: kinds of devices on which it is harmful.
+        why: the consequence and what to write instead, after `NAME=value`.
     """
 
     name: str
@@ -42,7 +42,7 @@ _SETTINGS = (
         "TASK_QUEUE_ENABLE",
         ("0",),
         ("npu",),
-        "hands operators to the device from Python's own thread; export TASK_QUEUE_ENABLE=2",
+        "launches operators from Python's own thread; export TASK_QUEUE_ENABLE=2",
     ),
     _Setting(
         "PYTORCH_NO_CUDA_MEMORY_CACHING", _YES, ("cuda",), "asks the driver for the memory of every tensor; unset it"
@@ -75,7 +75,7 @@ def harmful_settings(
     cores: int | None = None,
     processes: int | None = None,
 ) -> list[str]:
-    """Return a sentence for each variable whose value hurts here.
+    """Return a sentence for each variable whose value is harmful here.
 
     Args:
         device: cpu, cuda or npu.
@@ -83,22 +83,22 @@ def harmful_settings(
         tensor_parallel_size: ranks that share a layer.
         environment: None: this process's.
         cores: of this machine; None: those that this process may use.
-        processes: of the launch on this machine; None: as many as the launcher says.
+        processes: of the launch on this machine; None: that of this process's launch.
     """
     found = os.environ if environment is None else environment
-    said = [_connections(found.get("CUDA_DEVICE_MAX_CONNECTIONS"), device, backend, tensor_parallel_size)]
+    sentences = [_connections(found.get("CUDA_DEVICE_MAX_CONNECTIONS"), device, backend, tensor_parallel_size)]
     for setting in _SETTINGS:
         value = found.get(setting.name, "")
         if device in setting.devices and value.strip().lower() in setting.values:
-            said.append(f"{setting.name}={value} {setting.why}")
+            sentences.append(f"{setting.name}={value} {setting.why}")
     if device == "cpu":
         processes = processes or this_launch().local_world_size
-        said.append(_threads(found.get("OMP_NUM_THREADS"), processes, cores or _usable_cores()))
-    return [sentence for sentence in said if sentence is not None]
+        sentences.append(_threads(found.get("OMP_NUM_THREADS"), processes, cores or _usable_cores()))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _connections(value: str | None, device: str, backend: str | None, tensor_parallel_size: int) -> str | None:
-    """The two backends want different values."""
+    """Check CUDA_DEVICE_MAX_CONNECTIONS, for which the two backends need different values."""
     if backend != "ptd" and value == "1":
         return (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps FSDP2 from overlapping communication with computation; export "
@@ -117,7 +117,7 @@ def _threads(word: str | None, processes: int, cores: int) -> str | None:
     if threads <= 1 or threads * processes <= cores:
         return None
     return (
-        f"OMP_NUM_THREADS={threads} in {processes} process(es) makes more threads than the {cores} cores of this "
+        f"OMP_NUM_THREADS={threads} in {processes} process(es) starts more threads than the {cores} cores of this "
         f"machine; export OMP_NUM_THREADS={max(1, cores // processes)}"
     )
 

@@ -1,6 +1,6 @@
-"""What megatron-core lacks wherever Transformer Engine and Apex are not installed, whatever the device.
+"""Patches for megatron-core where Transformer Engine and Apex are not installed, whatever the device.
 
-Kept apart from the CPU adaptor: a CUDA machine without these two libraries needs the same.
+Separate from the CPU adaptor, as a CUDA machine without these two libraries needs them as well.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def has_transformer_engine() -> bool:
 
 
 def apply_compatibility() -> None:
-    """Mend megatron-core 0.16 for a process without Transformer Engine; does nothing with it, and nothing twice."""
-    # that the two libraries are missing is known here, and needs no word from each of its modules
+    """Patch megatron-core 0.16 for a process without Transformer Engine, once; with it nothing is done."""
+    # megatron's modules each warn that the two libraries are missing, which is expected here
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if not has_transformer_engine():
@@ -36,10 +36,10 @@ def _apply() -> None:
 
     # torch.compile of small fusions: needs a C++ toolchain, warms up for seconds, and our specs use none of them
     jit.jit_fuser = lambda function: function
-    # the router names it also where its import failed (NameError)
+    # the router refers to it even where its import failed (NameError)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # split sizes become numbers only `if tensor.is_cuda`; c10d wants numbers everywhere
+    # split sizes become numbers only `if tensor.is_cuda`; c10d needs numbers everywhere
     for module in (moe_utils, token_dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             module.maybe_move_tensor_to_cpu = _as_numbers
@@ -62,7 +62,7 @@ def _as_numbers(tensor: object, as_numpy: bool = False, record_stream: bool = Fa
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with Apex's surface: `step` in the parameter group, exactly `exp_avg` and `exp_avg_sq` for a parameter.
 
-    The arithmetic is torch's own fused kernel's, so that both backends step alike.
+    The arithmetic is torch's own fused kernel's, so that both backends take the same steps.
 
     Attributes:
         found_inf: float scalar on the device; 1: the kernel leaves parameters and moments as they are, and `step` is

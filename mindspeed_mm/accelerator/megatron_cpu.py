@@ -1,7 +1,7 @@
-"""Let megatron-core run on the host: CPU meanings for the part of `torch.cuda` that it touches.
+"""Let megatron-core run on the host: CPU implementations of the part of `torch.cuda` that it uses.
 
-What `mindspeed.megatron_adaptor` is on Ascend, this is where neither an NPU nor a GPU is present. It must be applied
-before the first import of megatron (some names are imported by value), and never beside a real `torch.cuda`.
+It is the counterpart of `mindspeed.megatron_adaptor` for machines with neither an NPU nor a GPU. It must be applied
+before the first import of megatron (some names are imported by value), and never with a real `torch.cuda`.
 `torch.cuda.is_available()` stays False, so that every other library still sees a machine without an accelerator.
 
 Each patch names the megatron-core 0.16.1 code that needs it.
@@ -51,7 +51,7 @@ def apply_cpu_adaptor() -> None:
 
 
 class _Stream:
-    """Host operations are done when they return: every stream is the same one, and ordering needs nothing."""
+    """Host operations are complete when they return: all streams are equal, and ordering is implied."""
 
     device, device_index, device_type = _CPU, 0, "cpu"
     cuda_stream = stream_id = priority = 0
@@ -101,7 +101,7 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators[any index]`: the host's generator plays the device's."""
+    """`torch.cuda.default_generators[any index]`: the host's generator in place of the device's."""
 
     def __getitem__(self, index: int) -> torch.Generator:
         return torch.default_generator
@@ -151,7 +151,7 @@ def _patch_cuda_module() -> None:
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.default_generators = _Generators()
     # tensor_parallel/random.py imports _lazy_call by name: left alone, its callbacks would wait for a device for ever
-    # and the tracker would never restore a state, without a word
+    # and the tracker would silently never restore a state
     cuda._lazy_call = lambda callback, **kwargs: callback()
     cuda._lazy_init = lambda: None
     # timers, logging, utils.nvtx_range_push

@@ -1,18 +1,18 @@
-"""How flags fit together: each rule looks at all of them and returns sentences about what doesn't fit."""
+"""How flags fit together: each rule looks at all of them and returns a sentence for each problem."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
-from mindspeed_mm.configs.layout_rules import check_layout, say_layout_notices
+from mindspeed_mm.configs.layout_rules import check_layout, log_layout_notices
 from mindspeed_mm.configs.run_sections import ScheduleConfig
 from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
 
 
 def check_arguments(args: ParsedFlags) -> list[str]:
-    """Return what doesn't fit; say the notices that need more than one flag to be seen."""
+    """Return a sentence for each broken rule; without any, log the notices that depend on several flags."""
     problems = [
         *check_layout(args),
         *_check_batch(args),
@@ -22,7 +22,7 @@ def check_arguments(args: ParsedFlags) -> list[str]:
         *_check_saving(args),
     ]
     if not problems:
-        _say_notices(args)
+        _log_notices(args)
     return problems
 
 
@@ -111,8 +111,8 @@ def _check_saving(args: ParsedFlags) -> list[str]:
     return problems
 
 
-def _say_notices(args: ParsedFlags) -> None:
-    say_layout_notices(args)
+def _log_notices(args: ParsedFlags) -> None:
+    log_layout_notices(args)
     for name in ("save_interval", "save_epochs", "async_save", "overwrite", "log_row_ids"):
         if getattr(args, name) not in (None, False) and args.save is None:
             notice(f"--{name.replace('_', '-')} has no effect here: there is no --save to write to")

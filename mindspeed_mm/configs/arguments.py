@@ -1,7 +1,7 @@
 """From the words of a launch command to its flags: parsed, checked and settled.
 
-`parse_args` types the flags and tells what has no effect; `validate_args` checks how they fit together, once the number
-of processes is known; `resolve_train_iters` gives the length of the run, once the data set is known.
+`parse_args` types the flags and logs which have no effect; `validate_args` checks how they fit together, once the
+number of processes is known; `resolve_train_iters` gives the length of the run, once the data set is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.argument_rules import check_arguments, check_schedule, schedule_lengths
-from mindspeed_mm.configs.environment import say_environment
+from mindspeed_mm.configs.environment import log_environment_notices
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.from_yaml import TypedFlags, typed_flags
@@ -58,7 +58,7 @@ def parse_args(
 
     Args:
         argv: the words after the script's name; None = those of this process. The first may be the YAML file of a run;
-            flags after it go before what it says.
+            flags after it take precedence.
         extra_args_provider: adds a script's own flags: gets the parser, returns it.
         args_defaults: attribute → value that replaces the flag's default.
         required: attributes that must be given (a script with its own model and data needs fewer).
@@ -108,8 +108,8 @@ def parse_args(
     backend = backend_of(args)
     problems = _missing_flags(args, required, run) + _refused_flags(flags, given, backend, places, own_model)
     raise_all(problems + _missing_paths(flags, args, backend, places))
-    _say_no_effect(flags, given, backend, places)
-    say_environment()
+    _log_no_effect(flags, given, backend, places)
+    log_environment_notices()
     return args
 
 
@@ -191,7 +191,7 @@ def _settle_schedule(args: ParsedFlags, global_batch_size: int) -> None:
 
 
 def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> None:
-    """Let the file's values of a script's own flags be their defaults: what the command line says goes before."""
+    """Let the file's values of a script's own flags be their defaults: the command line takes precedence."""
     for action in parser._actions:
         if action.dest in described.values and action.default is not argparse.SUPPRESS:
             action.default, action.required = described.values[action.dest], False
@@ -245,8 +245,8 @@ def _missing_flags(args: ParsedFlags, required: Sequence[str], run: YamlRun | No
     if not lengths:
         missing.append("one of " + ", ".join(map(_spelled, _LENGTHS)))
     elif len(lengths) > 1:
-        said = " and ".join(f"{_spelled(name)} {getattr(args, name)}" for name in lengths)
-        problems.append(f"{said} are given; keep one of them")
+        given = " and ".join(f"{_spelled(name)} {getattr(args, name)}" for name in lengths)
+        problems.append(f"{given} are given; keep one of them")
     if missing:
         also = f"; {run.file} may give them too, in gpt_args or as sections" if run is not None else ""
         problems.append(f"missing flags: {', '.join(missing)}{also}")
@@ -296,10 +296,10 @@ def _missing_paths(
     return problems
 
 
-def _say_no_effect(
+def _log_no_effect(
     flags: Sequence[Flag], given: Mapping[str, Any], backend: BackendName, places: Mapping[str, str]
 ) -> None:
-    """One notice for each reason."""
+    """Log one notice for each reason."""
     by_reason: dict[str, list[str]] = {}
     for item in flags:
         if backend in item.no_effect and item.name in given and not _asks_for_nothing(item, given[item.name]):

@@ -125,7 +125,7 @@ def settle_remote_code(flag: bool, mm: MMConfig) -> bool:
         whether model, configuration, processor and tokenizer may run code that comes with their directories.
 
     Raises:
-        ConfigError: one of them says true, and a file says false.
+        ConfigError: one of them is true, and a file says false.
     """
     sections: list[ConfigReader] = []
     given = {"--trust-remote-code": True} if flag else {}
@@ -137,7 +137,7 @@ def settle_remote_code(flag: bool, mm: MMConfig) -> bool:
             continue
         sections.append(section)
         value = section.get("trust_remote_code")
-        with contextlib.suppress(ValueError):  # its own check says what is wrong with it
+        with contextlib.suppress(ValueError):  # its own check reports what is wrong with it
             if value is not None:
                 path = ".".join((*keys, "trust_remote_code"))
                 given[f"{getattr(mm, name).config_file}: '{path}'"] = read_bool(value)
@@ -187,7 +187,7 @@ def settle_caption_length(
     if encoder is None:
         model["text_encoder"] = [{"max_length": length}]
         return
-    if not isinstance(encoder, (MutableMapping, ConfigReader)):  # its own check says what is wrong with it
+    if not isinstance(encoder, (MutableMapping, ConfigReader)):  # its own check reports what is wrong with it
         return
     if encoder.get("max_length") not in (None, length):
         raise ConfigError(
@@ -244,7 +244,7 @@ def _check_data(content: ConfigReader, file: str) -> DataConfig:
 
 
 def _generation_problems(model: SoRAModelConfig, data: GenerationDataConfig) -> list[str]:
-    """What in two files that are each right doesn't fit together."""
+    """Return a sentence for each contradiction between two files that are each valid."""
     from mindspeed_mm.configs.sora_checks import check_generation_files
 
     return check_generation_files(model, data)

@@ -18,7 +18,7 @@ from mindspeed_mm.configs.data_rules import (
 from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.multimodal_data import translated_dataset_param
 from mindspeed_mm.configs.other_scripts import DATASET_TYPES, OLDER_TYPES, dataset_type_problem
-from mindspeed_mm.configs.published import is_given, published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.published import is_given, log_no_effect, published_paths, refusals, warn_of_near_keys
 from mindspeed_mm.configs.reader import ConfigReader
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
@@ -40,7 +40,7 @@ from mindspeed_mm.configs.sections import (
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
-#: what Pillow accepts where nobody says otherwise
+#: what Pillow accepts by default
 MEDIA_MAX_PIXELS = 178_956_970
 MEDIA_MAX_PIXELS_IS = "an image, or a frame of a video, with more pixels in its file can't be used: it costs memory"
 
@@ -330,8 +330,8 @@ class DataloaderParam(Section):
     )
     drop_last: Bool = Field(True, description="leave out the rows that don't fill a global batch at an epoch's end")
     pin_memory: Bool = Field(False, description="batches in pinned host memory")
-    prefetch_factor: Count | None = Field(None, description="micro-batches each worker prepares ahead")
-    persistent_workers: Bool = Field(True, description="workers live on from epoch to epoch")
+    prefetch_factor: Count | None = Field(None, description="micro-batches each worker prepares in advance")
+    persistent_workers: Bool = Field(True, description="workers are kept from epoch to epoch")
     collate_param: CollateParam = Field(CollateParam(), description="padding of a batch")
 
     @model_validator(mode="after")
@@ -359,7 +359,7 @@ class DataConfig(Section):
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> DataConfig:
-        """Type the content of data.json; say which published keys have no effect here.
+        """Type the content of data.json, and log which published keys have no effect here.
 
         Args:
             mapping: ConfigReader or dict.
@@ -396,13 +396,13 @@ def _part_from_dict(cls: type[SectionT], name: str, mapping: object, file: str |
 
 
 def _judge(section: Section, keys: SortedKeys, file: str, start: str = "") -> None:
-    """Refuse what isn't there yet, and say what has no effect: the parts apart, so that each is said once."""
+    """Refuse what isn't there yet, and log what has no effect: the parts apart, so that each is logged once."""
     no_effect = {start + path: value for path, value in keys.published.items()}
     given = no_effect | _flatten(section, start)
     raise_all([*refusals(given, REFUSED_DATA_KEYS, file), *_older_limits(given, file)])
     loader = [path for path in no_effect if path.startswith("dataloader_param.")]
-    say_no_effect(loader, IDLE_DATA_KEYS, file)
-    say_no_effect([path for path in no_effect if path not in loader], IDLE_DATA_KEYS, file)
+    log_no_effect(loader, IDLE_DATA_KEYS, file)
+    log_no_effect([path for path in no_effect if path not in loader], IDLE_DATA_KEYS, file)
 
 
 def _older_limits(given: Mapping[str, Any], file: str) -> list[str]:
@@ -424,7 +424,7 @@ def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:
 
 
 def _refuse_other_dataset_types(cls: type[Section], data: object, file: str) -> None:
-    """A file for another dataset type is checked for unknown keys first, so that the user hears of those as well."""
+    """Refuse a file for another dataset type; its unknown keys are reported first."""
     dataset_param = data.get("dataset_param") if isinstance(data, Mapping) else None
     dataset_type = dataset_param.get("dataset_type") if isinstance(dataset_param, Mapping) else None
     if not isinstance(data, Mapping) or dataset_type not in (*DATASET_TYPES, *OLDER_TYPES):
@@ -437,5 +437,5 @@ def _refuse_other_dataset_types(cls: type[Section], data: object, file: str) -> 
 
 
 def warn_of_near_data_keys(mapping: ConfigReader | Mapping[str, Any], file: str | None = None) -> None:
-    """Look at the data.json of a script with its own data sets: say which keys look like misspelt known ones."""
+    """Log which keys in the data.json of a script with its own data sets look like misspelt known ones."""
     warn_of_near_keys(DataConfig, plain(mapping), file or "data.json", published_paths("data"))

@@ -1,4 +1,4 @@
-"""Names that published data.json files hold, and why some of their keys have no effect here or are refused."""
+"""Names in published data.json files, and why some of their keys have no effect here or are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLLATORS = (
     "custom",
 )
 
-#: published template names that stand for what the models of one family bring with them
+#: published template names for the chat template that the models of one family bring with them
 MODELS_OWN_TEMPLATES = (
     "glm4.1v",
     "glm4v_moe",

@@ -27,7 +27,7 @@ _OF_THE_LAUNCH = ("backends", "rank", "world_size", "restarts", "params_dtype")
 def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
     """Read flags and files into one description, checked against the schemas; `get_args()` shows it from then on.
 
-    No torch is imported, so that a mistake is told in a fraction of a second.
+    No torch is imported, so that a mistake is reported in a fraction of a second.
 
     Args:
         argv: the words after the script's name; None: those of this process.

@@ -1,6 +1,6 @@
 """Environment variables of published launch scripts, and our own: what each is for, and which have no effect here.
 
-Which values slow a run down is said by `accelerator/environment.py`.
+Values that slow a run down are listed in `accelerator/environment.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VARIABLES: Mapping[str, Variable] = {
     "AUDIO_PLACEHOLDER": Variable("what stands for a sound in a row's text; absent = <audio>"),
     "VP_SIZE": Variable("Megatron backend: the same as --virtual-pipeline-model-parallel-size"),
     "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
-        "CUDA: 1 for tensor parallelism, anything else for FSDP2; told if it isn't"
+        "CUDA: 1 for tensor parallelism, anything else for FSDP2; a notice is logged otherwise"
     ),
     "TOKENIZERS_PARALLELISM": Variable("false = tokenizers use one thread, which loader workers want"),
     "PYTHONUNBUFFERED": Variable("read by Python: output isn't held back"),
@@ -82,8 +82,8 @@ _SCRIPTS_OWN = ("MM_DATA", "MM_MODEL", "MM_TOOL", "MM_MODEL_LOAD_PATH", "MM_TOOL
 _OTHER_COMMANDS = ("MM_CONVERT_",)
 
 
-def say_environment(environment: Mapping[str, str] | None = None) -> None:
-    """Say which variables have no effect here, and which names of ours are perhaps misspelt.
+def log_environment_notices(environment: Mapping[str, str] | None = None) -> None:
+    """Log which variables have no effect here, and which names of ours are perhaps misspelt.
 
     Args:
         environment: None: this process's.

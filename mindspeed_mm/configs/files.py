@@ -23,11 +23,11 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 class FileSection(str):
-    """The path of a YAML file, standing for one section of it: it goes wherever the path of a whole file does.
+    """The path of a YAML file, standing for one section of it; it is accepted wherever the path of a whole file is.
 
     Attributes:
         section: the section's key.
-        content: what it holds.
+        content: of the section.
     """
 
     section: str
@@ -48,7 +48,7 @@ class FileSection(str):
 
 
 def describe_missing(path: str | Path) -> str:
-    """Return a sentence about a path that doesn't exist, with the nearest name that does stand beside it."""
+    """Return a sentence about a path that doesn't exist, with the nearest name in the same folder."""
     written = shorten(str(path), 400)
     if len(str(path)) > 4096:
         return f"{written} is no path: none is longer than 4096 characters"
@@ -151,7 +151,7 @@ def _construct_unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Any:
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen[key] = line
     data: dict[Any, Any] = {}
-    yield data  # two steps, as SafeLoader does it, so that anchors may refer to the mapping they stand in
+    yield data  # two steps, as SafeLoader does it, so that anchors may refer to the mapping they are in
     loader.flatten_mapping(node)
     data.update({key_node.value: loader.construct_object(value_node) for key_node, value_node in node.value})
 
@@ -160,7 +160,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_unique_mapping)
 
 
 def _yaml_text(path: str | Path) -> str:
-    # PyYAML refuses a tab after a value, which YAML allows and published examples hold.
+    # PyYAML refuses a tab after a value, which YAML allows and published examples contain.
     return re.sub(r"[ \t]+$", "", read_text(path), flags=re.MULTILINE)
 
 

@@ -100,7 +100,7 @@ class Fsdp2Config(Section):
     moe_modules: Paths | None = Field(None, description="no effect here: expert parallelism is not there yet")
     reshard_local_experts: Bool = Field(True, description="no effect here: expert parallelism is not there yet")
     align_fsdp_param_groups: Bool = Field(
-        False, description="no effect here: FSDP2 units hold parameters of any kind and size"
+        False, description="no effect here: FSDP2 units take parameters of any kind and size"
     )
     _file: str = PrivateAttr("fsdp2.yaml")
 
@@ -142,7 +142,7 @@ def load_fsdp2_config(path: str | Path | None) -> Fsdp2Config:
     """Read fsdp2.yaml, or the section of a run's file in its place; no path (None or "") means all defaults.
 
     Raises:
-        ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
+        ConfigError: the file is missing or no YAML, or has unknown keys or wrong values.
     """
     if isinstance(path, FileSection):
         return Fsdp2Config.from_dict(path.content, file=path.label)

@@ -1,4 +1,4 @@
-"""`data.json` of models that make videos or images: captioned clips, or features that were made of them before."""
+"""`data.json` of models that make videos or images: captioned clips, or features extracted from them in advance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_mm.configs.generation_rules import (
 )
 from mindspeed_mm.configs.generation_steps import read_steps
 from mindspeed_mm.configs.other_scripts import GENERATION_TYPES, dataset_type_problem
-from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.published import log_no_effect, published_paths, refusals
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -83,7 +83,7 @@ def _read_methods(value: object) -> object:
 
 
 _TOKENIZER_KEYS = "dataset_param.tokenizer_config."
-#: the class is what the directory says; `settle_caption_length` hands model_max_length to the text encoder
+#: the directory determines the class; `settle_caption_length` gives model_max_length to the text encoder
 _TOKENIZER_READ = ("from_pretrained", "hub_backend", "autotokenizer_name", "model_max_length")
 
 
@@ -267,7 +267,7 @@ class GenerationDataConfig(Section):
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> GenerationDataConfig:
-        """Type the content of data.json; say which published keys have no effect here.
+        """Type the content of data.json, and log which published keys have no effect here.
 
         Args:
             mapping: ConfigReader or dict.
@@ -295,7 +295,7 @@ class GenerationDataConfig(Section):
             no_effect += [path for path in given if path.removeprefix("dataset_param.").startswith(_OF_CLIPS)]
             of_use = [f"dataset_param.preprocess_parameters.{key}" for key in ("cfg", "trust_remote_code")]
             no_effect = [path for path in no_effect if path not in of_use]
-        say_no_effect(sorted(no_effect), _OF_FEATURES if kind == "feature" else IDLE_GENERATION_DATA_KEYS, file)
+        log_no_effect(sorted(no_effect), _OF_FEATURES if kind == "feature" else IDLE_GENERATION_DATA_KEYS, file)
         config._file = file
         return config
 

@@ -1,4 +1,4 @@
-"""Directories in the hub's layout: what to say of one that is missing, and its config.json."""
+"""Directories in the hub's layout: the message about a missing one, and reading its config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FOLDERS = {"checkpoint", "checkpoints", "ckpt", "ckpts", "data", "model", "mode
 
 
 def hub_advice(path: str | Path) -> str:
-    """`; fetch it with …` where a path that isn't there looks like a name on the hub, else an empty string.
+    """Return `; fetch it with …` where a path that isn't there looks like a name on the hub, else an empty string.
 
     A run reads directories only and downloads nothing: its ranks would do so all at once, and at any time another
     revision.
@@ -36,7 +36,7 @@ def hub_advice(path: str | Path) -> str:
 
 
 def describe_missing_model(path: str | Path) -> str:
-    """`describe_missing` for the directory of a model, processor or tokenizer, which may be a hub's name."""
+    """Return `describe_missing` for the directory of a model, processor or tokenizer, which may be a hub's name."""
     advice = hub_advice(path)
     return f"{path} does not exist{advice}" if advice else describe_missing(path)
 
@@ -60,8 +60,8 @@ def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = 
     if not os.path.isdir(directory):
         raise ConfigError(f"{where}: {describe_missing_model(directory)}")
     if not source.is_file():
-        held = ", ".join(sorted(p.name for p in directory.iterdir())[:10])
-        raise ConfigError(f"{where} '{directory}' has no config.json ({held}); expected a HF directory")
+        found = ", ".join(sorted(p.name for p in directory.iterdir())[:10])
+        raise ConfigError(f"{where} '{directory}' has no config.json ({found}); expected a HF directory")
     _check_model_type(source)
     try:
         return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -70,7 +70,7 @@ def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = 
 
 
 def _check_model_type(source: Path) -> None:
-    """Say what is wrong with the key that everything else depends on."""
+    """Refuse a config.json without a model_type that transformers knows, on which everything else depends."""
     import transformers
 
     try:
@@ -80,7 +80,7 @@ def _check_model_type(source: Path) -> None:
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: found {show(content)}, expected an object with keys such as model_type")
     if "auto_map" in content:
-        return  # code of its own, of which transformers speaks
+        return  # code of its own: transformers reports what is wrong with it
     known, found = list(transformers.CONFIG_MAPPING.keys()), content.get("model_type")
     if found is None:
         named = f" (its architectures are {show(content['architectures'])})" if content.get("architectures") else ""
@@ -97,7 +97,7 @@ def _check_model_type(source: Path) -> None:
 
 
 def model_id_problem(file: str, model_id: str, source: str, model_type: str) -> str:
-    """The sentence about a model_id that contradicts what a directory holds.
+    """Return the sentence about a model_id that contradicts the model_type of a directory.
 
     Args:
         file: model.json, for messages.

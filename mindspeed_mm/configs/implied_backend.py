@@ -1,4 +1,4 @@
-"""The backend of a launch that names none, where the model leaves one only."""
+"""The backend of a launch that names none, where only one can train the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = (
 
 
 def imply_fsdp2(args: ParsedFlags) -> None:
-    """Let a model that hears be trained with FSDP2, where the launch asks for the Megatron backend.
+    """Switch a launch with the Megatron backend to FSDP2 where only FSDP2 trains a part of the model.
 
     Parallel sizes of the Megatron backend become 1, and the parameters are sharded over all ranks unless an fsdp2.yaml
     says otherwise. Which backend computes a step changes neither its loss nor its gradient.
@@ -51,7 +51,7 @@ def imply_fsdp2(args: ParsedFlags) -> None:
 
 
 def _model_json(path: str | None) -> Mapping[str, Any]:
-    """The content of model.json; nothing where it can't be read, which its own check says."""
+    """Return the content of model.json; empty where it can't be read, which its own check reports."""
     if isinstance(path, FileSection):
         return path.content if isinstance(path.content, Mapping) else {}
     try:

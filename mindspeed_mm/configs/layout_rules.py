@@ -45,7 +45,7 @@ def data_parallel_size(args: ParsedFlags) -> int:
 
 
 def check_layout(args: ParsedFlags) -> list[str]:
-    """Return what doesn't fit in the layout over ranks."""
+    """Return a sentence for each problem of the layout over ranks."""
     if not args.use_torch_fsdp2 and "ptd" not in backends_of(args):
         return [
             "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron backend, which has no "
@@ -100,7 +100,7 @@ def _check_pipeline(args: ParsedFlags) -> list[str]:
         ]
     rows = (args.micro_batch_size or 1) * args.data_parallel_size
     if not args.global_batch_size or args.global_batch_size % rows:
-        return []  # said by the rule about batches
+        return []  # the rule about batches reports it
     count = args.global_batch_size // rows
     if count % pipeline == 0:
         return []
@@ -158,8 +158,8 @@ def _layers_to_recompute(args: ParsedFlags) -> list[str]:
     return []
 
 
-def say_layout_notices(args: ParsedFlags) -> None:
-    """Say what about the checkpoint's format and about recompute has no effect on this backend."""
+def log_layout_notices(args: ParsedFlags) -> None:
+    """Log which flags of the checkpoint's format and of recompute have no effect on this backend."""
     if backend_of(args) == "fsdp2":
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")

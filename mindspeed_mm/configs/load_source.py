@@ -16,7 +16,7 @@ _TOKENIZER = "model_name_or_path"
 
 
 def settle_language_source(args: ParsedFlags, mm: MMConfig) -> None:
-    """Name `init_from_hf_path`, where model.json doesn't, after what `--load` was given.
+    """Set `init_from_hf_path` by `--load`, where model.json doesn't give it.
 
     A HF directory is taken itself, and is the tokenizer's too where data.json names none. Beside a checkpoint it is
     the directory that its run was started from, else (with FSDP2) that of data.json's tokenizer; the weights are the
@@ -40,12 +40,12 @@ def settle_language_source(args: ParsedFlags, mm: MMConfig) -> None:
     if backend_of(args) == "ptd" and model.get("text_decoder"):
         return  # its numbers describe the model
     remembered, preprocess = _remembered(path), _preprocess(mm)
-    said = preprocess.get(_TOKENIZER) if preprocess is not None else None
+    tokenizer = preprocess.get(_TOKENIZER) if preprocess is not None else None
     if remembered and "model_type" in _config_of(Path(remembered)):
         model["init_from_hf_path"] = remembered
         why = "the run of --load was started from it"
-    elif isinstance(said, str) and "model_type" in _config_of(Path(said)):
-        model["init_from_hf_path"] = said
+    elif isinstance(tokenizer, str) and "model_type" in _config_of(Path(tokenizer)):
+        model["init_from_hf_path"] = tokenizer
         why = f"it is data.json's {_TOKENIZER}"
     else:
         return
@@ -56,7 +56,7 @@ def settle_language_source(args: ParsedFlags, mm: MMConfig) -> None:
 
 
 def settle_generation_source(args: ParsedFlags, mm: MMConfig) -> None:
-    """Name a diffusers directory, where model.json names neither one nor a structure, after what `--load` was given.
+    """Set the diffusers directory by `--load`, where model.json gives neither one nor a structure.
 
     Args:
         args: the flags.
@@ -87,7 +87,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _config_of(path: Path) -> Mapping[str, Any]:
-    """Content of a directory's config.json; {} where it has none that can be read."""
+    """Return the content of a directory's config.json; {} where it has none that can be read."""
     return _read(path / "config.json")
 
 
@@ -100,7 +100,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _remembered(path: Path) -> str | None:
-    """The HF directory that a checkpoint's run was started from."""
+    """Return the HF directory that a checkpoint's run was started from."""
     states = [path / _STATE, *sorted(path.glob(f"iter_*/{_STATE}"), reverse=True)]
     return next((str(source) for state in states if (source := _read(state).get("source"))), None)
 

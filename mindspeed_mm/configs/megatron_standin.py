@@ -1,10 +1,10 @@
 """`from megatron.training import get_args` for scripts written against Megatron-LM, with or without Megatron-LM.
 
 `megatron.training` belongs to Megatron-LM and isn't in the pip package of megatron-core. Two import hooks make the line
-work either way, and cost nothing until someone writes it:
+work either way, and cost nothing where it isn't used:
 
 * where Megatron-LM is absent, a stand-in module offers `get_args` and `set_args`, and nothing else;
-* where it is installed, its own `megatron.training.global_vars` is used, and told our arguments once it is imported.
+* where it is installed, its own `megatron.training.global_vars` is used, and given our arguments once it is imported.
 
 Neither hook imports megatron-core or looks at `megatron.core`.
 """
@@ -32,7 +32,7 @@ Megatron-LM itself.
 
 
 class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Supplies the stand-in. It stands last in `sys.meta_path`: asked only when nobody else has the module."""
+    """Supplies the stand-in. It is last in `sys.meta_path`: used only where no other finder has the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -52,7 +52,7 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _BridgeFinder(importlib.abc.MetaPathFinder):
-    """Lets Megatron-LM's own `global_vars` be imported as it is, then tells it our arguments. It stands first."""
+    """Gives Megatron-LM's own `global_vars` our arguments once it is imported. It is first in `sys.meta_path`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

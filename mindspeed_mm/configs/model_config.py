@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, IDLE_MODEL_KEYS, REFUSED_MODEL_KEYS
-from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect, warn_of_near_keys
+from mindspeed_mm.configs.published import log_no_effect, published_paths, refusals, warn_of_near_keys
 from mindspeed_mm.configs.reader import ConfigReader
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import (
@@ -40,7 +40,7 @@ _family_keys: dict[str, set[str]] = {}
 
 
 def register_model_keys(model_id: str, keys: Iterable[str]) -> None:
-    """Let the model.json of one family hold further keys.
+    """Accept further keys in the model.json of one family.
 
     Args:
         model_id: the family, as model.json's `model_id` names it.
@@ -140,22 +140,22 @@ def check_ignored_weights(train_from_scratch: bool, ignore_weights: bool) -> Non
 
 
 def freeze_answer(config: Section, paths: Iterable[str]) -> bool | None:
-    """Return what the keys at `paths`, which all say whether one part is frozen, agree on; None: none of them is given.
+    """Return the one value of the keys at `paths`, all of which freeze the same part; None: none of them is given.
 
     Raises:
         ValueError: they disagree.
     """
-    said = {}
+    given = {}
     for path in paths:
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name)
         if value is not None:
-            said[path] = value
-    if len(set(said.values())) > 1:
-        answers = ", ".join(f"'{path}' is {str(value).lower()}" for path, value in said.items())
+            given[path] = value
+    if len(set(given.values())) > 1:
+        answers = ", ".join(f"'{path}' is {str(value).lower()}" for path, value in given.items())
         raise ValueError(f"{answers}; they mean the same thing, keep one")
-    return next(iter(said.values()), None)
+    return next(iter(given.values()), None)
 
 
 class TransformersModelConfig(Section):
@@ -206,32 +206,32 @@ class TransformersModelConfig(Section):
 
     @property
     def freeze_vision_encoder(self) -> bool | None:
-        """Whether the vision tower is frozen; None = not said, so it is trained."""
+        """Whether the vision tower is frozen; None = not given, so it is trained."""
         return self._freeze_of("vision_encoder")
 
     @property
     def freeze_vision_projector(self) -> bool | None:
-        """Whether the projector is frozen; None = not said, so it is trained."""
+        """Whether the projector is frozen; None = not given, so it is trained."""
         return self._freeze_of("vision_projector")
 
     @property
     def freeze_audio_encoder(self) -> bool | None:
-        """Whether the audio tower is frozen; None = not said, so it is trained."""
+        """Whether the audio tower is frozen; None = not given, so it is trained."""
         return self._freeze_of("audio_encoder")
 
     @property
     def freeze_text_decoder(self) -> bool | None:
-        """Whether the language model is frozen; None = not said, so it is trained."""
+        """Whether the language model is frozen; None = not given, so it is trained."""
         return self._freeze_of("text_decoder")
 
     def attention_of(self, part: Literal["vision", "audio", "text"]) -> str | None:
         """Return the attention kernel asked for one part of the model, or None for transformers' own choice."""
-        said = {
+        by_part = {
             "vision": self.image_encoder.vision_encoder.attn_implementation or self.vision_encoder.attn_implementation,
             "audio": self.audio_encoder.audio_encoder.attn_implementation,
             "text": self.text_decoder.attn_implementation,
         }
-        return said[part] or self.attn_implementation
+        return by_part[part] or self.attn_implementation
 
     @property
     def own_keys(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class TransformersModelConfig(Section):
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None, own_model: bool = False) -> TransformersModelConfig:
-        """Type the content of model.json; say which published keys have no effect here.
+        """Type the content of model.json, and log which published keys have no effect here.
 
         Args:
             mapping: ConfigReader or dict.
@@ -271,7 +271,7 @@ class TransformersModelConfig(Section):
             fields = [*key_paths(cls), *registered]
             problems += unknown_key_problems("model", file, keys.unknown, fields, published)
         if own_model:
-            own, no_effect = own | no_effect, {}  # what they mean there is the user's own affair
+            own, no_effect = own | no_effect, {}  # a script's own model may read them
         else:
             problems += refusals({**no_effect, **_raw_values(keys.typed)}, REFUSED_MODEL_KEYS, file)
         config = None
@@ -281,7 +281,7 @@ class TransformersModelConfig(Section):
             problems.append(f"{file}: key 'init_from_hf_path' is missing: the HF directory with the model's config")
         raise_all(problems)
         assert config is not None
-        say_no_effect(no_effect, IDLE_MODEL_KEYS, file)
+        log_no_effect(no_effect, IDLE_MODEL_KEYS, file)
         config._own_keys.update(own)
         config._file = file
         return config
@@ -312,7 +312,7 @@ def _raw_values(typed: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warn_of_near_model_keys(mapping: ConfigReader | Mapping[str, Any], file: str | None = None) -> None:
-    """Look at the model.json of a user's own script: say which keys look like misspelt known ones."""
+    """Log which keys in the model.json of a user's own script look like misspelt known ones."""
     warn_of_near_keys(TransformersModelConfig, plain(mapping), file or "model.json", published_paths("model"))
 
 

@@ -34,7 +34,7 @@ def translated_dataset_param(param: object, file: str) -> object:
         file: The file's name, for messages.
 
     Raises:
-        ConfigError: A key without the kind of value that it has, or that says something else than its other name; an
+        ConfigError: A key with a value of a wrong type, or other than that of its second name; an
             entry without data_path, or with an unknown key.
     """
     return _with_entries(_with_tiles(param, file), file)

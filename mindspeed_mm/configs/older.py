@@ -1,7 +1,7 @@
-"""Keys and flags of older releases: what became of each is said instead of the nearest name.
+"""Keys and flags of older releases: messages say what became of each, instead of the nearest name.
 
 A key whose neglect would change what is trained is refused with what to write; one that nothing depends on any more is
-accepted, and said once with the reason.
+accepted, and logged once with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _table(kind: SettingKind) -> Mapping[str, Older]:
 
 
 def older_key(kind: SettingKind, path: str) -> Older | None:
-    """Return what the table holds of a key (dotted path) or flag (without dashes in front); None: it is no older one.
+    """Return the row of a key (dotted path) or flag (without dashes in front); None: it is no older one.
 
     A key inside an object that is older as a whole is older too.
     """
@@ -37,7 +37,7 @@ def settle_older(kind: SettingKind, unknown: MutableMapping[str, Any], file: str
     """Take the keys of older releases out of `unknown` (path → value).
 
     Returns:
-        a sentence about each that is refused; the others are said.
+        a sentence about each that is refused; the others are logged.
     """
     problems: list[str] = []
     without_effect: dict[str, list[str]] = {}
@@ -72,12 +72,12 @@ def _is_off(value: object) -> bool:
 
 
 def older_flag(name: str) -> Older | None:
-    """Return what the table holds of a flag, with or without dashes in front, underscores or dashes inside."""
+    """Return the row of a flag, with or without dashes in front, underscores or dashes inside."""
     return older_key("flag", name.lstrip("-").replace("-", "_"))
 
 
 def drop_older_flags(words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """Leave out the flags of older releases that nothing depends on any more, with their values, and say so.
+    """Leave out the flags of older releases that nothing depends on any more, with their values, and log which.
 
     Args:
         words: of a launch command.

@@ -1,4 +1,4 @@
-"""The table of keys and flags that older releases had and that this one hasn't: one row for each thing to say."""
+"""The table of keys and flags that older releases had and that this one hasn't: one row for each message."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 SettingKind = Literal["flag", "model", "data", "fsdp2"]
-#: "built in": nothing depends on it any more; "write": something else is written instead; "absent": it isn't served
+#: "built in": nothing depends on it any more; "write": something else is written instead; "absent": it isn't supported
 Fate = Literal["built in", "write", "absent"]
 
 
 @dataclass(frozen=True)
 class Older:
-    """Keys of which the same is said.
+    """Keys with the same message.
 
     Attributes:
         kind: of file, or "flag".
-        at: the object that they stand in, as a dotted path; several separated by blanks; empty = the top.
+        at: the object that contains them, as a dotted path; several separated by blanks; empty = the top.
         names: of the keys, separated by blanks; of flags with underscores and without dashes in front.
         fate: see `Fate`.
         became: what became of them, as a clause.
-        is_structure: every value but null says something, false and 0 too.
+        is_structure: every value but null counts, false and 0 too.
     """
 
     kind: SettingKind

@@ -37,7 +37,7 @@ class _Owner(NamedTuple):
     what: str
     any_of: tuple[str, ...]
     all_of: tuple[str, ...] = ()
-    trained_as: FileKind | None = None  # what else the file holds describes a model that scripts of this kind train
+    trained_as: FileKind | None = None  # the rest of the file describes a model that scripts of this kind train
 
 
 # the first that fits
@@ -72,7 +72,7 @@ _TRAINED_HERE: Mapping[FileKind, str] = {
 def owner_problem(content: Mapping[str, Any], file: str, kind: FileKind = "language") -> str | None:
     """Return a sentence about a model.json whose model another entry script trains; None for all others.
 
-    A file of inference or evaluation describes a model that can be trained: then it is only said whose file it is.
+    A file of inference or evaluation describes a model that can be trained: a notice names its script then.
 
     Args:
         content: of the file.
@@ -122,7 +122,7 @@ def dataset_type_problem(
 
 
 def script_of_flag(name: str) -> str | None:
-    """Say, as a clause, which script or command a flag belongs to; None: to none that is known.
+    """Return a clause that names which script or command a flag belongs to; None: to none that is known.
 
     Args:
         name: without dashes in front, underscores inside; a flag of mm-convert may begin with `cfg.`.

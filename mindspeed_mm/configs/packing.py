@@ -7,7 +7,7 @@ from mindspeed_mm.configs.sections import plain
 
 
 def asks_for_packing(data: object) -> bool:
-    """Whether data.json's content packs rows; one for a script with its own data may hold anything."""
+    """Whether data.json's content packs rows; that of a script with its own data may be anything."""
     param = plain(data)
     param = param.get("dataset_param") if isinstance(param, dict) else None
     if not isinstance(param, dict):

@@ -1,6 +1,6 @@
-"""Keys of published configuration files that have no effect here: accepted, and said once, with the reason.
+"""Keys of published configuration files that have no effect here: accepted, and logged once, with the reason.
 
-`published_keys.json` holds the names: for each kind of file, dotted prefix → names at that level. The keys that we
+`published_keys.json` lists the names: for each kind of file, dotted prefix → names at that level. The keys that we
 honour are the fields of the sections (`data_config.py`, `model_config.py`, …) and need not be listed there.
 """
 
@@ -60,7 +60,7 @@ def is_on(value: object) -> bool:
 
 
 def is_given(value: object) -> bool:
-    """Whether a published value says anything: not null, not empty."""
+    """Whether a published value is given: not null, not empty."""
     return value not in (None, "", [], {})
 
 
@@ -81,8 +81,8 @@ def refusals(keys: Mapping[str, Any], rules: Iterable[Refused], file: str) -> li
     ]
 
 
-def say_no_effect(keys: Iterable[str], rules: Sequence[NoEffect], file: str) -> None:
-    """Say once, for each reason, which of `keys` have no effect here. The last rule must match everything."""
+def log_no_effect(keys: Iterable[str], rules: Sequence[NoEffect], file: str) -> None:
+    """Log once, for each reason, which of `keys` have no effect here. The last rule must match everything."""
     by_reason: dict[str, list[str]] = {}
     for path in keys:
         why = next(rule.why for rule in rules if re.fullmatch(rule.pattern, path))
@@ -92,7 +92,7 @@ def say_no_effect(keys: Iterable[str], rules: Sequence[NoEffect], file: str) -> 
 
 
 def warn_of_near_keys(cls: type[Section], mapping: Mapping[str, Any], file: str, published: Iterable[str]) -> None:
-    """Say which keys of a user's own file look like misspelt known ones; the others are the user's own affair."""
+    """Log which keys of a user's own file look like misspelt known ones; any others are fine there."""
     published = list(published)
     known = key_paths(cls) + published
     for path in sort_keys(cls, mapping, published).unknown:

@@ -14,7 +14,7 @@ from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 class ConfigReader:
     """A mapping whose keys are attributes too, at every depth (in lists as well).
 
-    Values stay what the file held: `to_dict()` gives back exactly the mapping it was made of. Attributes may be set;
+    Values stay as they are in the file: `to_dict()` returns exactly the mapping that was given. Attributes may be set;
     a mapping that is set becomes a ConfigReader like the others.
 
     Args:
@@ -54,7 +54,7 @@ class ConfigReader:
         return self._file
 
     def __getattr__(self, name: str) -> Any:
-        # Private and dunder names are never keys: copy, pickle and inspect probe for them on half-made objects.
+        # Private and dunder names are never keys: copy, pickle and inspect probe for them on half-built objects.
         if name.startswith("_"):
             raise AttributeError(name)
         data = self._data
@@ -138,7 +138,7 @@ class ConfigReader:
         return self._data.get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts and lists, equal to what the file held."""
+        """Return plain dicts and lists, equal to the content of the file."""
         return {key: _unwrap(value) for key, value in self._data.items()}
 
     def update_unuse(self, **kwargs: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _unwrap(value: object) -> object:
 class MMConfig:
     """The configuration files of a run, each as an attribute.
 
-    A `.json` file is taken whole; a `.yaml` file is indexed by the name, so that one file may hold `model:`, `data:`
+    A `.json` file is taken whole; a `.yaml` file is indexed by the name, so that one file may have `model:`, `data:`
     and `tool:`. A name without a path (None or "") gets no attribute.
 
     Args:
@@ -212,7 +212,7 @@ def read_config_file(name: str, path: str | Path) -> ConfigReader:
     """Read a JSON file whole, or of a YAML file the top-level key `name`.
 
     Raises:
-        ConfigError: it can't be read, lacks the key, or holds no object.
+        ConfigError: it can't be read, lacks the key, or is no object.
     """
     if isinstance(path, FileSection):
         return ConfigReader(path.content, file=path.label)

@@ -67,6 +67,6 @@ _recipes: dict[Callable[..., Any], Recipe] = {}
 def recipe_of(function: Callable[..., Any]) -> Recipe | None:
     """Return the recipe that a model or data provider of this package belongs to; None: it is a script's own.
 
-    A script may hand one of ours to `pretrain` beside callbacks of its own.
+    A script may give one of ours to `pretrain` with callbacks of its own.
     """
     return _recipes.get(function)

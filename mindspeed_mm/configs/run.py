@@ -1,6 +1,6 @@
-"""`Run`: everything that a launch says, typed once and never changed.
+"""`Run`: the whole description of a launch, typed once and never changed.
 
-`configs.describe.describe` makes it of flags and files. What changes while a run trains is in `training.Progress`.
+`configs.describe.describe` builds it from flags and files. What changes while a run trains is in `training.Progress`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def build_run(
     data: RunDataConfig | None,
     own_flags: Mapping[str, object],
 ) -> Run:
-    """Type what the flags say; `args` has been checked and settled (`configs.arguments.validate_args`)."""
+    """Build the description from flags and files; `args` has been checked (`configs.arguments.validate_args`)."""
     packs = args.use_txt_dynamic_batching or asks_for_packing(getattr(files, "data", None))
     return Run(
         launch=launch,

@@ -32,7 +32,7 @@ DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 
 
 def one_of(known: tuple[str, ...], not_yet: tuple[str, ...] = ()) -> BeforeValidator:
-    """A validator for names: one of `known`; those of `not_yet` are published but refused for now; null passes."""
+    """Return a validator for names of `known`, and null; those of `not_yet` are published but refused for now."""
 
     def check(value: object) -> object:
         if value is None or value in known:
@@ -56,11 +56,11 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 @dataclass
 class SortedKeys:
-    """What a mapping held: the part that the schema types, and the dotted paths of the rest."""
+    """The keys of a mapping: the part that the schema types, and the dotted paths of the rest."""
 
     typed: dict[str, Any] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)  # path → value; published keys that have no field here
-    unknown: dict[str, Any] = field(default_factory=dict)  # path → value; keys that nobody knows
+    unknown: dict[str, Any] = field(default_factory=dict)  # path → value; unknown keys
 
 
 @overload
@@ -115,7 +115,7 @@ def key_paths(cls: type[Section], prefix: str = "") -> list[str]:
 
 
 def sort_keys(cls: type[Section], mapping: Mapping[str, Any], published: Iterable[str] = ()) -> SortedKeys:
-    """Sort the keys of `mapping` by what `cls` and the list of `published` dotted paths know.
+    """Sort the keys of `mapping` into fields of `cls`, those of the `published` dotted paths, and unknown ones.
 
     Null stands for the default wherever a field doesn't take null itself.
     """
@@ -175,10 +175,10 @@ def unknown_key_problems(
     fields: Iterable[str],
     published: Iterable[str] = (),
 ) -> list[str]:
-    """Return a sentence for each key that nobody knows, and for each of an older release that is refused.
+    """Return a sentence for each unknown key, and for each of an older release that is refused.
 
     Args:
-        kind: of file: its older keys are known, and those without effect are said once; None: it never had any.
+        kind: of file: its older keys are known, and those without effect are logged once; None: it never had any.
         file: its name, for messages.
         unknown: dotted path → value.
         fields, published: dotted paths of the keys that there are, for hints.
@@ -217,7 +217,7 @@ def _belongs_at(name: str, prefix: str, paths: Sequence[str]) -> str:
 
 
 def validate_section(cls: type[SectionT], data: Mapping[str, Any], file: str) -> tuple[SectionT | None, list[str]]:
-    """Type `data` (fields only, see `sort_keys`); return the section, or None and the sentences about what's wrong."""
+    """Type `data` (fields only, see `sort_keys`); return the section, or None and a sentence for each problem."""
     try:
         return cls.model_validate(data), []
     except ValidationError as error:
@@ -232,7 +232,7 @@ def build_section(
     published: Iterable[str] = (),
     kind: SettingKind | None = None,
 ) -> tuple[SectionT, SortedKeys]:
-    """Make a section of a mapping; the caller says the notices about `SortedKeys.published`.
+    """Build a section from a mapping; the caller logs the notices about `SortedKeys.published`.
 
     `kind` is that of a whole file: its keys of older releases are known.
 

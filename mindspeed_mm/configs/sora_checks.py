@@ -1,4 +1,4 @@
-"""What doesn't fit in model.json of a generation model, and between it and data.json: told before anything is built."""
+"""Checks of a generation model's model.json, alone and against data.json, before anything is built."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check_generation_model(config: SoRAModelConfig, *, has_checkpoint: bool = Fa
 
 
 def check_generation_files(model: SoRAModelConfig, data: GenerationDataConfig) -> list[str]:
-    """Return where model.json and data.json disagree about whether the data are features made before."""
+    """Return where model.json and data.json disagree about whether the data are features extracted in advance."""
     kind, key = data.dataset_param.dataset_type, f"{data.file}: 'dataset_param.dataset_type'"
-    made = {"load_video_features": model.load_video_features, "load_text_features": model.load_text_features}
-    on = [f"'{name}'" for name, value in made.items() if value]
+    loads = {"load_video_features": model.load_video_features, "load_text_features": model.load_text_features}
+    on = [f"'{name}'" for name, value in loads.items() if value]
     if kind == "feature" and not model.load_video_features:
         return [
             f"{key} is 'feature', latents of clips that are encoded already, but 'load_video_features' is false in "
@@ -173,15 +173,15 @@ def _text_encoders(config: SoRAModelConfig) -> list[str]:
     return problems
 
 
-def _directory_problem(file: str, key: str, directory: str, holds: str, of: str) -> list[str]:
+def _directory_problem(file: str, key: str, directory: str, expected: str, of: str) -> list[str]:
     path = Path(directory)
     if not path.exists():
         return [f"{file}: '{key}': {describe_missing_model(directory)}"]
     if path.is_file():
-        beside = f"; '{path.parent}' holds one" if (path.parent / holds).is_file() else ""
-        return [f"{file}: '{key}' '{directory}' is a file; expected the directory of {of}, with {holds}{beside}"]
-    if not (path / holds).is_file():
-        inside = next((p.parent for p in sorted(path.glob(f"*/{holds}"))), None)
-        near = f"; '{inside}' has one" if inside is not None and holds == "config.json" else ""
-        return [f"{file}: '{key}' '{directory}' has no {holds}; expected the directory of {of}{near}"]
+        beside = f"; '{path.parent}' holds one" if (path.parent / expected).is_file() else ""
+        return [f"{file}: '{key}' '{directory}' is a file; expected the directory of {of}, with {expected}{beside}"]
+    if not (path / expected).is_file():
+        inside = next((p.parent for p in sorted(path.glob(f"*/{expected}"))), None)
+        near = f"; '{inside}' has one" if inside is not None and expected == "config.json" else ""
+        return [f"{file}: '{key}' '{directory}' has no {expected}; expected the directory of {of}{near}"]
     return []

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.model_config import check_ignored_weights
-from mindspeed_mm.configs.published import is_on, published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.published import is_on, log_no_effect, published_paths, refusals
 from mindspeed_mm.configs.scalars import read_float, show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -282,7 +282,7 @@ class SoRAModelConfig(Section):
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> SoRAModelConfig:
-        """Type the content of model.json; say which published keys have no effect here.
+        """Type the content of model.json, and log which published keys have no effect here.
 
         Args:
             mapping: ConfigReader or dict.
@@ -318,8 +318,8 @@ class SoRAModelConfig(Section):
         if not problems:
             config, problems = validate_section(cls, typed, file)
             if config and config.ae and config.ae.dtype != "fp32" and is_on(keys.published.get("patch.ae_float32")):
-                said = f"'patch.ae_float32' is true and 'ae.dtype' {config.ae.dtype}"
-                problems.append(f"{file}: {said}; write fp32 as 'ae.dtype', or false")
+                both = f"'patch.ae_float32' is true and 'ae.dtype' {config.ae.dtype}"
+                problems.append(f"{file}: {both}; write fp32 as 'ae.dtype', or false")
         raise_all(problems)
         assert config is not None
         if config.ae is not None:
@@ -327,7 +327,7 @@ class SoRAModelConfig(Section):
             place = Path(config.ae.from_pretrained or "")
             if place.suffix == ".safetensors" and not config_beside(place):
                 no_effect = {p: v for p, v in no_effect.items() if p.removeprefix("ae.") not in of_ae}
-        say_no_effect(no_effect, IDLE_SORA_KEYS, file)
+        log_no_effect(no_effect, IDLE_SORA_KEYS, file)
         if config.enable_encoder_dp:
             notice(
                 f"{file}: no effect here: enable_encoder_dp: no ranks take the same sample, so none encodes it twice"
@@ -338,16 +338,16 @@ class SoRAModelConfig(Section):
 
 
 def config_beside(weights: Path) -> dict[str, Any]:
-    """The diffusers config.json beside a file of weights; {} where there is none that names a class."""
+    """Return the diffusers config.json beside a file of weights; {} where there is none that names a class."""
     try:
-        said = json.loads((weights.parent / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((weights.parent / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) and "_class_name" in said else {}
+    return content if isinstance(content, dict) and "_class_name" in content else {}
 
 
 def _encoders(value: object, published: frozenset[str]) -> tuple[list[Any] | None, dict[str, Any], dict[str, Any]]:
-    """The typed keys of each text encoder, published keys without effect, and unknown ones, by their paths."""
+    """Return the typed keys of each text encoder, published keys without effect, and unknown ones, by their paths."""
     if value is None:
         return None, {}, {}
     inside = {p.removeprefix("text_encoder.") for p in published if p.startswith("text_encoder.")}

@@ -1,7 +1,7 @@
-"""What inference_sora.py is told: its flags, and the keys of model.json that are about sampling.
+"""The options of inference_sora.py: its flags, and the keys of model.json that are about sampling.
 
 A training model.json and a published inference model.json both work: keys about sampling are taken out first, the rest
-describes the model. A flag goes before a key.
+describes the model. A flag takes precedence over a key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mindspeed_mm.configs.published import (
     is_given,
     is_not_zero,
     is_on,
+    log_no_effect,
     published_paths,
     refusals,
-    say_no_effect,
 )
 from mindspeed_mm.configs.scalars import read_float, read_int, show
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Float, Int, Section, build_section, plain, raise_all
@@ -206,13 +206,13 @@ class SoRAInferenceConfig:
         published = published_paths("model")
         sampling, keys = build_section(SamplingKeys, own, file, "model.json", published, "model")
         raise_all(refusals(keys.published, _REFUSED, file))
-        say_no_effect(keys.published, _NO_EFFECT, file)
+        log_no_effect(keys.published, _NO_EFFECT, file)
         tokenizers = _directories(model.pop("tokenizer", None))
         return cls(SoRAModelConfig.from_dict(model, file), sampling, tokenizers, file)
 
 
 def _split(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys about sampling, and those about the model."""
+    """Return the keys about sampling, and those about the model."""
     own = {key: value for key, value in content.items() if key in (*_NAMES, *_OUTSIDE) and key != "diffusion"}
     model = {key: value for key, value in content.items() if key not in own}
     diffusion = content.get("diffusion")

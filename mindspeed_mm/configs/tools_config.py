@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mindspeed_mm.configs.published import NoEffect, published_paths, say_no_effect
+from mindspeed_mm.configs.published import NoEffect, log_no_effect, published_paths
 from mindspeed_mm.configs.sections import Bool, Count, Int, Section, Size, build_section
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -100,5 +100,5 @@ class ToolsConfig(Section):
                 f"{file}: 'profile.profile_type' is 'dynamic'; dynamic profiling is not there yet, write 'static' "
                 "with 'static_param'"
             )
-        say_no_effect(keys.published, (NoEffect(".*", "feature extraction has a command of its own"),), file)
+        log_no_effect(keys.published, (NoEffect(".*", "feature extraction has a command of its own"),), file)
         return config

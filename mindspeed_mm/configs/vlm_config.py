@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.model_config import FamilyName, LossConfig, Plugins, check_ignored_weights, freeze_answer
-from mindspeed_mm.configs.published import published_paths, refusals, say_no_effect
+from mindspeed_mm.configs.published import log_no_effect, published_paths, refusals
 from mindspeed_mm.configs.scalars import read_int, show
 from mindspeed_mm.configs.sections import (
     Bool,
@@ -210,30 +210,30 @@ class VLMModelConfig(Section):
 
     @property
     def freeze_vision_encoder(self) -> bool:
-        """Whether the vision tower is frozen; it is where nothing is said."""
+        """Whether the vision tower is frozen; by default it is."""
         return self._freezes("vision_encoder")
 
     @property
     def freeze_vision_projector(self) -> bool:
-        """Whether the projector is frozen; it is not where nothing is said."""
+        """Whether the projector is frozen; by default it isn't."""
         return self._freezes("vision_projector")
 
     @property
     def freeze_text_decoder(self) -> bool:
-        """Whether the language model is frozen; it is not where nothing is said."""
+        """Whether the language model is frozen; by default it isn't."""
         return self._freezes("text_decoder")
 
     def _freezes(self, part: ModelPart) -> bool:
         paths, default = _FREEZE[part]
-        said = freeze_answer(self, paths)
-        return default if said is None else said
+        given = freeze_answer(self, paths)
+        return default if given is None else given
 
     def default_freezes(self) -> dict[ModelPart, bool]:
-        """Part → whether it is frozen, for the parts of which model.json says nothing."""
+        """Return part → whether it is frozen, for the parts that model.json neither freezes nor trains."""
         return {part: default for part, (paths, default) in _FREEZE.items() if freeze_answer(self, paths) is None}
 
     def value(self, path: str) -> Any:
-        """Return what the key at a dotted path says, None where it is absent."""
+        """Return the value of the key at a dotted path, None where it is absent."""
         found: Any = self
         for name in path.split("."):
             found = getattr(found, name)
@@ -278,7 +278,7 @@ class VLMModelConfig(Section):
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> VLMModelConfig:
-        """Type the content of model.json; say which published keys have no effect here.
+        """Type the content of model.json, and log which published keys have no effect here.
 
         Args:
             mapping: ConfigReader or dict.
@@ -300,7 +300,7 @@ class VLMModelConfig(Section):
         config, faults = validate_section(cls, keys.typed, file)
         raise_all(problems + faults)
         assert config is not None
-        say_no_effect([p for p, v in keys.published.items() if v is not None], IDLE_VLM_KEYS, file)
+        log_no_effect([p for p, v in keys.published.items() if v is not None], IDLE_VLM_KEYS, file)
         config._file = file
         return config
 

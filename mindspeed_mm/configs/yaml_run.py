@@ -1,8 +1,8 @@
 """A run in one YAML file, in place of flags and files: `pretrain_transformers.py run.yaml [--flag …]`.
 
-Such files are written in several dialects. The reader of a dialect makes a `YamlRun` of a file's content: values of
-flags, and sections that stand for model.json, data.json, tools.json and fsdp2.yaml. What comes after is the same for
-all: `arguments.parse_args` types the values like words of a command line, and flags of the command line go before.
+Such files are written in several dialects. The reader of a dialect turns a file's content into a `YamlRun`: values of
+flags, and sections in place of model.json, data.json, tools.json and fsdp2.yaml. What comes after is the same for
+all: `arguments.parse_args` types the values like words of a command line, whose flags take precedence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindspeed_mm.utils.errors import ConfigError
 
 
 class FlagValue(NamedTuple):
-    """A flag's value in a file: the dotted key where it stands, the flag's name, and the value as it was read."""
+    """A flag's value in a file: its dotted key, the flag's name, and the value as it was read."""
 
     key: str
     name: str
@@ -28,12 +28,12 @@ class FlagValue(NamedTuple):
 
 @dataclass(frozen=True)
 class YamlRun:
-    """What one YAML file says of a run.
+    """A run as one YAML file describes it.
 
     Attributes:
         file: its path.
         flags: values of flags, in the file's order.
-        sections: the Namespace's attribute for a file (`mm_model`, `mm_data`, `mm_tool`, `fsdp2_config_path`) → the
+        sections: the flag for a file (`mm_model`, `mm_data`, `mm_tool`, `fsdp2_config_path`) → the
             section in that file's place.
     """
 
@@ -43,7 +43,7 @@ class YamlRun:
 
 
 class Dialect(NamedTuple):
-    """A way to write a run down; a module of the folder `dialects` gives one as its `DIALECT`.
+    """A way to write a run down; a module of the folder `dialects` defines one as its `DIALECT`.
 
     Attributes:
         marks: top-level keys that other dialects don't have.
@@ -78,7 +78,7 @@ def read_yaml_run(path: str) -> YamlRun:
     """Read a run's YAML file.
 
     Raises:
-        ConfigError: it is missing, no YAML, of another entry script, or holds unknown sections.
+        ConfigError: it is missing, no YAML, of another entry script, or has unknown sections.
     """
     content = read_yaml(path)
     if not isinstance(content, Mapping):

@@ -1,1 +1,1 @@
-"""Dialects of YAML in which a run may be written: each module here gives one, as `DIALECT` (`configs/yaml_run.py`)."""
+"""Dialects of YAML in which a run may be written; each module defines one, as `DIALECT` (`configs/yaml_run.py`)."""

@@ -13,7 +13,7 @@ from mindspeed_mm.utils.errors import did_you_mean
 from mindspeed_mm.utils.log import notice
 
 _FLAG_SECTIONS = ("gpt_args", "lora_args")
-#: section → attribute of the Namespace; the last two, which published files give by their paths, may be written out too
+#: section → name of the flag; the last two, which published files give by their paths, may be written out too
 _FILE_SECTIONS = {
     "model": "mm_model",
     "data": "mm_data",
@@ -22,7 +22,7 @@ _FILE_SECTIONS = {
     "fsdp2": "fsdp2_config_path",
 }
 _TOOL_PATH = "MM_TOOL_PATH"
-#: top-level keys of published files that only hold a value for other places of the file
+#: top-level keys of published files that only define a value for other places of the file
 _VARIABLES = ("DATASET_DIR", "DATASET_PATH", "FSDP2_PATH", "HF_MODEL_LOAD_PATH", "MM_MODEL_LOAD_PATH", "SAVE_PATH")
 
 

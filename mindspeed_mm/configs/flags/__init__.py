@@ -1,6 +1,6 @@
 """The schema of the command line: dataclasses whose fields are the flags.
 
-Flags, the Namespace, `docs/configuration.md` and the checks are all made from the groups named here.
+The parser, `ParsedFlags`, `docs/configuration.md` and the checks are all derived from the groups named here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags about the data, and about what a run says."""
+"""Flags about the data, and about what a run logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoggingArguments:
     eval_iters: Annotated[int, flag("global batches in one evaluation; 0 = no evaluation", minimum=0)] = 100
     tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
     log_row_ids: Annotated[
-        bool, flag("each rank writes down which rows each step trained on: <save>/rows/rank<k>.jsonl")
+        bool, flag("each rank records which rows each step trained on: <save>/rows/rank<k>.jsonl")
     ] = False
     log_tps: Annotated[bool, no_effect("tokens per second are always logged")("tokens")] = False
     log_throughput: Annotated[

@@ -18,22 +18,22 @@ from mindspeed_mm.utils.log import notice
 
 @dataclass
 class TypedFlags:
-    """What a run's file gives: attribute of the Namespace → value, and → where it stands, for messages."""
+    """Flags of a run's file: name → value, and name → file and key, for messages."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Take it as if the file did not give these."""
+        """Drop these flags, as if the file didn't give them."""
         for name in names:
             self.values.pop(name, None)
             self.places.pop(name, None)
 
 
 def typed_flags(parser: argparse.ArgumentParser, run: YamlRun | None) -> TypedFlags:
-    """Type a run's flags; its sections stand beside them, as the files that they take the place of.
+    """Type a run's flags; its sections are values of the flags whose files they replace.
 
-    A list gives a flag all of its values. False turns a switch off, and null asks for the default.
+    A list gives a flag all of its values. False turns a switch off, and null means the default.
 
     Raises:
         ConfigError: unknown flags with the nearest name, and wrong values: all of them in one message.
@@ -71,16 +71,16 @@ def typed_flags(parser: argparse.ArgumentParser, run: YamlRun | None) -> TypedFl
 
 
 def _unknown(file: str, item: FlagValue, by_name: Mapping[str, str]) -> str:
-    said = known_elsewhere(item.name)
-    if said:
-        return f"{file}: '{item.key}' is {show(item.value)}; this flag {said}"
+    elsewhere = known_elsewhere(item.name)
+    if elsewhere:
+        return f"{file}: '{item.key}' is {show(item.value)}; this flag {elsewhere}"
     near = [option.removeprefix("--").replace("-", "_") for option in suggestions("--" + item.name, by_name.values())]
     start = f"{file}: unknown key '{item.key}' (value {show(item.value)})"
     return start + ("; did you mean " + " or ".join(f"'{name}'" for name in near) + "?" if near else "")
 
 
 def _read(action: argparse.Action, option: str, value: object) -> dict[str, Any]:
-    """The attribute and its typed value; nothing where the value asks for the default."""
+    """Return name → typed value of the flag; empty where the value means the default."""
     words = _words(action, option, value)
     if words is None:
         return {}
@@ -112,7 +112,7 @@ def _words(action: argparse.Action, option: str, value: object) -> list[str] | N
 
 
 def _takes_null(action: argparse.Action) -> bool:
-    """Whether null is a value of a flag of the schema, and not only a word for its default."""
+    """Whether null is a value of a flag of the schema, and doesn't only mean its default."""
     if action.default is not argparse.SUPPRESS or not callable(action.type):
         return False
     try:
@@ -122,7 +122,7 @@ def _takes_null(action: argparse.Action) -> bool:
 
 
 def _without(message: str, action: argparse.Action) -> str:
-    """argparse names the flag, and our readers the word: the key and its value are said already."""
+    """Strip the flag and the value from an error message, which names the key and its value already."""
     for option in ("/".join(action.option_strings), *action.option_strings):
         message = message.removeprefix(f"{option}: ")
     return message.partition("; ")[2] if message.startswith("found ") else message

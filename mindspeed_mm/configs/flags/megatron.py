@@ -1,6 +1,6 @@
-"""Megatron's and MindSpeed's flags that published launch scripts hold; most of them have no effect here.
+"""Megatron's and MindSpeed's flags in published launch scripts; most of them have no effect here.
 
-Those are accepted with their arity and type, so that a script runs unchanged; each is said once, with the reason.
+Those are accepted with their arity and type, so that a script runs unchanged; each is logged once, with the reason.
 Balancing and dynamic batching are honoured, on either backend.
 """
 

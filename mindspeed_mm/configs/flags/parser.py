@@ -1,4 +1,4 @@
-"""The argparse parser made from the flag groups, and words turned into typed values."""
+"""The argparse parser of the flag groups, and the conversion of words to typed values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TORCHRUN_FLAGS = frozenset(
 #: what one word of a launch command becomes
 FlagWord = bool | int | float | str
 
-#: how help shows the values of a switch; the parser's switches are known by it
+#: how help shows the values of a switch; the parser's switches are recognised by it
 SWITCH_VALUES = "true|false"
 
 #: what other trainers call our flags
@@ -74,7 +74,7 @@ OTHER_TRAINERS_NAMES = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with sentences: an error raises ConfigError and doesn't leave the process."""
+    """argparse whose errors are ConfigErrors with a sentence, and don't end the process."""
 
     def error(self, message: str) -> NoReturn:
         # argparse writes "argument --lr: …" before the reader's sentence.
@@ -84,7 +84,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def build_parser(groups: Iterable[type]) -> FlagParser:
-    """Make the parser. Our flags leave no attribute behind when absent, so that the caller knows which were given."""
+    """Build the parser; an absent flag of the schema sets no attribute, so that the caller knows which were given."""
     parser = FlagParser(
         description="Train a model with mindspeed_mm (docs/configuration.md explains every flag and file).",
         allow_abbrev=False,
@@ -106,7 +106,7 @@ def _add_flag(section: argparse._ArgumentGroup, item: Flag) -> None:
     about = about.replace("%", "%%")
     common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": about}
     if item.kind is bool and not item.many:
-        # A bare switch means on; scripts that are made from YAML write `--bf16 False`, which means off.
+        # A bare switch means on; scripts that are generated from YAML write `--bf16 False`, which means off.
         if item.spellings:
             section.add_argument(
                 *item.spellings, type=reader(item), nargs="?", const=True, metavar=SWITCH_VALUES, **common
@@ -132,7 +132,7 @@ def _reasons_by_backend(what: str, reasons: Mapping[BackendName, str]) -> list[s
 
 
 def reader(item: Flag) -> Callable[[object], FlagWord | None]:
-    """Return the function that turns one word into a value of the flag, or raises with a sentence."""
+    """Return the function that turns one word into a value of the flag, or raises ArgumentTypeError with a sentence."""
     kinds: Mapping[type, Callable[[object], FlagWord]] = {bool: read_bool, int: read_int, float: read_float, str: str}
     read_kind = kinds[item.kind]
 
@@ -173,9 +173,9 @@ def _check_range(item: Flag, value: FlagWord) -> None:
 
 
 def spell_as_declared(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Write flags as the parser knows them.
+    """Return the words with flags spelled as the parser declares them.
 
-    `--micro_batch_size` and `--micro-batch-size` are the same flag. A bare switch says its value, so that it takes no
+    `--micro_batch_size` and `--micro-batch-size` are the same flag. A bare switch gets its value, so that it takes no
     word that comes after it, unless that word is true or false.
     """
     known = parser._option_string_actions
@@ -211,13 +211,13 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
         name = word.partition("=")[0]
         if not word.startswith("--") or word == "--" or name in known:
             continue
-        said = known_elsewhere(name)
-        problems.append(f"flag '{name}' {said}" if said else f"unknown flag '{name}'{_suggest(name, known)}")
+        elsewhere = known_elsewhere(name)
+        problems.append(f"flag '{name}' {elsewhere}" if elsewhere else f"unknown flag '{name}'{_suggest(name, known)}")
     return problems
 
 
 def known_elsewhere(name: str) -> str | None:
-    """Say what becomes of a flag of torchrun, of another script or of an older release, as a clause; None: of neither.
+    """Return a clause about a flag of torchrun, of another script or of an older release; None: it is of none of these.
 
     Args:
         name: with or without dashes in front, underscores or dashes inside.
@@ -232,7 +232,7 @@ def known_elsewhere(name: str) -> str | None:
 
 
 def suggestions(name: str, known: Iterable[str]) -> list[str]:
-    """Return the flags that look like `name`, or that are what another trainer's name means."""
+    """Return the flags that look like `name`, or that another trainer calls by this name."""
     foreign = {f"--{word}": flag for word, flag in OTHER_TRAINERS_NAMES.items()}
     near = nearest_names(name, [*known, *foreign])
     return list(dict.fromkeys(foreign.get(word, word) for word in near))

@@ -1,4 +1,4 @@
-"""What one field of a group says about its flag."""
+"""The declaration of one flag, in a field of a group."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BACKENDS: tuple[BackendName, ...] = ("fsdp2", "ptd")
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: how it is written, typed and explained, and what comes of it here.
+    """One flag: its spelling, type and explanation, and its effect here.
 
     `kind`, `optional`, `many` and `choices` are read from the field's annotation.
     """
 
-    name: str  # of the attribute in the Namespace
+    name: str  # of the attribute of `ParsedFlags`
     group: str
     default: Any
     help: str
@@ -44,7 +44,7 @@ class Flag:
     no_effect: Mapping[BackendName, str] = dataclasses.field(default_factory=dict)  # backend → why it has none there
     refused: Mapping[BackendName, str] = dataclasses.field(default_factory=dict)  # backend → what to do instead
     not_of_ours: str = ""  # what to do instead where the model is ours; a script's own model may read the flag
-    harmless: tuple[Any, ...] = ()  # values that ask for nothing: neither notice nor refusal
+    harmless: tuple[Any, ...] = ()  # values without consequences: neither notice nor refusal
 
     @property
     def spelling(self) -> str:
@@ -58,7 +58,7 @@ class Flag:
 
     @property
     def type_words(self) -> str:
-        """The type, for people."""
+        """The type, in words for `--help` and the documentation."""
         if self.kind is bool:
             return "switch"
         if self.choices:
@@ -69,7 +69,7 @@ class Flag:
 
 
 class FlagDetails(dict[str, Any]):
-    """What a field's annotation says about its flag."""
+    """The part of a flag's declaration that its field's name and type don't give."""
 
 
 def flag(help: str, **details: Any) -> FlagDetails:
@@ -88,7 +88,7 @@ def flag(help: str, **details: Any) -> FlagDetails:
 
 
 def no_effect(why: str | None = None, **backends: str) -> Callable[..., FlagDetails]:
-    """Return a `flag` that is accepted, and said once to have no effect here.
+    """Return a `flag` that is accepted, and logged once as having no effect here.
 
     Args:
         why: the reason on both backends.
@@ -98,7 +98,7 @@ def no_effect(why: str | None = None, **backends: str) -> Callable[..., FlagDeta
 
 
 def refused(why: str) -> Callable[..., FlagDetails]:
-    """Return a `flag` whose neglect would change the result: giving it is an error that says `why`."""
+    """Return a `flag` whose neglect would change the result: giving it is an error with the sentence `why`."""
     return functools.partial(flag, refused=why)
 
 

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_mm.configs import data_rules, model_rules
 from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.configs.published import NoEffect, published_paths, say_no_effect
+from mindspeed_mm.configs.published import NoEffect, log_no_effect, published_paths
 from mindspeed_mm.configs.sections import Section, key_paths, sort_keys
 from mindspeed_mm.configs.tools_config import ToolsConfig
 
@@ -65,5 +65,5 @@ def test_every_rule_is_of_use(kind: str, rules: tuple[NoEffect, ...]) -> None:
 
 def test_notices_are_grouped_by_reason(said: list[str]) -> None:
     rules = (NoEffect(r"a\..*", "of a"), NoEffect(".*", "of the rest"))
-    say_no_effect(["a.x", "b", "a.y"], rules, "f.json")
+    log_no_effect(["a.x", "b", "a.y"], rules, "f.json")
     assert said == ["f.json: no effect here: a.x, a.y: of a", "f.json: no effect here: b: of the rest"]

@@ -19,7 +19,7 @@ import yaml
 from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.data_config import DataConfig
-from mindspeed_mm.configs.environment import VARIABLES, say_environment
+from mindspeed_mm.configs.environment import VARIABLES, log_environment_notices
 from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
@@ -266,9 +266,9 @@ def test_every_variable_is_known(said: list[str]) -> None:
     """Those that change nothing here are said once; ours are told apart from misspelt ones."""
     assert PUBLISHED["environment"].keys() <= VARIABLES.keys()
     exported = {name: values[0] for name, values in PUBLISHED["environment"].items()}
-    say_environment(exported)
+    log_environment_notices(exported)
     assert [line.split()[2] for line in said] == ["NON_MEGATRON", "ENABLE_GC_THRESHOLD"]
     said.clear()
     script = {"MM_DATA": "data.json", "MM_MODEL": "model.json", "MM_CONVERT_X": "1", "NON_MEGATRON": "false"}
-    say_environment({**script, "MM_DEVCE": "cpu", "MM_OTHER": "1"})
+    log_environment_notices({**script, "MM_DEVCE": "cpu", "MM_OTHER": "1"})
     assert said == ["the variable MM_DEVCE is unknown; did you mean MM_DEVICE?"]
