@@ -1,4 +1,4 @@
-"""Check what the documents tell to write and to run: README.md, README.zh.md and docs/*.md.
+"""Check what the documents tell users to write and to run: README.md, README.zh.md and docs/*.md.
 
     python scripts/check_docs.py
 

@@ -3,7 +3,8 @@
     python scripts/check_wheel.py
 
 The package is built from a copy of what a wheel is made of and installed with `pip install --no-deps --target`; the
-folder of the run holds neither the checkout nor its entry scripts. A vision-language model trains two steps on images.
+folder of the run contains neither the checkout nor its entry scripts. A vision-language model trains two steps on
+images.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("mindspeed_mm", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 STEPS = 2
 
-#: makes the model, its data and the files of the run in the folder that it runs in
+#: creates the model, its data and the files of the run in the working folder
 PREPARE = """
 import json
 from pathlib import Path
@@ -59,7 +60,7 @@ TRAIN = [
 
 
 def run(words: list[str], folder: Path, **variables: str) -> str:
-    """Run a command in a folder; returns what it said. It ends this program if it fails."""
+    """Run a command in a folder and return its output; a failure ends this program."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **variables}
     done = subprocess.run(
         words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -96,9 +97,9 @@ def main() -> None:
         came_from = run([sys.executable, "-c", PREPARE], elsewhere, **where).splitlines()[0]
         if not came_from.startswith(str(installed)):
             sys.exit(f"the run would import {came_from}, not what was installed into {installed}")
-        said = run([sys.executable, "-m", "mindspeed_mm.entry.pretrain_vlm", *TRAIN], elsewhere, **where)
-        if f"done: {STEPS} iterations" not in said or not (elsewhere / "run/hf/config.json").is_file():
-            sys.exit(f"{said}\nthe run has not trained and exported a model")
+        output = run([sys.executable, "-m", "mindspeed_mm.entry.pretrain_vlm", *TRAIN], elsewhere, **where)
+        if f"done: {STEPS} iterations" not in output or not (elsewhere / "run/hf/config.json").is_file():
+            sys.exit(f"{output}\nthe run has not trained and exported a model")
     print("a model trains from the installed wheel")
 
 

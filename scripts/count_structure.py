@@ -4,7 +4,7 @@
     python scripts/count_structure.py --list NAME     every place of one count, as path:line
 
 The files are parsed, not imported. A count above its limit in `LIMITS` is an error (status 1). Limits only ever fall:
-where a count is below its limit, the line says what to lower it to; `target` is where it shall end.
+where a count is below its limit, the line says what to lower it to; `target` is the final goal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Limit(NamedTuple):
 #: name of a count → its limit; a commit that lowers a count lowers the limit with it
 LIMITS = {
     "description-writes": Limit(0, 0, "writes to the description of the run after it was built"),
-    "untyped-namespaces": Limit(0, 0, "parameters and fields that are an untyped namespace, below the doors"),
+    "untyped-namespaces": Limit(0, 0, "parameters and fields that are an untyped namespace, below the entry points"),
     "model-attributes": Limit(0, 0, "getattr and hasattr of a named attribute on the trained model"),
     "launcher-reads": Limit(0, 0, "reads of the launcher's ranks and sizes from the environment"),
     "repeated-names": Limit(0, 0, "public names that several modules define"),
@@ -55,19 +55,19 @@ INFORMATION = {
     "long-elsewhere": "files over 500 and functions over 70 lines in scripts/ and tests/support/",
 }
 
-#: variables, parameters and attributes that hold the description of a run
+#: variables, parameters and attributes that refer to the description of a run
 DESCRIPTION_NAMES = {"args", "run", "description"}
 #: files that build the description, and so may write to it
 BUILDERS = (
     "configs/arguments.py",
-    "configs/config.py",  # merge_mm_args(args) adds what the files say
+    "configs/config.py",  # merge_mm_args(args) adds the files' content
     "configs/describe.py",
     "configs/implied_backend.py",
     "configs/layout_rules.py",
 )
 #: where flags are parsed, and what published launch scripts call with a namespace
-DOORS = ("entry/", "tools/", "configs/flags/", "configs/global_args.py")
-#: variables and attributes that hold the trained model, whole or a pipeline chunk of it
+ENTRY_POINTS = ("entry/", "tools/", "configs/flags/", "configs/global_args.py")
+#: variables and attributes that refer to the trained model, whole or a pipeline chunk of it
 MODEL_NAMES = {"model", "chunk", "wrapped", "unwrapped", "inner", "user_model", "base_model"}
 #: `as_trainable` asks a model for everything that it may lack
 MODEL_CONTRACT = "models/contract.py"
@@ -153,7 +153,7 @@ def _last_name(node: ast.expr) -> str | None:
 def untyped_namespaces(package: Sequence[Source]) -> Iterator[Hit]:
     """Parameters `args` that are Any or not annotated, and whatever is annotated as a Namespace."""
     for source in package:
-        if source.is_in(DOORS):
+        if source.is_in(ENTRY_POINTS):
             continue
         for function in source.functions:
             for parameter in _parameters(function):
@@ -276,7 +276,7 @@ def untyped_parameters(package: Sequence[Source]) -> Iterator[Hit]:
 
 
 def untyped_variadics(package: Sequence[Source]) -> Iterator[Hit]:
-    """`*args` and `**kwargs` of any type: what a wrapper hands on."""
+    """`*args` and `**kwargs` of any type, as wrappers pass them on."""
     for source in package:
         for function in source.functions:
             for stars, parameter in (("*", function.args.vararg), ("**", function.args.kwarg)):

@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the schema: every flag and every key, with type, default and meaning.
 
-`python scripts/make_configuration_docs.py` writes the file; `--check` only says whether it is up to date.
+`python scripts/make_configuration_docs.py` writes the file; `--check` only reports whether it is up to date.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INTRODUCTION = """# Configuration
 
 A run is described by the flags of its launch command and by up to four files that flags name:
 
-| file | flag | says |
+| file | flag | describes |
 |---|---|---|
 | `model.json` | `--mm-model` | which model is trained, what of it is frozen, which loss |
 | `data.json` | `--mm-data` | which rows, how they are read, how they are batched |
@@ -52,7 +52,7 @@ modules and spread by tensor, pipeline and data parallelism: the Megatron backen
 is named, both are meant. `pretrain_sora.py` trains models that make images and videos with FSDP2; the flag may be left
 out there.
 
-All of it may stand in one YAML file instead, see [One YAML file](#one-yaml-file).
+All of it may be written in one YAML file instead, see [One YAML file](#one-yaml-file).
 
 In a script, `get_args()` gives the flags, and `get_args().mm.model`, `.mm.data`, `.mm.tool` the three JSON files.
 A `.yaml` file in place of a JSON file is read under its top-level key `model`, `data` or `tool`.
@@ -61,13 +61,14 @@ callback returns is an error that says where to give it, and so is a write to a 
 of the script's own, what `args_defaults` stores beside flags, and new attributes may be written; a copy may be changed
 freely.
 
-Rules that hold everywhere:
+Rules that apply everywhere:
 
 * An unknown key or flag is an error that names the file (or flag), the key and the nearest valid name. All faults of
-  a file are told at once. A key written twice in one object is an error.
-* A published key or flag that has no effect here is accepted, and said once with the reason. One whose neglect would
-  change what is trained, and that is not there yet, is an error. One of an older release is told what became of it, and
-  a flag of another script whose it is: see [Keys and flags of older releases](#keys-and-flags-of-older-releases).
+  a file are reported at once. A key written twice in one object is an error.
+* A published key or flag that has no effect here is accepted, and logged once with the reason. One whose neglect would
+  change what is trained, and that is not there yet, is an error. For one of an older release the message says what
+  became of it, and for a flag of another script to which one it belongs: see
+  [Keys and flags of older releases](#keys-and-flags-of-older-releases).
 * `true`/`false`, `on`/`off`, `yes`/`no`, `1`/`0`, also as text and in any case, are booleans; anything else is refused
   where a boolean is expected. `"False"` is false.
 * `1e-5`, `1E5` and numbers written as text are numbers where a number is expected.
@@ -83,19 +84,19 @@ Rules that hold everywhere:
 YAML_CHAPTER = """## One YAML file
 
 `torchrun … pretrain_transformers.py run.yaml [--flag …]` (or `pretrain_vlm.py`): the file comes right after the
-script's name, and flags after it go before what it says.
+script's name, and flags after it take precedence.
 
-| top-level key | holds |
+| top-level key | content |
 |---|---|
 | `gpt_args`, `lora_args` | flags by their names, with underscores; objects inside them only group |
-| `model` | what `model.json` holds |
-| `data` | what `data.json` holds |
-| `MM_TOOL_PATH`, or `tool` | path of `tools.json`, or what it holds |
-| `fsdp2` | what `fsdp2.yaml` holds, in place of `gpt_args.fsdp2_config_path` |
+| `model` | that of `model.json` |
+| `data` | that of `data.json` |
+| `MM_TOOL_PATH`, or `tool` | path of `tools.json`, or its content |
+| `fsdp2` | that of `fsdp2.yaml`, in place of `gpt_args.fsdp2_config_path` |
 | a key with an anchor | a value for other places: `SAVE_PATH: &SAVE_PATH runs/mine`, and there `*SAVE_PATH` |
 
 A list gives a flag all of its values, and so does text with commas where a flag takes several; `true` and `false` turn
-a switch on and off, and `null` asks for a flag's default. A list on the command line takes the place of the file's.
+a switch on and off, and `null` means a flag's default. A list on the command line takes the place of the file's.
 
 ```yaml
 MM_TOOL_PATH: ./configs/tools.json
@@ -152,7 +153,7 @@ def flag_chapters() -> str:
             parts.append(f"### {title}\n\n" + table(("flag", "type", "default", "meaning"), rows))
     every = [item for group in GROUPS for item in flags_of(group)]
     parts.append(
-        "### Accepted, without effect here\n\nEach is said once, with the reason.\n\n"
+        "### Accepted, without effect here\n\nEach is logged once, with the reason.\n\n"
         + table(("reason", "backend", "flags"), _by_reason_and_backend([(i.no_effect, _names(i)) for i in every]))
     )
     parts.append(
@@ -177,7 +178,7 @@ def _by_reason_and_backend(pairs: Sequence[tuple[Mapping[BackendName, str], str]
     grouped: dict[tuple[str, str], list[str]] = {}
     for reasons, name in pairs:
         for reason in dict.fromkeys(reasons.values()):
-            backend = BACKEND_WORDS[tuple(backend for backend, said in reasons.items() if said == reason)]
+            backend = BACKEND_WORDS[tuple(backend for backend, given in reasons.items() if given == reason)]
             grouped.setdefault((reason, backend), []).append(name)
     return [[reason, backend, ", ".join(names)] for (reason, backend), names in grouped.items()]
 
@@ -228,7 +229,7 @@ def section_rows(cls: type[Section], prefix: str = "") -> list[list[str]]:
 
 
 def _listed_section(annotation: Any) -> type[Section] | None:
-    """The section that a list holds; None for everything else."""
+    """Return the section class inside a list; None for everything else."""
     if typing.get_origin(annotation) is not list:
         return None
     [item] = typing.get_args(annotation)
@@ -280,9 +281,9 @@ def file_chapter(
 
 
 FATES: dict[Fate, str] = {
-    "write": "refused, unless its value asks for nothing",
-    "absent": "refused, unless its value asks for nothing",
-    "built in": "accepted, and said once",
+    "write": "refused, unless its value has no consequence",
+    "absent": "refused, unless its value has no consequence",
+    "built in": "accepted, and logged once",
 }
 
 

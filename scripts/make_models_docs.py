@@ -1,6 +1,6 @@
-"""Write docs/models.md from the registry: every adapted family, what it reads, and the sizes that tests hold.
+"""Write docs/models.md from the registry: every adapted family, what it reads, and the sizes that tests check.
 
-`python scripts/make_models_docs.py` writes the file; `--check` only says whether it is up to date, and whether the
+`python scripts/make_models_docs.py` writes the file; `--check` only reports whether it is up to date, and whether the
 README files count as many families.
 """
 
@@ -35,7 +35,7 @@ INTRODUCTION = """# Models
 
 A model is named by the Hugging Face directory in model.json (`init_from_hf_path`); its config.json says which family
 it is of, `model_id` may name another. The families below are adapted: their rows are their processor's, ranks may
-differ in what media their rows have, and `tests/parity/test_families.py` holds each to plain transformers. "Packed
+differ in what media their rows have, and `tests/parity/test_families.py` compares each with plain transformers. "Packed
 rows": whether several samples may share a row (`packing`). "Published sizes": those whose parameters a test counts.
 "Megatron-core form": trains without `--use-torch-fsdp2` too.
 """
@@ -46,7 +46,7 @@ REST = """
 Any other architecture of transformers with a language-model head trains on FSDP2 as it is:
 
 * Without `sub_modules_to_wrap` in fsdp2.yaml the blocks that transformers names are the units of FSDP (or else every
-  list of modules of one class). A notice says the list, to copy. `[]` leaves the model in one unit. Adapted families
+  list of modules of one class). A notice gives the list, to copy. `[]` leaves the model in one unit. Adapted families
   that name no list are wrapped in the same way.
 * Encoders (what `vision_config` and `audio_config` configure) stay in the root's unit, so that ranks may differ in
   what media their rows have. A step without such media on any rank still decays the encoder's weights. If fsdp2.yaml
@@ -58,7 +58,7 @@ Any other architecture of transformers with a language-model head trains on FSDP
 
 `sub_modules_to_wrap`, `ignored_modules` and `recompute_modules` are paths of the model as transformers has it today.
 Paths of older layouts that published files name are still read where they match nothing as written, also with more
-behind them (`visual.blocks.{*}`); a notice says the path to write:
+behind them (`visual.blocks.{*}`); a notice gives the path to write:
 
 <older paths>
 
@@ -84,19 +84,19 @@ GENERATION = """
 `pretrain_sora.py` trains the transformer of a diffusers pipeline as it is: `init_from_diffusers` in model.json names
 the pipeline's directory, `predictor.model_id` one of the families below (or the transformer's own config.json says
 it). The autoencoder and the text encoders are the pipeline's too, and captions are encoded by its own `encode_prompt`.
-`tests/parity/test_predictors.py` holds each family to a loss written with diffusers alone. "Timesteps": how they are
-drawn where `diffusion` says nothing, and shifted towards noise.
+`tests/parity/test_predictors.py` compares each family with a loss written with diffusers alone. "Timesteps": how they
+are drawn by default, and shifted towards noise.
 
 """
 
 GENERATION_REST = """
-`t2v`: video of a caption; `i2v` and `ti2v`: of a caption and a first frame, told to the transformer beside the noise
+`t2v`: video of a caption; `i2v` and `ti2v`: of a caption and a first frame, given to the transformer beside the noise
 (`i2v`) or in its place (`ti2v`: each token has a timestep of its own); `t2i`: image of a caption. A data set of videos
-may hold pictures too: clips of one frame.
+may contain pictures too: clips of one frame.
 
 Published words (`wandit`, `hunyuanvideo15dit`, and the structure as `hidden_size`, `num_layers` …) are translated into
 diffusers' configuration; so are the paths that published fsdp2.yaml files name (`predictor.head` of Wan,
-`predictor.double_blocks` of HunyuanVideo 1.5), and a notice says the path to write. Wan 2.2's A14B has two
+`predictor.double_blocks` of HunyuanVideo 1.5), and a notice gives the path to write. Wan 2.2's A14B has two
 transformers: each is a training of its own, with its part of the timesteps.
 
 A family is one file in `mindspeed_mm/models/predictor/`: which class, which pipelines, how it is asked.
@@ -153,15 +153,16 @@ def make_page() -> str:
     return INTRODUCTION + "\n" + adapted + rest + GENERATION + generation + GENERATION_REST
 
 
-#: README → how it says the number of adapted families
+#: README → the form in which it states the number of adapted families
 COUNTS = {"README.md": r"\| families \| (\d+), each", "README.zh.md": r"(\d+) 个系列"}
 
 
 def miscounted() -> list[str]:
-    """README files that say another number of families than there are."""
+    """Return a sentence for each README file that states another number of families."""
     count = len(ModelHub.families())
-    said = {name: re.findall(form, (ROOT / name).read_text(encoding="utf-8")) for name, form in COUNTS.items()}
-    return [f"{name} says {found} families; there are {count}" for name, found in said.items() if found != [str(count)]]
+    stated = {name: re.findall(form, (ROOT / name).read_text(encoding="utf-8")) for name, form in COUNTS.items()}
+    wrong = {name: found for name, found in stated.items() if found != [str(count)]}
+    return [f"{name} says {found} families; there are {count}" for name, found in wrong.items()]
 
 
 def main(argv: Sequence[str]) -> int:

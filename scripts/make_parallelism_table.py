@@ -3,7 +3,7 @@
 MM_PARITY_RECORDS=records.jsonl python -m pytest tests/parity/test_ptd_layouts.py -m "full or not full"
 python scripts/make_parallelism_table.py records.jsonl
 
-`--check`, without records, says whether the table has the layouts and cases of the tests, within their tolerance.
+`--check`, without records, reports whether the table has the layouts and cases of the tests, within their tolerance.
 """
 
 from __future__ import annotations

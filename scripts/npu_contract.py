@@ -6,10 +6,10 @@ Python files and lists of operators; nothing of it is imported. What is compared
 * names of `torch_npu`, `torch.npu` and `torch.ops.npu` in the package, and the arguments of their calls;
 * operators of torch's that `accelerator/` calls by a private name: the NPU must have a kernel of its own, or torch one
   for every device;
-* what torch's fully_shard asks of a device's module.
+* what torch's fully_shard needs of a device's module.
 
-It ends with status 1 if a name or an argument isn't there. Only where no package index can be reached it says so and
-proves nothing. MindSpeed has no wheel: what is imported of it is listed, not proved.
+It ends with status 1 if a name or an argument isn't there. Only where no package index can be reached it reports that,
+and proves nothing. MindSpeed has no wheel: what is imported of it is listed, not proved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ONLY_ON_THE_HOST = ("accelerator/megatron_cpu.py", "accelerator/cpu.py", "accele
 
 @dataclass
 class Found:
-    """What a dotted name is: a module, a function, a class, or something that only running the code would tell."""
+    """What a dotted name is: a module, a function, a class, or something that only running the code would show."""
 
     kind: str
     module: str = ""
@@ -310,7 +310,7 @@ def _fault_of_call(use: Use, call: ast.Call, found: Found, wheel: Wheel, skip: i
 
 
 def _handed_on_to(function: ast.FunctionDef, kwargs: str, module: str, wheel: Wheel) -> set[str] | None:
-    """Arguments of the function that gets `**kwargs`; None: it can't be told."""
+    """Arguments of the function that gets `**kwargs`; None: unknown."""
     for node in ast.walk(function):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
@@ -401,15 +401,15 @@ def fetch(version: str, download: Callable[..., Any] = subprocess.run) -> Path |
     kept = sorted(CACHE.glob(f"torch_npu-{version}-*.whl"))
     if kept:
         return kept[0]
-    said = done.stdout + done.stderr
-    if re.search(r"from versions: (?!none)", said):
-        sys.exit(f"the package index has no torch_npu {version} for this machine and this Python:\n{said}")
-    print(said, file=sys.stderr)
+    output = done.stdout + done.stderr
+    if re.search(r"from versions: (?!none)", output):
+        sys.exit(f"the package index has no torch_npu {version} for this machine and this Python:\n{output}")
+    print(output, file=sys.stderr)
     return None
 
 
 def read_wheel(path: Path) -> tuple[Wheel, str]:
-    """The files of a wheel, and the torch that it says it is built for."""
+    """The files of a wheel, and the torch that it is built for."""
     with zipfile.ZipFile(path) as archive:
         names = [n for n in archive.namelist() if n.startswith("torch_npu/") and n.endswith((".py", ".yaml"))]
         files = {name: archive.read(name).decode("utf-8", "replace") for name in names}

@@ -1,4 +1,4 @@
-"""Run what the documents tell to write and to run, each at its smallest, on one CPU.
+"""Run what the documents tell users to write and to run, each at its smallest, on one CPU.
 
     python scripts/run_docs.py                  # all parts, two at a time: two minutes or so on two cores
     python scripts/run_docs.py generation       # one of them: see PARTS
@@ -61,13 +61,13 @@ def left(done: Done) -> list[str]:
     for page in documents():
         for snippet in snippets(page):
             found = [key(page, item) for item in items(snippet)]
-            if not snippet.language:  # one entry stands for a whole drawing
+            if not snippet.language:  # one entry for a whole drawing
                 found = found if any(item in done for item in found) else found[:1]
             for name, item in found:
                 entry = next((e for e in NOT_RUN if e[0] == name and item.startswith(e[1])), None)
                 used.add(entry)
                 if entry is None and (name, item) not in done:
-                    problems.append(f"{snippet.place}: nobody runs this, and NOT_RUN does not say why: {item}")
+                    problems.append(f"{snippet.place}: nobody runs this, and NOT_RUN gives no reason: {item}")
     problems += [f"NOT_RUN: {page} shows no '{item}'" for page, item in NOT_RUN.keys() - used]
     return problems
 

@@ -3,7 +3,7 @@
     python scripts/smallest_benchmarks.py                 # about three minutes on two cores
     python scripts/smallest_benchmarks.py step_cost       # one of them
 
-Stops at the first that fails, and says which. A file with a `__main__` part is a benchmark, and must know --smallest.
+Stops at the first that fails, and names it. A file with a `__main__` part is a benchmark, and must accept --smallest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Which published launches are taken: every launch of a folder goes through the configuration layer.
 
     python scripts/try_published.py FOLDER                  # a table, and how many were refused for which reason
-    python scripts/try_published.py FOLDER --notices        # also what the accepted ones were told
+    python scripts/try_published.py FOLDER --notices        # also the notices of the accepted ones
 
-The folder holds `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`, `environment`)
-and `files/`, the configuration files that they name. Nothing is trained. Where a file names a model's directory, one
-stands that holds a config.json only.
+The folder contains `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`,
+`environment`) and `files/`, the configuration files that they name. Nothing is trained. Where a file names a model's
+directory, one with a config.json only is created.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|m
 
 
 class Outcome(NamedTuple):
-    """What became of a launch: the refusal, None if it was accepted, and the notices that were said."""
+    """What became of a launch: the refusal, None if it was accepted, and the logged notices."""
 
     refusal: str | None
     notices: tuple[str, ...] = ()
 
 
 def config_of(path: str) -> dict[str, Any]:
-    """The config.json of the model that a directory's name says; an empty one for parts of a pipeline."""
+    """The config.json of the model that a directory's name suggests; an empty one for parts of a pipeline."""
     from tests.support.families import families
 
     for pattern, family, size, architecture in _DIRECTORIES:
@@ -71,7 +71,7 @@ def config_of(path: str) -> dict[str, Any]:
                 *text, vision = _QWEN2_5_VL[match[1]]
                 config["tie_word_embeddings"] = match[1] == "3B"
                 config["text_config"] |= {**dict(zip(_NAMES, text, strict=True)), "rms_norm_eps": 1e-6}
-                config["text_config"].pop("layer_types", None)  # one for each layer; made anew
+                config["text_config"].pop("layer_types", None)  # one for each layer; created again
                 rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
                 config["text_config"]["rope_parameters"] = rope
                 config["vision_config"] |= {
@@ -143,9 +143,9 @@ def prepare(source: Path, folder: Path, launches: Sequence[Mapping[str, Any]]) -
 
 
 def world_size(words: Sequence[str]) -> int:
-    """Number of processes that a launcher's words ask for."""
-    said = {word.lstrip("-").replace("-", "_"): value for word, value in itertools.pairwise(words)}
-    return int(said.get("nproc_per_node", 1)) * int(said.get("nnodes", 1))
+    """Number of processes in a launcher's words."""
+    options = {word.lstrip("-").replace("-", "_"): value for word, value in itertools.pairwise(words)}
+    return int(options.get("nproc_per_node", 1)) * int(options.get("nnodes", 1))
 
 
 def describe(entry: str, words: list[str]) -> None:
@@ -189,7 +189,7 @@ def _features(words: list[str], script: str) -> None:
 
 
 def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
-    """Describe one launch in this process, which is made for it."""
+    """Describe one launch in this process, which is started for it."""
     from mindspeed_mm.utils import log
     from mindspeed_mm.utils.errors import MMError
 
@@ -244,18 +244,18 @@ def main() -> int:
     for why, count in refused.most_common():
         print(f"{count:4} {why}")
     if options.notices:
-        said: dict[str, list[str]] = {}
+        scripts_of: dict[str, list[str]] = {}
         for script, outcome in found.items():
             for line in outcome.notices if outcome.refusal is None else ():
-                said.setdefault(line, []).append(script)
+                scripts_of.setdefault(line, []).append(script)
         print()
-        for line, scripts in said.items():
+        for line, scripts in scripts_of.items():
             print(f"{len(scripts):4} {line}   [{scripts[0]}]")
     return 0
 
 
 def outcomes(files: Path, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Outcome]:
-    """Script → what became of its launches: the first that is refused stands for all. One process each."""
+    """Script → what became of its launches: the first refused one counts for all. One process each."""
     multiprocessing.set_forkserver_preload(["mindspeed_mm.initialize", "diffusers", "transformers"])
     every = [(script, launch) for script, several in launches.items() for launch in several]
     with tempfile.TemporaryDirectory(prefix="try-published-") as folder:

@@ -1,7 +1,7 @@
 """What a family of models states about model.json's numbers on the Megatron backend, and how the check finds it.
 
-Families belong to `models/`, which this room doesn't import: the package connects a function that finds them, and the
-check of model.json asks it.
+Families belong to `models/`, which `configs/` doesn't import: the package connects a function that finds them, and the
+check of model.json calls it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from mindspeed_mm.configs.vlm_config import VLMModelConfig
 
 NumberPlace = Literal["text", "vision", "top", "rope"]
 #: place → name of an attribute there → value
 Numbers = Mapping[NumberPlace, dict[str, Any]]
-#: dotted key of model.json → what it must say if it says anything, and why
-Facts = Mapping[str, tuple[Any, str]]
+#: dotted key of model.json → its only valid value, and why
+Facts = Mapping[str, tuple[object, str]]
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class NumbersAlone:
     """
 
     defaults: Mapping[str, Any]
-    build: Callable[[VLMModelConfig, Numbers], Any]
+    build: Callable[[VLMModelConfig, Numbers], PretrainedConfig]
 
 
 @dataclass(frozen=True)
 class FamilyStructure:
-    """The structure of a family's models, as far as model.json may speak of it; the defaults suit a Llama-like decoder.
+    """The structure of a family's models, as far as model.json may describe it; the defaults suit a Llama-like decoder.
 
     Attributes:
         qk_norm: whether each head's queries and keys are normalised.
@@ -68,11 +70,11 @@ class FamilyStructure:
     qk_norm: bool = False
     qkv_bias: bool = False
     tower_numbers: tuple[ModelNumber, ...] = ()
-    tower_facts: Callable[[Any], Facts] | None = None
-    tower_misfits: Callable[[str, Any], Iterator[str]] | None = None
+    tower_facts: Callable[[PretrainedConfig], Facts] | None = None
+    tower_misfits: Callable[[str, PretrainedConfig], Iterator[str]] | None = None
     alone: NumbersAlone | None = None
 
-    def has_qkv_bias(self, text_config: Any) -> bool:
+    def has_qkv_bias(self, text_config: PretrainedConfig) -> bool:
         """Whether the projections of queries, keys and values of a model have a bias."""
         return bool(getattr(text_config, "attention_bias", self.qkv_bias))
 

@@ -6,11 +6,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FOLDERS = {"checkpoint", "checkpoints", "ckpt", "ckpts", "data", "model", "models", "out", "output", "runs", "weights"}
@@ -41,7 +44,7 @@ def describe_missing_model(path: str | Path) -> str:
     return f"{path} does not exist{advice}" if advice else describe_missing(path)
 
 
-def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = False) -> Any:
+def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read config.json of a directory with transformers.
 
     Args:

@@ -7,7 +7,7 @@ numbers alone describe a Qwen2.5-VL.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
@@ -29,6 +29,9 @@ from mindspeed_mm.configs.sections import (
 )
 from mindspeed_mm.configs.vlm_rules import IDLE_VLM_KEYS, REFUSED_VLM_KEYS
 from mindspeed_mm.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ModelPart = Literal["vision_encoder", "vision_projector", "text_decoder"]
 PART_PATHS: dict[ModelPart, str] = {
@@ -265,7 +268,7 @@ class VLMModelConfig(Section):
             return {name: value for name, value in settings.items() if value is not None}
         return settings
 
-    def hf_config(self) -> Any:
+    def hf_config(self) -> PretrainedConfig:
         """Return transformers' configuration of the model.
 
         Raises:

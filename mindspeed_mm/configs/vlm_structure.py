@@ -15,6 +15,8 @@ from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from mindspeed_mm.configs.vlm_config import VLMModelConfig
 
 _TEXT, _VISION = "text_decoder", "image_encoder.vision_encoder"
@@ -61,7 +63,7 @@ def structure_of(described: VLMModelConfig) -> Any:
 
 
 def _given(described: VLMModelConfig, number: ModelNumber) -> Any:
-    """What model.json says for an attribute, in transformers' terms; None where it says nothing."""
+    """Return model.json's value for an attribute, in transformers' terms; None where it has none."""
     value = described.value(number.path)
     other = _SYNONYMS.get(number.path)
     if other is not None and described.value(other) is not None:
@@ -76,8 +78,8 @@ def _given(described: VLMModelConfig, number: ModelNumber) -> Any:
     return None if value is None else number.read(value)
 
 
-def _read_directory(described: VLMModelConfig) -> Any:
-    """The directory's configuration, checked against model.json's numbers."""
+def _read_directory(described: VLMModelConfig) -> PretrainedConfig:
+    """Return the directory's configuration, checked against model.json's numbers."""
     directory = Path(str(described.init_from_hf_path))
     source = directory / "config.json"
     config = read_hf_config(directory, f"{described.file}: init_from_hf_path", described.trust_remote_code)
@@ -96,18 +98,18 @@ def _numbers_of(family: FamilyStructure) -> tuple[ModelNumber, ...]:
 
 
 def _numbers_of_no_tower(described: VLMModelConfig, source: Path) -> Iterator[str]:
-    """Sentences about a vision tower's numbers in the model.json of a model that has none."""
+    """Yield a sentence for each number of a vision tower in the model.json of a model that has none."""
     for path, value in described.tower_numbers().items():
         yield f"{described.file}: '{path}' is {show(value)}, but {source} describes a model without a vision tower"
 
 
-def _place_of(config: Any, number: ModelNumber) -> Any:
+def _place_of(config: PretrainedConfig, number: ModelNumber) -> PretrainedConfig:
     text = config.get_text_config()
     return config.vision_config if number.place == "vision" else config if number.place == "top" else text
 
 
-def _compare(described: VLMModelConfig, number: ModelNumber, config: Any, source: Path) -> str | None:
-    """Return a sentence if model.json contradicts the directory; put a value that wins in place, and say so."""
+def _compare(described: VLMModelConfig, number: ModelNumber, config: PretrainedConfig, source: Path) -> str | None:
+    """Return a sentence if model.json contradicts the directory; log a value that wins, and set it in `config`."""
     value = _given(described, number)
     if value is None:
         return None
@@ -131,13 +133,13 @@ def _compare(described: VLMModelConfig, number: ModelNumber, config: Any, source
     return f"{says}; remove the key, or name the directory that it belongs to"
 
 
-def _same(value: object, found: Any) -> bool:
+def _same(value: object, found: object) -> bool:
     if isinstance(value, list) and isinstance(found, (list, tuple)):
         return list(found) == value
     return value == found
 
 
-def _compare_image_token(described: VLMModelConfig, config: Any, source: Path) -> list[str]:
+def _compare_image_token(described: VLMModelConfig, config: PretrainedConfig, source: Path) -> list[str]:
     token, found = described.img_context_token_id, getattr(config, "image_token_id", None)
     if token is None or token == found:
         return []
@@ -148,8 +150,8 @@ def _compare_image_token(described: VLMModelConfig, config: Any, source: Path) -
     return [f"{says}; remove the key, or name the directory that it belongs to"]
 
 
-def _from_numbers(described: VLMModelConfig) -> Any:
-    """The configuration of a model that model.json describes by itself."""
+def _from_numbers(described: VLMModelConfig) -> PretrainedConfig:
+    """Return the configuration of a model that model.json describes by itself."""
     file, name = described.file, described.model_id or _ALONE
     family = find_structure(name)
     if family.alone is None:
@@ -174,12 +176,14 @@ def _from_numbers(described: VLMModelConfig) -> Any:
     return family.alone.build(described, values)
 
 
-def _misfits(described: VLMModelConfig, family: FamilyStructure, config: Any, text: Any) -> Iterator[str]:
-    """Sentences about numbers that follow from others, and are given otherwise."""
+def _misfits(
+    described: VLMModelConfig, family: FamilyStructure, config: PretrainedConfig, text: PretrainedConfig
+) -> Iterator[str]:
+    """Yield a sentence for each number that follows from others, and is given otherwise."""
     file = described.file
     heads, groups = text.num_attention_heads, text.num_key_value_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    facts: dict[str, tuple[Any, str]] = {
+    facts: dict[str, tuple[object, str]] = {
         f"{_TEXT}.kv_channels": (head_size, "the size of the language model's heads"),
         f"{_TEXT}.add_qkv_bias": (family.has_qkv_bias(text), "what the family has"),
         f"{_TEXT}.qk_layernorm": (family.qk_norm, "what the family has"),
