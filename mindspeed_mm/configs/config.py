@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.data_config import DataConfig, warn_of_near_data_keys
+from mindspeed_mm.configs.family_structure import find_structure
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.load_source import settle_generation_source, settle_language_source
 from mindspeed_mm.configs.model_config import TransformersModelConfig, check_local_path, warn_of_near_model_keys
@@ -223,7 +224,7 @@ def _check_megatron_model(args: ParsedFlags, config: VLMModelConfig) -> None:
             config,
             args.pipeline_model_parallel_size,
             None if virtual == 1 else virtual,
-            getattr(getattr(hf_config, "vision_config", None), "depth", None),
+            find_structure(hf_config.model_type).count_tower_layers(hf_config),
             hf_config.get_text_config().num_hidden_layers,
         )
     )

@@ -62,6 +62,7 @@ class FamilyStructure:
         qkv_bias: whether the projections of queries, keys and values have a bias, where the text configuration has no
             `attention_bias`.
         tower_numbers: keys that describe the vision tower; none: the family has no tower.
+        tower_layers: transformers' configuration → number of the tower's layers.
         tower_facts: transformers' configuration → keys that follow from its numbers.
         tower_misfits: (name of model.json, transformers' configuration) → sentences about the tower's numbers.
         alone: None: a model is described by a HF directory only.
@@ -70,9 +71,14 @@ class FamilyStructure:
     qk_norm: bool = False
     qkv_bias: bool = False
     tower_numbers: tuple[ModelNumber, ...] = ()
+    tower_layers: Callable[[PretrainedConfig], int] | None = None
     tower_facts: Callable[[PretrainedConfig], Facts] | None = None
     tower_misfits: Callable[[str, PretrainedConfig], Iterator[str]] | None = None
     alone: NumbersAlone | None = None
+
+    def count_tower_layers(self, config: PretrainedConfig) -> int | None:
+        """Layers of the vision tower of a model with this transformers' configuration; None: it has no tower."""
+        return None if self.tower_layers is None else self.tower_layers(config)
 
     def has_qkv_bias(self, text_config: PretrainedConfig) -> bool:
         """Whether the projections of queries, keys and values of a model have a bias."""

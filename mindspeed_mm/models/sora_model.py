@@ -20,6 +20,7 @@ from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.ae.autoencoder import autoencoder_strides
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.first_weights import check_first_weights
+from mindspeed_mm.models.common.loss import LossOutput
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
@@ -158,7 +159,7 @@ class SoRAModel(MultiModalModule):
         weights: torch.Tensor,
         text: Mapping[str, torch.Tensor],
         conditions: Mapping[str, torch.Tensor],
-    ) -> dict[str, Any]:
+    ) -> LossOutput:
         """The loss of a micro-batch.
 
         Args:
@@ -168,8 +169,7 @@ class SoRAModel(MultiModalModule):
             text, conditions: of `SampleEncoder.encode`.
 
         Returns:
-            `loss` (float32 scalar with graph: the sum of the samples' losses, each a mean over its latent),
-            `denominator` (float32 scalar: samples), `metrics`.
+            the sum of the samples' losses, each a mean over its latent, and the number of samples.
         """
         noised = self.objective.noised(latents, noise, draws, self.tokens(latents))
         noisy, known = noised.noisy, conditions.get("known")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers  # noqa: F401 (here, so that loader workers forked before the model is built share it)
+from transformers.utils import ModelOutput
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
@@ -20,7 +21,7 @@ from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
-from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
@@ -123,7 +124,9 @@ class TransformersModel(MultiModalModule):
         if self._boundaries is not None:
             self._boundaries.check_implementation()
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any
+    ) -> LossOutput | ModelOutput:
         """Run the model on a micro-batch.
 
         Args:
@@ -133,10 +136,8 @@ class TransformersModel(MultiModalModule):
                 packed rows, `position_ids` and `packed_rows` as `prepare` made them on the host.
 
         Returns:
-            a dict: `loss` (float32 scalar with graph: a sum, or a mean if `denominator` is None), `denominator`
-            (float32 scalar: what the sum is to be divided by over the global batch), `metrics` (name → (sum,
-            denominator)): beside a mean `loss`, the pair that it is made of; `router_aux_loss` where the load-balancing
-            loss is trained; its gradient, times its coefficient, is in that of `loss`, its value isn't.
+            the loss; its `metrics` hold `router_aux_loss` where the load-balancing loss is trained: its gradient, times
+            its coefficient, is in that of `loss`, its value isn't.
         """
         targets: Targets | None = batch.pop("targets", None)
         shares: SampleShares | None = batch.pop("sample_shares", None)

@@ -19,7 +19,7 @@ from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.families import require_megatron_form
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
-from mindspeed_mm.models.common.loss import LossOptions, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
 from mindspeed_mm.models.common.megatron_family import MegatronFamily, Towers
 from mindspeed_mm.models.common.megatron_layers import SampleLengths
 from mindspeed_mm.models.common.megatron_names import Made
@@ -56,7 +56,7 @@ def planned_stages(
         pipeline,
         virtual,
         text_layers=hf_config.get_text_config().num_hidden_layers,
-        vision_layers=hf_config.vision_config.depth if family.towers is not None else None,
+        vision_layers=family.structure.count_tower_layers(hf_config),
         text=described.pipeline_layers("text_decoder"),
         vision=described.pipeline_layers("vision_encoder"),
         projector=described.pipeline_layers("vision_projector"),
@@ -370,7 +370,7 @@ class VLModel(MegatronModule):
         media_tokens: tuple[int, ...] = (),
         sample_lengths: list[list[int]] | None = None,
         **media: Any,
-    ) -> Any:
+    ) -> LossOutput | torch.Tensor | None:
         """Run the stage on a micro-batch made ready by `prepare`.
 
         Args:
@@ -381,8 +381,7 @@ class VLModel(MegatronModule):
             media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
 
         Returns:
-            on the last stage {"loss", "denominator", "metrics"} as TransformersModel.forward, or logits [batch,
-            sequence, vocabulary]; else what the next stage takes.
+            on the last stage the loss, or logits [batch, sequence, vocabulary]; else what the next stage takes.
         """
         received, self._input = self._input, None
         images = received if self.image_encoder is None else self._encode_images(media, received)

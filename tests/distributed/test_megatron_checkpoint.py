@@ -110,7 +110,7 @@ class Run:
         sizes = ParallelSizes(layout.tensor, layout.pipeline, layout.virtual, params_dtype=dtype)
         config = AutoConfig.from_pretrained(hf_dir)
         family, text = require_megatron_form(config.model_type), config.get_text_config()
-        vision = config.vision_config.depth if family.towers is not None else None
+        vision = family.structure.count_tower_layers(config)
         stages = plan_stages(layout.pipeline, layout.virtual, text_layers=text.num_hidden_layers, vision_layers=vision)
         self.twin = meta_model(ModelHub.get(None, config), config)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()

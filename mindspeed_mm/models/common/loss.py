@@ -18,7 +18,7 @@ Source: names and meanings of MindSpeed-MM's `loss_cfg`; square averaging as in 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -186,20 +186,31 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
+class LossOutput(TypedDict):
+    """What the `forward` of a model returns of a micro-batch with targets.
+
+    Attributes:
+        loss: float32 scalar with graph: a sum, or a mean where `denominator` is None.
+        denominator: float32 scalar; the sum is divided by it over the global batch. None: the mean is averaged over
+            micro-batches and ranks.
+        metrics: name → number, or pair (sum, denominator) of float32 scalars; beside a mean the pair `loss` that it was
+            made of, which tells of a step without targets.
+    """
+
+    loss: torch.Tensor
+    denominator: torch.Tensor | None
+    metrics: dict[str, Any]
+
+
 def finish_loss(
     weighted_sum: torch.Tensor, denominator: torch.Tensor, loss_type: LossType, group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
+) -> LossOutput:
     """Turn a micro-batch's sum into what a model returns, and its `loss_func` passes on.
 
     Args:
         weighted_sum: float32 scalar from `weighted_cross_entropy` or `ChunkedCrossEntropy`.
         denominator: from `Targets`.
         group: the data-parallel group, for token_loss.
-
-    Returns:
-        `loss` and `denominator` (a sum and what it is to be divided by over the global batch, or a mean and None: it
-        is averaged over micro-batches and ranks), and `metrics`: beside a mean the pair `loss` that it was made of,
-        which tells of a step without targets.
     """
     if loss_type in ("per_token_loss", "per_sample_loss", "square_loss"):
         return {"loss": weighted_sum, "denominator": denominator, "metrics": {}}

@@ -95,6 +95,7 @@ MEGATRON = MegatronFamily(
     FamilyStructure(
         qkv_bias=True,
         tower_numbers=_TOWER_NUMBERS,
+        tower_layers=lambda config: config.vision_config.depth,
         tower_facts=tower_facts,
         tower_misfits=tower_misfits,
         alone=NumbersAlone(_DEFAULTS, build_config),
