@@ -1,4 +1,4 @@
-"""What the data pipeline needs to know of a model family, as a protocol; each family implements it in its folder."""
+"""The adapter of a model family for the data pipeline: a protocol, which each family implements in its folder."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A file of M samples at r Hz becomes round(M·R/r) samples at R Hz (halves up), channels averaged; then it is cut to the
 longest length that the model takes, or padded with silence to the shortest. M is taken from the header where
 that is exact (PCM, FLAC, ALAC); lossy formats are decoded to count it, because their headers count the encoder's
-padding too. Where decoding gives less than the header says (a damaged file), silence stands for the rest.
+padding too. Where decoding gives less than the header promises (a damaged file), the rest is silence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXACT_CODECS = ("pcm_", "flac", "alac")
 
 @dataclass(frozen=True)
 class SoundFacts:
-    """What is known of a sound before it is decoded.
+    """Facts about a sound, known before it is decoded.
 
     Attributes:
         rate: samples a second.

@@ -1,4 +1,4 @@
-"""How samples become batches: packed, balanced, grouped or in plain order, as data.json and the flags ask for."""
+"""Plan batches by data.json and the flags: packed, balanced, grouped or in plain order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batching:
     """The settings of batches that come from flags.
 
     Attributes:
-        balance: what is balanced by cost within a global batch; packs always are.
+        balance: balance of costs within a global batch; packs are always balanced.
         dynamic_length: dynamic batching: the samples of a row of the batch have at most this many tokens together;
             None: rows are packed only if data.json asks for it, up to the data set's length limit.
         least_waiting: dynamic batching: least number of samples that are read in advance.
@@ -85,7 +85,7 @@ def build_planner(
 
     Args:
         dataset: Map-style, with a length or `has_row(index)`; `measure(index)` where sizes are needed. If it has
-            `shapes`, every global batch is of one of them; if it has `names_epochs`, samples are asked for by epoch.
+            `shapes`, every global batch is of one of them; if it has `names_epochs`, samples are read by epoch.
         layout: Sizes of a batch.
         param: `dataloader_param`.
         batching: Settings from the flags.

@@ -1,4 +1,4 @@
-"""From `dataset_param` to data sets: files found, first rows checked, mixed, validation rows set apart."""
+"""Build data sets from `dataset_param`: find files, check first rows, mix, split off validation rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def open_rows_of(
         param: Typed `dataset_param`.
         entries: The data sets.
         mixture: How lazy rows are drawn from several data sets.
-        lazy: Find rows when they are asked for.
+        lazy: Find rows when they are read.
     """
     basic = param.basic_parameters
     is_text = basic.stage in ("pt", "pretrain")

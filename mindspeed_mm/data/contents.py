@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from mindspeed_mm.data.media import MediaKind, MediaRef
 from mindspeed_mm.data.messages import MessagePart, RowFault, short_repr
 
-#: type of a typed part → the medium it stands for
+#: type of a typed part → its kind of medium
 _PART_KINDS: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",

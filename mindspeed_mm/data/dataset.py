@@ -1,4 +1,4 @@
-"""The map-style data set: rows that become samples one by one, when the loader asks for them."""
+"""The map-style data set, which encodes rows one by one when the loader reads them."""
 
 from __future__ import annotations
 

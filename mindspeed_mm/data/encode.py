@@ -36,7 +36,7 @@ TokenSample = dict[str, torch.Tensor]
 
 
 class MediaSource(Protocol):
-    """Where the media of one row come from."""
+    """The source of the media of one row."""
 
     def look(self, ref: MediaRef) -> Geometry:
         """Read the header of a medium."""

@@ -26,7 +26,7 @@ class DataEntry:
     """One data set of a run.
 
     Attributes:
-        name: as it stands in data.json.
+        name: its name in data.json.
         paths: its files, in order.
         attr: names of columns and roles.
         media_dir: first folder in which a relative medium is looked for.

@@ -24,7 +24,7 @@ _NOTHING = [SampleSize(0)]
 
 @dataclass(frozen=True)
 class Balance:
-    """What is balanced by cost within a global batch.
+    """The balance of costs within a global batch.
 
     Attributes:
         ranks: rows are moved between ranks (and micro-batches).

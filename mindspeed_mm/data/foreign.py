@@ -347,7 +347,7 @@ class StreamLoader(UserLoader):
             self._stream.dataset.epoch = epoch
         self._generators.restart(epoch)
         with host_seeded(number_of(self._seed, f"epoch {epoch}")):
-            # samplers draw their order when the first batch is asked for
+            # samplers draw their order when the first batch is read
             is_torch = isinstance(self._stream, DataLoader)
             running: Any = start_loader(self._stream) if is_torch else iter(self._stream)
             self._running = running

@@ -27,7 +27,7 @@ class Shapes(Protocol):
 
 @dataclass(frozen=True)
 class Grouping:
-    """How the rows of a window are put into global batches.
+    """The rule that puts the rows of a window into global batches.
 
     Attributes:
         kind: "alike": a global batch has rows of similar size; "even": all global batches have equal sizes; "bucket":

@@ -81,7 +81,7 @@ def find_lines(path: str, position: int) -> tuple[RowBounds, int] | None:
         position: Byte offset to begin at.
 
     Returns:
-        The rows found (perhaps none), and where to go on; None at the end of the file.
+        The rows found (perhaps none), and the next position; None at the end of the file.
     """
     size = _CHUNK
     with open(path, "rb") as file:
@@ -166,7 +166,7 @@ def _brackets(block: np.ndarray, quotes: int) -> tuple[np.ndarray, np.ndarray, i
 
 
 def _escaped(block: np.ndarray, quote_at: np.ndarray) -> np.ndarray:
-    """Which quotes follow an odd run of backslashes."""
+    """Mask of the quotes that follow an odd run of backslashes."""
     escaped = np.zeros(len(quote_at), dtype=bool)
     slashes = np.flatnonzero(block == _BACKSLASH)
     if not len(slashes):

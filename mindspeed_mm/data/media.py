@@ -18,7 +18,7 @@ class MediaRef:
 
     Attributes:
         kind: image, video or audio.
-        path: as written; empty for a typed part that takes the next one of the row's column.
+        path: path as written; empty for a typed part that takes the next one of the row's column.
         content: the encoded file itself (parquet rows may have it); None: it is at `path`.
         frames: a clip given as pictures; `path` and `content` are then unused.
         fps: if the row has it: frames a second of a clip given as pictures; frames to take per second of a video.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _REMEMBERED = 16_384
-_PICTURES_FPS = 2.0  # of a clip given as pictures, where neither the row nor data.json says it
+_PICTURES_FPS = 2.0  # of a clip given as pictures, where neither the row nor data.json has it
 
 FactsT = TypeVar("FactsT")
 
@@ -115,7 +115,7 @@ class MediaReader:
             where: The row, for messages.
 
         Raises:
-            BadSample: The medium isn't there or can't be used; message with row and path, reason to count by.
+            BadSample: The medium doesn't exist or can't be used; message with row and path, reason to count by.
         """
         if ref.frames:
             return self._look_pictures(ref, self._find_pictures(ref, folders, where))

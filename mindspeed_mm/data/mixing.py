@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class Mixture:
-    """How data sets are mixed.
+    """The rule by which data sets are mixed.
 
     Attributes:
         strategy: concat, interleave_under or interleave_over.

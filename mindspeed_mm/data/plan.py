@@ -15,8 +15,8 @@ from mindspeed_mm.utils.errors import ConfigError
 
 FILLER = -1
 
-#: a sample: row of the data set (-1: a filler), and which piece of it where a row gives several, or the bucket that it
-#: is cut to; and the epoch, where the data set asks for it
+#: a sample: row of the data set (-1: a filler), and its piece where a row gives several, or its bucket; and its epoch,
+#: where the data set names epochs
 PlannedSample = tuple[int, ...]
 #: a row of a micro-batch: one sample, or the samples of a pack
 PlannedRow = list[PlannedSample]
@@ -73,7 +73,7 @@ class GlobalBatch:
 
     Attributes:
         micro_batches: [rank][micro-batch][row] → the row's samples.
-        state: of the plan after this batch.
+        state: state of the plan after this batch.
         left_out: (row, reason) of the rows without a sample that were found while this batch was planned.
     """
 

@@ -86,7 +86,7 @@ class RunData:
         train: endless iterator of micro-batches that counts them.
         valid: validation data; None: no evaluation.
         train_rows, global_batches_per_epoch: None for data without a length; packs have a fraction.
-        why_no_length: a clause that says why there is none.
+        why_no_length: a clause with the reason for a missing length.
         state_dict: returns the position after the batches that were yielded.
         check_streams: ends the run with a ConfigError where all ranks read the same rows of iterables; reads the first
             micro-batches of these. Other data have been checked.
@@ -112,7 +112,7 @@ def data_json_provider(
     """Build the training and validation loaders that data.json and the flags describe.
 
     Args:
-        run: with `data` of language models.
+        run: the run, with `data` of language models.
         start: this rank's part of the data, and where the training data begin.
         adapter: adapter of the model family; None suits Qwen-VL-like and text models.
 

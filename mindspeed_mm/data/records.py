@@ -1,4 +1,4 @@
-"""From a row of a data file to a conversation: columns, roles, placeholders and media."""
+"""Turn a row of a data file into a conversation: columns, roles, placeholders and media."""
 
 from __future__ import annotations
 

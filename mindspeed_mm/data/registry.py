@@ -103,7 +103,7 @@ def _from_entry(entry: RegistryEntry, name: str, dataset_dir: str, max_samples: 
 def find_files(name: str, folder: str) -> tuple[str, ...]:
     """Return the files that a name stands for, in `folder` or as written; empty if there are none.
 
-    A folder stands for its data files in the order of their names, hidden ones left out; a pattern for its matches.
+    A folder gives its data files in the order of their names, without hidden ones; a pattern its matches.
 
     Raises:
         DataError: A folder without data files.

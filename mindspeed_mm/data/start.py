@@ -1,4 +1,4 @@
-"""Where the data of a run begin on one rank."""
+"""Start of the data of a run on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DataStart:
     Attributes:
         rank, size: number of this process among those that read rows of their own, and how many they are.
         consumed_samples: rows that the run has trained on so far, over all ranks.
-        state: position of the training loader (`RunData.state_dict`) in the checkpoint that the run goes on from.
+        state: position of the training loader (`RunData.state_dict`) in the checkpoint from which the run continues.
     """
 
     rank: int = 0

@@ -70,7 +70,7 @@ def _by_marks(template: ChatTemplate, messages: Messages, tools: Sequence[Any] |
     assistants = _assistants(messages)
     if len(spans) == len(assistants):
         return text, [Turn(*span, index) for span, index in zip(spans, assistants, strict=True)]
-    # Several marks for a message (or none): the number of marks up to each message tells them apart.
+    # Several marks for a message (or none): the number of marks up to each message assigns them.
     turns: list[Turn] = []
     for index in assistants:
         upto = len(template.render_marked(messages[: index + 1], tools)[1])

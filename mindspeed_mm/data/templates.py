@@ -120,8 +120,8 @@ class ChatTemplate:
     def headers(self) -> tuple[str, ...]:
         """The text that `add_generation_prompt` adds before an answer, longest form first.
 
-        A second form without what follows the role's header is there for templates that open (or close) a thought
-        in the prompt: earlier turns are rendered without it.
+        A second form has the role's header alone, for templates that open (or close) a thought in the prompt:
+        earlier turns are rendered without it.
         """
         question = [{"role": "user", "content": self.content("?")}]
         try:
@@ -198,7 +198,7 @@ class ChatTemplate:
         """The end token to train after earlier answers in place of the one that the template writes; or an empty text.
 
         Harmony ends the last answer with `<|return|>`, at which generation stops, and writes `<|end|>` after earlier
-        ones, at which it doesn't: a model that learned it would go on.
+        ones, at which it doesn't: a model that learned it would continue.
         """
         last, earlier = self.end_of_turn.strip(), self.end_of_earlier_turn.strip()
         return last if last in self.stop_tokens and earlier and earlier not in self.stop_tokens else ""

@@ -382,7 +382,7 @@ def _joined(first: TokenColumns, second: TokenColumns) -> TokenColumns:
 def _columns(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenColumns:
     table = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = table[:, 0].copy(), table[:, 1]
-    # Tokens of trimmed space get an empty span at its end: they stand for the character before it.
+    # Tokens of trimmed space have an empty span at its end: give them the character before it.
     empty = (starts == ends) & (ends > 0)
     starts[empty] -= 1
     return np.asarray(ids, dtype=np.int64), starts, ends, np.zeros_like(starts)

@@ -1,6 +1,6 @@
 """Videos: choose the frames of a file, and decode them as upright RGB.
 
-**Which frames.** Times are seconds from the beginning of the first frame, by the file's own timestamps, so that a
+**Choice of frames.** Times are seconds from the beginning of the first frame, by the file's own timestamps, so that a
 variable frame rate is respected. A clip lasts D seconds and has N frames.
 
 1. Wanted are the times 0, 1/fps, 2/fps, … below D.
@@ -14,8 +14,8 @@ variable frame rate is respected. A clip lasts D seconds and has N frames.
 7. Where decoding ends early (a damaged tail, a header that promises a frame too many), the last good frame replaces
    the missing ones; if these are more than half of the wanted ones, the clip can't be used.
 
-**What they look like.** Turned as the display matrix says, in steps of 90 degrees; mirroring in that matrix, and pixels
-that aren't square, are ignored. Scaled (bicubic) by the limits of data.json.
+**Pixels.** Frames are turned by the display matrix, in steps of 90 degrees; mirroring in that matrix, and pixels that
+aren't square, are ignored. Scaled (bicubic) by the limits of data.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOLERANCE = 1.5  # frames that a header may be off
 
 @dataclass(frozen=True)
 class FrameRule:
-    """How many frames are taken of a clip.
+    """The rule for the number of frames of a clip.
 
     Attributes:
         fps: frames a second.
@@ -71,7 +71,7 @@ class FrameRule:
 
 @dataclass(frozen=True)
 class VideoLength:
-    """How long a video is.
+    """Duration and number of frames of a video.
 
     Attributes:
         seconds: from the beginning of the first frame to the end of the last one.
@@ -103,7 +103,7 @@ class VideoLength:
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """What is known of a video before its frames are decoded.
+    """Facts about a video, known before its frames are decoded.
 
     Attributes:
         width, height: pixels of a frame, upright.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
 from mindspeed_mm.monitor.row_log import RowLog
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 #: The first steps of a run are all logged: they show soonest that a run is set up wrongly.
 FIRST_STEPS = 10
@@ -217,7 +220,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _open_tensorboard(directory: str) -> Any:
+def _open_tensorboard(directory: str) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(directory)

@@ -1,1 +1,1 @@
-"""What is done with trained models: inference, evaluation, fine-tuning recipes."""
+"""Recipes of training, inference and evaluation."""

@@ -232,10 +232,10 @@ def save_model_dir(config: PreTrainedConfig, tokenizer: Qwen2Tokenizer, out_dir:
     """Write `config.json` and `generation_config.json`, and random fp32 weights if `seed` is given.
 
     Args:
-        config: of one of the models above.
+        config: configuration of one of the models above.
         tokenizer: gives the ids at which generation stops.
         out_dir: folder of the tokenizer or processor.
-        seed: of the random weights; None writes none (a run then needs `"train_from_scratch": true`).
+        seed: seed of the random weights; None writes none (a run then needs `"train_from_scratch": true`).
     """
     import transformers
 

@@ -49,7 +49,7 @@ def move_to_device(
 
     Args:
         device: None: the device of this process, by MM_DEVICE or else the available one.
-        dtype: of floating-point tensors, or its name (bf16, fp16, fp32); None: unchanged.
+        dtype: dtype of floating-point tensors, or its name (bf16, fp16, fp32); None: unchanged.
     """
     if isinstance(device, torch.dtype) or device in TORCH_DTYPES:
         device, dtype = None, device

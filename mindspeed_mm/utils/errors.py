@@ -31,7 +31,7 @@ class BadSample(DataError):
     """One row or one of its media can't be used; `on_bad_sample: skip` leaves it out and counts it.
 
     Attributes:
-        reason: what is wrong, in a few words without names, to count by ("image can't be decoded").
+        reason: the fault in a few words without names, to count by ("image can't be decoded").
     """
 
     def __init__(self, message: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Captions: cleaned as data.json says, one chosen of several, and left out now and then."""
+"""Captions: clean them by data.json, choose one of several, and drop some at random."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def clean(text: str, methods: Sequence[str]) -> str:
     """Clean a caption.
 
     Args:
-        text: As the row has it.
-        methods: In order: basic_clean (broken characters put right, HTML entities resolved twice, space at the ends
-            cut), whitespace_clean (runs of space become one).
+        text: The caption in the row.
+        methods: Names of methods, in order: basic_clean (broken characters repaired, HTML entities resolved twice,
+            space at the ends cut), whitespace_clean (runs of space become one).
 
     Raises:
         ConfigError: basic_clean, and ftfy isn't installed.
@@ -48,7 +48,7 @@ def is_left_out(key: int, share: float) -> bool:
     """Whether a sample is trained without its caption.
 
     Args:
-        key: Of the sample.
-        share: Probability.
+        key: Key of the sample.
+        share: Probability of dropping the caption.
     """
     return share > 0 and uniform(key, "caption") < share

@@ -19,7 +19,7 @@ def generation_data_provider(
     """Build the training and validation loaders that data.json and the flags describe.
 
     Args:
-        run: the description.
+        run: the description of the run.
         start: this rank's part of the data, and where the training data begin.
         data: data.json.
         rule: the samples that the model takes.

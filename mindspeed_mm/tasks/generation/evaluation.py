@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
 from mindspeed_mm.configs.flags.spec import flag
@@ -15,6 +15,8 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.tasks.generation.options import needed
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
+
+FlagsT = TypeVar("FlagsT")
 
 _FEATURES = "features"
 
@@ -151,9 +153,9 @@ def _write_features(words: Sequence[str]) -> int:
     return 0
 
 
-def _parse(group: type, words: Sequence[str], about: str) -> Any:
+def _parse(group: type[FlagsT], words: Sequence[str], about: str) -> FlagsT | None:
     """Parse the flags of a group; None: help was requested and printed."""
-    parser: Any = build_parser((group,))
+    parser = build_parser((group,))
     parser.description = about
     if "-h" in words or "--help" in words:
         parser.print_help()

@@ -71,10 +71,10 @@ def build_pipeline(
 
     Args:
         config: model.json.
-        load: run folder, checkpoint, export, or pipeline; None: where model.json says the predictor is.
+        load: run folder, checkpoint, export, or pipeline; None: the place of the predictor in model.json.
         step: iteration of the run folder; None: the newest.
         ema: averaged weights or not; None: averaged ones if there are any.
-        dtype: of the predictor (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
+        dtype: the predictor's (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
         sampler, shift: see `build_sampler`; None: model.json's.
         low_noise_predictor: weights of a second expert; None: model.json's, if any.
         cpu_offload: parts stay on the host while they aren't used; None: model.json's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.log import info_rank0
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 _AVERAGE = "ema."
 
@@ -104,7 +107,7 @@ def load_predictor(
     dtype: torch.dtype,
     step: int | None = None,
     ema: bool | None = None,
-) -> tuple[Any, str]:
+) -> tuple[ModelMixin, str]:
     """Build a predictor on the host and load its weights.
 
     Args:
