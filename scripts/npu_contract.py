@@ -291,7 +291,7 @@ def _fault_of_call(use: Use, call: ast.Call, found: Found, wheel: Wheel, skip: i
     places = [a.arg for a in (*given.posonlyargs, *given.args)][skip:]
     by_name = {*places, *(a.arg for a in given.kwonlyargs)}
     if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
-        return None  # what is handed on isn't known here
+        return None  # what is passed on isn't known here
     signature = f"{function.name}({ast.unparse(given)})"
     if len(call.args) > len(places) and given.vararg is None:
         return f"{use}: {len(call.args)} arguments by place, and it takes {len(places)}: {signature}"

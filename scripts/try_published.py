@@ -98,7 +98,7 @@ def paths_in(content: Any) -> Iterator[str]:
 
 
 def read(path: Path) -> Any:
-    """A configuration file's content, leniently: what can't be read is the configuration layer's affair."""
+    """A configuration file's content, leniently: what can't be read is reported by the configuration layer."""
     import yaml
 
     text = path.read_text(encoding="utf-8", errors="replace")

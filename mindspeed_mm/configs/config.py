@@ -59,8 +59,8 @@ class TypedFiles:
     """
 
     files: MMConfig
-    model: Any
-    data: Any
+    model: TransformersModelConfig | VLMModelConfig | SoRAModelConfig | None
+    data: DataConfig | GenerationDataConfig | None
 
 
 def read_files(args: ParsedFlags, model_schema: FileKind | None, data_schema: FileKind | None) -> TypedFiles:

@@ -85,7 +85,7 @@ REFUSED_DATA_KEYS = (
 IDLE_DATA_KEYS = (
     NoEffect(
         rf"{_BASIC}\.(preprocessing_batch_size|async_preprocess.*)",
-        "rows are prepared in the loader's workers, in order and ahead of time",
+        "rows are prepared in the loader's workers, in order and in advance",
     ),
     NoEffect(
         r"dataset_param\.preprocess_parameters\.(image|video)_resolution",

@@ -43,7 +43,7 @@ VARIABLES: Mapping[str, Variable] = {
         "CUDA: 1 for tensor parallelism, anything else for FSDP2; a notice is logged otherwise"
     ),
     "TOKENIZERS_PARALLELISM": Variable("false = tokenizers use one thread, which loader workers want"),
-    "PYTHONUNBUFFERED": Variable("read by Python: output isn't held back"),
+    "PYTHONUNBUFFERED": Variable("read by Python: output isn't buffered"),
     "RANK": Variable(_LAUNCHER),
     "WORLD_SIZE": Variable(_LAUNCHER),
     "LOCAL_RANK": Variable(_LAUNCHER),

@@ -89,8 +89,8 @@ class Fsdp2Config(Section):
     )
     offload_to_cpu: Bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     pin_memory: Bool = Field(False, description="pin that host memory (only with offload_to_cpu)")
-    num_to_forward_prefetch: Size = Field(0, description="units gathered ahead in forward")
-    num_to_backward_prefetch: Size = Field(1, description="units gathered ahead in backward")
+    num_to_forward_prefetch: Size = Field(0, description="units prefetched in forward")
+    num_to_backward_prefetch: Size = Field(1, description="units prefetched in backward")
     defer_gradient_sync: Bool = Field(
         False,
         description="ours: reduce gradients once a step instead of once a micro-batch; "

@@ -211,7 +211,7 @@ class GenerationPreprocessParameters(Section):
                 f"'min_num_frames' {self.min_num_frames} is more than 'num_frames' {self.num_frames}; exchange them"
             )
         if self.keep_last and self.zero_start:
-            raise ValueError("'zero_start' and 'keep_last' are both true; a clip can't be held at both ends, keep one")
+            raise ValueError("'zero_start' and 'keep_last' are both true; a clip can't be fixed at both ends, keep one")
         return self
 
 

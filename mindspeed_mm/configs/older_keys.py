@@ -295,7 +295,7 @@ _FSDP2 = (
         "",
         "forward_prefetch backward_prefetch limit_all_gathers use_orig_params sync_module_states",
         "built in",
-        "units are gathered ahead by num_to_forward_prefetch and num_to_backward_prefetch",
+        "units are prefetched by num_to_forward_prefetch and num_to_backward_prefetch",
     ),
     Older("fsdp2", "", "mixed_precision", "write", "write param_dtype and reduce_dtype", is_structure=True),
     Older("fsdp2", "", "gradient_checkpointing", "write", "write recompute_modules, paths of modules"),
@@ -345,7 +345,7 @@ _FLAGS = (
         "defer_embedding_wgrad_compute tp_comm_overlap context_parallel_kv_cache_policy hybrid_gradient_checkpointing "
         "prof_file",
         "built in",
-        "it said how the same numbers are computed, and not which",
+        "it changed how the same numbers are computed, not which",
     ),
     Older(
         "flag",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
@@ -26,7 +26,7 @@ class Parallel:
     backend: BackendName
     distributed_backend: str
     distributed_timeout_minutes: int
-    fsdp2_config_path: Any
+    fsdp2_config_path: str | None
     init_model_with_meta_device: bool
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int

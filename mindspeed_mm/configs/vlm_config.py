@@ -73,10 +73,10 @@ class PartBlock(Section):
 
 
 class RecomputedBlock(PartBlock):
-    """A part whose recompute goes before the flags'."""
+    """A part whose recompute settings take precedence over the flags'."""
 
     recompute_granularity: Literal["full", "selective"] | None = Field(
-        None, description="goes before --recompute-granularity in this part, with the next two keys"
+        None, description="takes precedence over --recompute-granularity in this part, with the next two keys"
     )
     recompute_method: Literal["uniform", "block"] | None = Field(None, description="as --recompute-method")
     recompute_num_layers: Count | None = Field(None, description="as --recompute-num-layers")
@@ -98,7 +98,7 @@ class VLMVisionEncoderBlock(RecomputedBlock):
     num_layers: Count | None = Field(None, description="layers")
     hidden_size: Count | None = Field(None, description="hidden size")
     ffn_hidden_size: Count | None = Field(None, description="hidden size of the MLP")
-    intermediate_size: Count | None = Field(None, description="the same; ffn_hidden_size goes before")
+    intermediate_size: Count | None = Field(None, description="the same; ffn_hidden_size takes precedence")
     num_attention_heads: Count | None = Field(None, description="attention heads")
     num_query_groups: Count | None = Field(None, description="key-value heads: as many as attention heads")
     kv_channels: Count | None = Field(None, description="size of a head")
@@ -149,7 +149,7 @@ class TextDecoder(RecomputedBlock):
     vocab_size: Count | None = Field(None, description="rows of the embedding")
     max_position_embeddings: Count | None = Field(None, description="longest sequence of the model")
     rope_theta: Float | None = Field(None, description="base of rotary positions; 1e6 without a HF directory")
-    rotary_base: Float | None = Field(None, description="the same; rope_theta goes before")
+    rotary_base: Float | None = Field(None, description="the same; rope_theta takes precedence")
     mrope_section: list[Count] | None = Field(
         None, description="rotary pairs for time, height and width; 16, 24, 24 without a HF directory"
     )
@@ -243,7 +243,7 @@ class VLMModelConfig(Section):
         return found
 
     def tower_numbers(self) -> dict[str, Any]:
-        """Return what is said of the vision tower's structure: dotted key → value."""
+        """Return the given numbers of the vision tower's structure: dotted key → value."""
         path, block = PART_PATHS["vision_encoder"], self.image_encoder.vision_encoder
         names = [name for name in VLMVisionEncoderBlock.model_fields if name not in RecomputedBlock.model_fields]
         return {f"{path}.{name}": value for name in names if (value := getattr(block, name)) is not None}
@@ -256,7 +256,7 @@ class VLMModelConfig(Section):
         return [list(row) for row in (given if isinstance(given[0], list) else [given])]
 
     def recompute_of(self, part: Literal["vision_encoder", "text_decoder"]) -> dict[str, Any]:
-        """Return the recompute settings of a part that go before the flags'.
+        """Return the recompute settings of a part that take precedence over the flags'.
 
         `recompute_granularity` comes with the other two, None where they are absent, so that nothing of the flags' is
         left; without it only what is given.

@@ -44,7 +44,7 @@ _TOKENS = (
     ModelNumber("video_token_id", "top", "video_token_id"),
     ModelNumber("vision_start_token_id", "top", "vision_start_token_id"),
 )
-#: keys that say the same; the first goes before
+#: keys with the same meaning; the first takes precedence
 _SYNONYMS = {
     f"{_VISION}.ffn_hidden_size": f"{_VISION}.intermediate_size",
     f"{_TEXT}.rope_theta": f"{_TEXT}.rotary_base",

@@ -63,16 +63,16 @@ def key(page: Path, item: str) -> tuple[str, str]:
 
 
 def exchange(text: str, instead: Mapping[str, str], page: Path) -> str:
-    """Put what is run in the place of what a page says; each must be said."""
-    for said, other in instead.items():
-        if said not in text:
-            raise DocumentError(f"{page.name}: '{text}' has no '{said}' any more: change scripts/docs_runs")
-        text = text.replace(said, other)
+    """Replace parts of a page's text by what is run instead; each must be there."""
+    for written, other in instead.items():
+        if written not in text:
+            raise DocumentError(f"{page.name}: '{text}' has no '{written}' any more: change scripts/docs_runs")
+        text = text.replace(written, other)
     return text
 
 
 def shell(command: str, page: Path, *, folder: Path | None = None, **variables: str) -> str:
-    """Run a command by bash, in this Python's environment; returns what was said."""
+    """Run a command by bash, in this Python's environment, and return its output."""
     binaries = str(Path(sys.executable).parent)
     environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(Path(binaries).parent), **variables}
     environment["PATH"] = os.pathsep.join([binaries, os.environ["PATH"]])
@@ -101,7 +101,7 @@ def start(command: str, page: Path, *, ranks: int = 1, fails: bool = False) -> s
     """Run a program of this repository in processes forked from this one: see `preload`.
 
     `python FILE.py …` and the installed commands run in one process; with `torchrun --nproc_per_node N FILE.py …`,
-    `ranks` processes get the launcher's variables. Returns what they said.
+    `ranks` processes get the launcher's variables. Returns their output.
     """
     words = shlex.split(command)
     if by_launcher := words[0] == "torchrun":
@@ -129,11 +129,11 @@ def start(command: str, page: Path, *, ranks: int = 1, fails: bool = False) -> s
                 process.kill()
                 process.join()
         output.seek(0)
-        said = output.read()
+        printed = output.read()
     statuses = [process.exitcode for process in processes]
     if any(statuses) != fails:
-        raise DocumentError(f"{page.name}: {command}\n{said[-6000:]}\nended with {statuses}")
-    return said
+        raise DocumentError(f"{page.name}: {command}\n{printed[-6000:]}\nended with {statuses}")
+    return printed
 
 
 def _program(words: Sequence[str], output: int, variables: Mapping[str, str]) -> None:

@@ -52,9 +52,9 @@ def quick_starts() -> Done:
                 and 'exec bash examples/quickstart/run.sh "$@"' not in (ROOT / "scripts/quickstart.sh").read_text()
             ):
                 raise DocumentError("scripts/quickstart.sh does not end with examples/quickstart/run.sh any more")
-            said = shell(exchange(command, instead, README), README, folder=folder, **SMALLEST)
-            if "accuracy" not in said:
-                raise DocumentError(f"{README.name}: {command} has evaluated nothing:\n{said[-6000:]}")
+            output = shell(exchange(command, instead, README), README, folder=folder, **SMALLEST)
+            if "accuracy" not in output:
+                raise DocumentError(f"{README.name}: {command} has evaluated nothing:\n{output[-6000:]}")
             done.add(key(README, command))
     return done
 
@@ -65,9 +65,9 @@ def adding_a_model() -> Done:
     for snippet in fences(page, "bash"):
         for command in items(snippet):
             instead = COLLECTED if "pytest" in command else {}
-            said = shell(exchange(command, instead, page), page, folder=folder, **SMALLEST)
-            if "train_plugin.sh" in command and "done: 1 iterations" not in said:
-                raise DocumentError(f"{page.name}: {command} has trained nothing:\n{said[-6000:]}")
+            output = shell(exchange(command, instead, page), page, folder=folder, **SMALLEST)
+            if "train_plugin.sh" in command and "done: 1 iterations" not in output:
+                raise DocumentError(f"{page.name}: {command} has trained nothing:\n{output[-6000:]}")
             done.add(key(page, command))
     codes = fences(page, "python")
     for snippet in codes:

@@ -107,19 +107,19 @@ def follow(page: Path) -> Done:
     for name, text in {**written, "fsdp2.yaml": fsdp2.text, "tools.json": "{}"}.items():
         Path(name).write_text(text, encoding="utf-8")
     (command,) = (item for snippet in fences(page, "bash") for item in items(snippet) if "model.json" in item)
-    said = shell(exchange(command, SMALLEST, page), page)
-    expect(said, ["done: 2 iterations", "iteration        1/       2"], page)
+    output = shell(exchange(command, SMALLEST, page), page)
+    expect(output, ["done: 2 iterations", "iteration        1/       2"], page)
     for snippet in fences(page, "python"):
         exec(compile(snippet.text, snippet.place, "exec"), {"__name__": snippet.place})
         done.add(key(page, snippet.text))
     return done | {key(page, fsdp2.text), key(page, command)}
 
 
-def expect(said: str, lines: list[str], page: Path) -> None:
+def expect(output: str, lines: list[str], page: Path) -> None:
     """What a run has to say."""
     for line in lines:
-        if line not in said:
-            raise DocumentError(f"{page.name}: the run has not said '{line}':\n{said[-6000:]}")
+        if line not in output:
+            raise DocumentError(f"{page.name}: the run has not printed '{line}':\n{output[-6000:]}")
 
 
 def configuration(page: Path) -> Done:
@@ -130,8 +130,8 @@ def configuration(page: Path) -> Done:
     Path(published).parent.mkdir(parents=True)
     Path(published).symlink_to(Path(HF).resolve())
     Path("configs").symlink_to(ROOT / "configs")
-    said = start(f"python pretrain_transformers.py run.yaml {AFTER_YAML}", page)
-    expect(said, ["done: 1 iterations"], page)
+    output = start(f"python pretrain_transformers.py run.yaml {AFTER_YAML}", page)
+    expect(output, ["done: 1 iterations"], page)
     return {key(page, sample.text)}
 
 
@@ -161,8 +161,8 @@ def migrating(page: Path) -> Done:
             flags = next((flags for sign, flags in REFUSED.items() if sign in line), None)
             if flags is None:
                 continue
-            said = start(f"{LAUNCH} {flags}", page, fails=True).replace("older/model.json", "model.json")
-            expect(said, [line], page)
+            output = start(f"{LAUNCH} {flags}", page, fails=True).replace("older/model.json", "model.json")
+            expect(output, [line], page)
         done.add(key(page, line))
     return done
 
@@ -172,6 +172,6 @@ def parallelism(page: Path) -> Done:
     (model,) = re.findall(r'`(\{"model_id": .*?\})`', page.read_text(encoding="utf-8"))
     Path("megatron.json").write_text(model, encoding="utf-8")
     (command,) = (item for snippet in fences(page, "bash") for item in items(snippet))
-    said = start(exchange(command, MEGATRON, page), page, ranks=4)
-    expect(said, ["done: 1 iterations"], page)
+    output = start(exchange(command, MEGATRON, page), page, ranks=4)
+    expect(output, ["done: 1 iterations"], page)
     return {key(page, command)}

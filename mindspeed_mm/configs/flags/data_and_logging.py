@@ -44,7 +44,7 @@ class LoggingArguments:
     tensorboard_log_interval: Annotated[
         int, no_effect("tensorboard gets what each log line says")("steps between two events")
     ] = 1
-    tensorboard_queue_size: Annotated[int, no_effect("tensorboard's own default is used")("events held in memory")] = (
+    tensorboard_queue_size: Annotated[int, no_effect("tensorboard's own default is used")("events kept in memory")] = (
         1000
     )
     log_timers_to_tensorboard: Annotated[bool, no_effect("step and data-wait times are always logged")("timers")] = (
@@ -69,7 +69,7 @@ class LoggingArguments:
     wandb_save_dir: Annotated[
         str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B folder")
     ] = None
-    enable_one_logger: Annotated[bool, _ONE_LOGGER("tell one_logger of the run")] = False
+    enable_one_logger: Annotated[bool, _ONE_LOGGER("report the run to one_logger")] = False
     one_logger_project: Annotated[str | None, _ONE_LOGGER("one_logger's project")] = None
     one_logger_run_name: Annotated[str | None, _ONE_LOGGER("one_logger's run")] = None
-    one_logger_async: Annotated[bool, _ONE_LOGGER("tell it beside the training")] = False
+    one_logger_async: Annotated[bool, _ONE_LOGGER("report asynchronously")] = False

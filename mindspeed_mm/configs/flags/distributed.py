@@ -64,7 +64,7 @@ class MegatronBackendArguments:
     ] = False
     use_distributed_optimizer: Annotated[bool, _OPTIMIZER("optimizer state over data-parallel ranks")] = False
     overlap_grad_reduce: Annotated[bool, _OVERLAP("reduce gradients during backward")] = False
-    overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters ahead of forward")] = False
+    overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters during forward, in advance")] = False
     recompute_granularity: Annotated[
         Literal["full", "selective"] | None,
         flag("recompute whole layers, where fsdp2.yaml names no recompute_modules; or the core of attention"),

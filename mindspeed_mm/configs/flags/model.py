@@ -66,7 +66,7 @@ class LossArguments:
 
 @dataclass(frozen=True)
 class PrecisionArguments:
-    """Precision (fsdp2.yaml's param_dtype goes before)."""
+    """Precision (fsdp2.yaml's param_dtype takes precedence)."""
 
     bf16: Annotated[bool, flag("compute in bfloat16, over fp32 master weights")] = False
     fp16: Annotated[bool, flag("compute in float16, over fp32 master weights")] = False

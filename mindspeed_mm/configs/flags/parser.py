@@ -88,7 +88,7 @@ def build_parser(groups: Iterable[type]) -> FlagParser:
     parser = FlagParser(
         description="Train a model with mindspeed_mm (docs/configuration.md explains every flag and file).",
         allow_abbrev=False,
-        conflict_handler="resolve",  # a user's own flag goes before ours of the same name
+        conflict_handler="resolve",  # a user's own flag replaces ours of the same name
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for group in groups:
