@@ -58,8 +58,8 @@ class StepEngine:
     """Training steps and evaluations of a backend.
 
     The host launches a step without knowing how it will go: whether it is skipped is decided on the device. Its figures
-    are read when they are logged, or with the next step. Only a dynamic loss scale is told at once, as the next
-    backward pass needs to know it.
+    are read when they are logged, or with the next step. Only a dynamic loss scale waits for them at once, as the next
+    backward pass needs its new value.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StepEngine:
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
         """See the protocol of backends."""
-        self.wait()  # copied long ago: tells whether the schedule may go on
+        self.wait()  # for a copy made long ago; the schedule goes on only if the last step was not skipped
         factor = self._backward_factor
         if self._world.dims.pp > 1 and not factor.is_agreed:
             factor.agree(self._executor.gather_objects)
@@ -140,7 +140,7 @@ class StepEngine:
         return self._reducer.reduce_loss(self._take_sums())
 
     def wait(self) -> None:
-        """Let schedule and loss scale know how the last step went."""
+        """Wait for the last step's figures, and update the schedule and the loss scale by them."""
         if self._pending is not None:
             self._pending.result()
 
@@ -158,7 +158,7 @@ class StepEngine:
         return StepSums(accelerator.current().sum_dtype, self._world.device)
 
     def _take_sums(self) -> StepSums:
-        """What this rank adds to the whole, and begin anew; of ranks that compute the same losses one adds them."""
+        """Return what this rank contributes, and start new sums; ranks that compute the same losses contribute once."""
         sums, self._sums = self._sums, self._new_sums()
         return sums if self._world.counts_losses else self._new_sums()
 
@@ -179,7 +179,7 @@ class LaunchedStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Read the figures; the first call also tells schedule, loss scale and backend how the step went."""
+        """Read the figures; the first call also updates the schedule, the loss scale and the backend's step counts."""
         if self._result is None:
             self._result = self._reduced.result(
                 self._read(), learning_rate=self._schedule.current_lr, loss_scale=self._loss_scale.scale

@@ -117,7 +117,7 @@ class Backend(Protocol):
 
         Args:
             counts: what this rank's micro-batches held.
-            stop_requested: whether this rank was asked to stop; told to all in the same reduction.
+            stop_requested: whether this rank was asked to stop; all ranks learn of it in the same reduction.
         """
 
     def evaluate(

@@ -22,7 +22,7 @@ class StepSums:
 
     Attributes:
         loss: float scalar on the device.
-        denominator: float scalar on the device: what a sum is to be divided by. Of means it only tells whether there
+        denominator: float scalar on the device: what a sum is to be divided by. Of means it only shows whether there
             was anything to train on: their targets where the loss function says how many, else 1 of each.
         metrics: further figures of the loss function, each [2]: a sum, and what it is to be divided by.
         is_pair: whether the loss function returned a metric as a pair (sum, denominator), or as a number.
@@ -132,9 +132,9 @@ class ReducedStep:
 class StepReducer:
     """Sums a step's figures over all ranks.
 
-    A rank knows only the metrics and the kinds of media that it has met itself. Names are therefore agreed on: a step
-    in which any rank meets a new one tells so in its reduction, and only then do all ranks gather the new names and
-    add up what belongs to them. In every other step a rank adds zeros for names that it doesn't have.
+    A rank knows only the metrics and the kinds of media that it has seen itself. Names are therefore agreed on: a step
+    in which any rank sees a new one carries a flag in its reduction, and only then do all ranks gather the new names
+    and add up what belongs to them. In every other step a rank adds zeros for names that it doesn't have.
 
     Figures that are known on the host (rows, tokens, media, a stop request) must be known there again at once: which
     tower is idle decides what the optimizer touches. Where the device is the host, everything travels in one vector;
@@ -158,8 +158,8 @@ class StepReducer:
 
         Args:
             squared_norm: float scalar on the device: this rank's part.
-            counts: this rank's. What is told of each rank by itself (`wait_seconds`, `cost`) has a place of its own in
-                the vector, which is zero on the others.
+            counts: this rank's. What is reported for each rank by itself (`wait_seconds`, `cost`) has its own place
+                in the vector, which is zero on the others.
 
         Raises:
             ConfigError: the loss function returned different forms.
@@ -168,19 +168,19 @@ class StepReducer:
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
         ranks, rank = self._sums.size, self._sums.rank
-        told = [sums.sums, sums.means, has_new, stop_requested]
-        told += [getattr(counts, name) for name in _SUMMED]
-        told += [counts.media.get(kind, 0) for kind in self._media]
+        own_numbers = [sums.sums, sums.means, has_new, stop_requested]
+        own_numbers += [getattr(counts, name) for name in _SUMMED]
+        own_numbers += [counts.media.get(kind, 0) for kind in self._media]
         waits, costs = [0.0] * ranks, [0.0] * ranks
         waits[rank], costs[rank] = counts.wait_seconds, counts.cost
-        host = torch.tensor([*told, *waits, *costs], dtype=torch.float64)
+        host = torch.tensor([*own_numbers, *waits, *costs], dtype=torch.float64)
 
         own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
         device, host = self._sum(torch.cat([own, sums.figures(self._is_pair)]), host)
 
         summed_up = host.tolist()
-        waits, costs = summed_up[len(told) : -ranks], summed_up[-ranks:]
-        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(told)])
+        waits, costs = summed_up[len(own_numbers) : -ranks], summed_up[-ranks:]
+        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(own_numbers)])
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
         if with_new:

@@ -115,7 +115,7 @@ class TinySteps:
         return getattr(weight, "full_tensor", lambda: weight)().flatten().tolist()
 
     def state(self) -> list[Any]:
-        """Weights, momenta, the schedule and the loss scale."""
+        """Weights, momenta, counts of steps, averages, the schedule and the loss scale."""
         optimizer = getattr(self.backend.optimizer, "optimizer", self.backend.optimizer)
         momenta = [
             (name, getattr(value, "full_tensor", lambda value=value: value)().flatten().tolist())
@@ -128,6 +128,7 @@ class TinySteps:
         return [
             self.weight(),
             momenta,
+            [group.get("step", 0) for group in optimizer.param_groups],  # Megatron's count of steps
             averages,
             self.backend.schedule.state_dict(),
             self.backend.loss_scale.state_dict(),
