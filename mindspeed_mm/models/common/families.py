@@ -34,7 +34,7 @@ class Family:
     to `package`, as in an import.
 
     Attributes:
-        model: the class that is trained; one that lacks the mixins (a class of transformers) gets them.
+        model: the class that is trained; one that can't shard itself (a class of transformers) gets the mixins.
         traits: names of its parts; None: those that the class states as `traits`, or what can be inferred of it.
         adapter: how its rows are made ready; None: what suits most families.
         megatron: how its models are built of Megatron-core's modules; None: they train on FSDP2 only.
@@ -52,12 +52,12 @@ class Family:
     @cached_property
     def model_class(self) -> type:
         """The class to build, with the mixins and the family's traits."""
-        from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, adapt_class
+        from mindspeed_mm.models.transformers.base_model import adapt_class
 
         self._check()
         found: Any = self._load(self.model)
         traits = self._load(self.traits)
-        if not issubclass(found, FSDP2Mixin):
+        if not hasattr(found, "fully_shard"):
             # a class of its own: another record may give the same class other traits
             found = type(found.__name__, (adapt_class(found),), {"__module__": found.__module__})
         if traits is not None:
