@@ -51,7 +51,7 @@ _SYNONYMS = {
 }
 
 
-def structure_of(described: VLMModelConfig) -> Any:
+def structure_of(described: VLMModelConfig) -> PretrainedConfig:
     """See `VLMModelConfig.hf_config`."""
     import_plugins(described.plugin)
     config = _read_directory(described) if described.init_from_hf_path else _from_numbers(described)
