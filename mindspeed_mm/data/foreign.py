@@ -114,7 +114,7 @@ class IndexedLoader(UserLoader):
     any number of ranks. A resume reads no row before its position.
 
     Args:
-        loader: The user's DataLoader, or one for a data set of theirs.
+        loader: The user's DataLoader, or one over the user's data set.
         order: The order of its micro-batches.
         layout, rank, seed, training: As in `UserLoader`.
     """

@@ -10,7 +10,7 @@ class NamedRows(Protocol):
     """Anything with numbered rows that have names: a file, or all of them."""
 
     def where(self, index: int) -> str:
-        """Name a row for a person."""
+        """Name a row for messages."""
 
 
 @dataclass(frozen=True)

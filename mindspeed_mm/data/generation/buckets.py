@@ -98,7 +98,7 @@ class BucketTable:
 
 
 class LatentTable(BucketTable):
-    """Shapes of latents, which can't be scaled: shapes have their common part in common.
+    """Shapes of latents, which can't be scaled: samples of several shapes are cut to the part within all of them.
 
     A batch that mixes shapes is cut to the fewest frames, the least height and the least width. The table has all of
     these shapes; the first `own` of them are those of samples.

@@ -89,7 +89,7 @@ class FeatureWriter:
             row: Its number in the data set.
             tensors: latents [C, T', H', W'], latents_std, text.<name> and cond.<name>; kept in their dtypes.
             shape: Frames, and height and width in pixels.
-            caption: Caption of the clip, to be read by people.
+            caption: Caption of the clip, for readers of the index.
         """
         if "latents" not in tensors:
             raise ValueError(f"row {row}: no latents among {', '.join(tensors)}")

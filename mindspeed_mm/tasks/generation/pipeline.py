@@ -178,7 +178,7 @@ def _dtype(name: str | None) -> torch.dtype:
 
 
 def _components(parts: FrozenParts, takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """The frozen parts by the names of the pipeline's arguments; None for missing ones that it requires by name."""
+    """The frozen parts by the names of the pipeline's arguments; None for missing ones without a default."""
     assert parts.ae is not None and parts.captions is not None
     found = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
     found["vae"] = parts.ae.model
