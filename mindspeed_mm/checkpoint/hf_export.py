@@ -39,7 +39,7 @@ from mindspeed_mm.checkpoint.tensors import persistent_tensors
 from mindspeed_mm.checkpoint.weights import names_left_out, plan_weights, refuse_misfits
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
-from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
+from mindspeed_mm.models.transformers.twin import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0
@@ -214,17 +214,17 @@ def _hub_layout(
     """What the hub's tensors are made of, by hub name: transformers' conversions, run backwards."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    twin = meta_twin(model)
-    if twin is None:
+    meta_model = build_meta_copy(model)
+    if meta_model is None:
         return {name: tensors[name] for name in persistent_tensors(model)}
     if conversions is None and source is not None:
         conversions = plan_weights(model, source).conversions
     if conversions is not None:
-        twin._weight_conversions = conversions
-    tied = getattr(twin, "all_tied_weights_keys", None) or {}
-    ignored = twin._keys_to_ignore_on_save or ()
+        meta_model._weight_conversions = conversions
+    tied = getattr(meta_model, "all_tied_weights_keys", None) or {}
+    ignored = meta_model._keys_to_ignore_on_save or ()
     kept = {n: t for n, t in tensors.items() if n not in tied and n not in ignored}
-    hub = revert_weight_conversion(twin, kept)
+    hub = revert_weight_conversion(meta_model, kept)
     shapes = {n: tuple(t.shape) for n, t in source.tensors().items()} if source is not None else {}
     return {name: _as_in_source(tensor, shapes.get(name)) for name, tensor in hub.items()}
 

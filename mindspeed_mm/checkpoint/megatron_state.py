@@ -63,20 +63,20 @@ class _Known:
 class MegatronState:
     """The chunks of this rank and their optimizer, as files know them."""
 
-    def __init__(self, chunks: Sequence[nn.Module], twin: Any, world: World) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], meta_model: Any, world: World) -> None:
         """
         Args:
             chunks: not wrapped, with storage; `made_of` says what their parameters are made of.
-            twin: the transformers model on meta; None for chunks that are none of transformers' models: they are saved
-                under their own names, and neither loaded from nor exported to the hub's layout.
+            meta_model: the transformers model without storage; None for chunks that are none of transformers' models:
+                they are saved under their own names, and neither loaded from nor exported to the hub's layout.
 
         Raises:
-            CheckpointError: chunks and twin don't belong together.
+            CheckpointError: chunks and meta model don't belong together.
         """
-        self._twin, self._world = twin, world
+        self._meta_model, self._world = meta_model, world
         self._shapes = None
-        if twin is not None:
-            self._shapes = {n: tuple(p.shape) for n, p in persistent_tensors(twin).items()}
+        if meta_model is not None:
+            self._shapes = {n: tuple(p.shape) for n, p in persistent_tensors(meta_model).items()}
         self._held = hold(chunks, self._shapes, world.tensor_rank, world.dims.tp)
         self._layout = {"tensor": world.dims.tp, "pipeline": world.dims.pp}
         self._known = _Known()
@@ -147,11 +147,11 @@ class MegatronState:
             CheckpointError: tensors missing, left over, or of another shape; nothing has been changed then.
             ConfigError: the model is none of transformers'.
         """
-        if self._twin is None:
+        if self._meta_model is None:
             raise ConfigError(f"'{directory}': the model is no transformers model, so it has no use for its weights")
         source = open_weights(directory, allow_pickle=allow_pickle)
-        plan = plan_weights(self._twin, source)
-        weights.refuse_misfits(plan, self._twin, source, strict=strict)
+        plan = plan_weights(self._meta_model, source)
+        weights.refuse_misfits(plan, self._meta_model, source, strict=strict)
         values = {
             n: rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node
             for n, node in plan.values.items()
@@ -161,11 +161,11 @@ class MegatronState:
 
     def draw_weights(self, seed: int) -> None:
         """Fill the chunks with random values that depend on `seed` and transformers' names, not on the layout."""
-        self._fill(drawn(self._twin, seed), in_order=True)
+        self._fill(drawn(self._meta_model, seed), in_order=True)
 
     def export_hf(self, directory: Path, source: str | None, dtype: torch.dtype | None) -> None:
         """Write the model in the hub's layout; all ranks call. Arguments and errors as `hf_export.export`'s."""
-        if self._twin is None:
+        if self._meta_model is None:
             raise ConfigError("--save-hf: the model is no transformers model, so it has no hub layout to be written in")
         assert self._shapes is not None
         stepped, parts = self._stepped(), []
@@ -173,7 +173,7 @@ class MegatronState:
             main = stepped[h.param].main if h.param in stepped else h.param
             parts += [(part, main) for part in h.parts(span)]
         fetcher = GatheredParts(parts, self._shapes, self._world.host.group)
-        export_gathered(self._twin, fetcher, directory, source, self._world.host.group, dtype)
+        export_gathered(self._meta_model, fetcher, directory, source, self._world.host.group, dtype)
 
     def _ask_all(self) -> _Known:
         """Put together what the ranks hold; all ranks call."""
@@ -197,7 +197,7 @@ class MegatronState:
     def _refuse_other_split(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Refuse tensors of a model of its own names from ranks that split it otherwise: they may interleave rows."""
         saved = int(extra.get("layout", {}).get("tensor", 1))
-        if self._twin is None and saved != self._world.dims.tp:
+        if self._meta_model is None and saved != self._world.dims.tp:
             raise CheckpointError(
                 f"checkpoint '{directory}' was saved with --tensor-model-parallel-size {saved}, this run has "
                 f"{self._world.dims.tp}: without `made_of` nothing is known about the order of the model's rows"

@@ -46,17 +46,17 @@ def _fill(part: SourceRegion, tensor: torch.Tensor, node: Node) -> None:
         part.put(tensor, node.read(part.region))
 
 
-def drawn(twin: Any, seed: int) -> dict[str, Node]:
+def drawn(meta_model: Any, seed: int) -> dict[str, Node]:
     """Random values for the parameters of a transformers model, drawn when they are read, one module at a time.
 
     They are the ones that a model built and sharded in one piece draws: they depend on the seed and a module's name.
 
     Args:
-        twin: the transformers model, on meta.
+        meta_model: the transformers model, on meta.
     """
-    draws = _Draws(twin, seed)
+    draws = _Draws(meta_model, seed)
     values: dict[str, Node] = {}
-    for name, param in twin.named_parameters():
+    for name, param in meta_model.named_parameters():
         values[name] = leaf(name, param.shape, param.dtype, draws.read).node
     return values
 
@@ -64,8 +64,8 @@ def drawn(twin: Any, seed: int) -> dict[str, Node]:
 class _Draws:
     """Draws the parameters of a module whole, in host memory, and keeps those of the last one."""
 
-    def __init__(self, twin: Any, seed: int) -> None:
-        self._twin, self._seed = twin, seed
+    def __init__(self, meta_model: Any, seed: int) -> None:
+        self._meta_model, self._seed = meta_model, seed
         self._module: str | None = None
         self._values: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -74,8 +74,8 @@ class _Draws:
         module_name, own = name.rpartition(".")[::2]
         with self._lock:
             if module_name != self._module:
-                module = self._twin.get_submodule(module_name)
-                initialize = init_function(self._twin, module, module_name)
+                module = self._meta_model.get_submodule(module_name)
+                initialize = init_function(self._meta_model, module, module_name)
                 self._values = draw_own_parameters(module, module_name, initialize, self._seed)
                 self._module = module_name
             value = self._values[own]

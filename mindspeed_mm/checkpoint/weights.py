@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.twin import meta_twin, type_without_fsdp
+from mindspeed_mm.models.transformers.twin import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -70,15 +70,15 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
             return replace(plan, conversions=[])
         if not plan.problems:
             return replace(plan, conversions=[])
-    twin = meta_twin(model)
+    meta_model = build_meta_copy(model)
     if source.in_hub_layout:
-        return _plan(model, twin, found)
+        return _plan(model, meta_model, found)
     stripped = [{k.removeprefix(p): v for k, v in found.items() if k.startswith(p)} for p in _PREFIXES]
     best: WeightPlan | None = None
     # its own names first, under every prefix: transformers adds and drops prefixes too, and would find a part of them
-    for convert in (False, True) if twin is not None else (False,):
+    for convert in (False, True) if meta_model is not None else (False,):
         for part in filter(None, stripped):
-            plan = _plan(model, meta_twin(model), part) if convert else _plan_exact(model, part)
+            plan = _plan(model, build_meta_copy(model), part) if convert else _plan_exact(model, part)
             if best is None or plan.problems < best.problems:
                 best = plan
             if not plan.missing and not plan.mismatched:
@@ -187,32 +187,36 @@ def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan
     return plan
 
 
-def _plan(model: nn.Module, twin: Any, found: Mapping[str, LazyTensor]) -> WeightPlan:
-    """Let transformers convert lazy tensors into a twin without storage; what its modules then hold are expressions."""
-    if twin is None:
+def _plan(model: nn.Module, meta_model: Any, found: Mapping[str, LazyTensor]) -> WeightPlan:
+    """Let transformers convert lazy tensors into a meta model; what its modules then hold are expressions."""
+    if meta_model is None:
         return _plan_exact(model, found)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging as transformers_logging
 
-    mapping = get_model_conversion_mapping(twin, getattr(type(twin), "_checkpoint_conversion_mapping", None) or None)
+    mapping = get_model_conversion_mapping(
+        meta_model, getattr(type(meta_model), "_checkpoint_conversion_mapping", None) or None
+    )
     settings = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=mapping)
     shows_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        info, _ = convert_and_load_state_dict_in_model(twin, dict(found), settings, None)
+        info, _ = convert_and_load_state_dict_in_model(meta_model, dict(found), settings, None)
     finally:
         if shows_bars:
             transformers_logging.enable_progress_bar()
     if info.conversion_errors:
         name, error = next(iter(info.conversion_errors.items()))
-        raise CheckpointError(f"weight '{name}' can't be converted to the layout of {type(twin).__name__}: {error}")
-    twin._adjust_missing_and_unexpected_keys(info)
-    plan = WeightPlan(unexpected=sorted(info.unexpected_keys), conversions=twin._weight_conversions)
-    plan.left_out = names_left_out(twin, found)
+        raise CheckpointError(
+            f"weight '{name}' can't be converted to the layout of {type(meta_model).__name__}: {error}"
+        )
+    meta_model._adjust_missing_and_unexpected_keys(info)
+    plan = WeightPlan(unexpected=sorted(info.unexpected_keys), conversions=meta_model._weight_conversions)
+    plan.left_out = names_left_out(meta_model, found)
     plan.mismatched = [(n, tuple(a), tuple(b)) for n, a, b in sorted(info.mismatched_keys)]
-    lazy = {n: t for n, t in persistent_tensors(twin, tied_once=False).items() if isinstance(t, LazyTensor)}
+    lazy = {n: t for n, t in persistent_tensors(meta_model, tied_once=False).items() if isinstance(t, LazyTensor)}
     for names, target in _targets(model):
         made = [n for n in names if n in lazy]
         if made:

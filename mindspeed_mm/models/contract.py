@@ -129,7 +129,8 @@ class Shardable(Trainable):
     @property
     def sharded_module(self) -> nn.Module:
         """`sharded_module`: what `fully_shard` works on, whose parameter names checkpoints use; else the model."""
-        return _stated(self.model, "sharded_module") or self.model
+        stated = _stated(self.model, "sharded_module")
+        return self.model if stated is None else stated
 
     def waiting(self) -> Iterator[tuple[nn.Module, Path]]:
         """The modules that wait for weights, itself or ones inside, each with the directory that holds them.
@@ -173,8 +174,8 @@ class Staged(Trainable):
 
     @property
     def meta_model(self) -> Any:
-        """`hf_twin()`: the transformers model without storage that it is a part of; None: it is of no such model."""
-        build = _stated(self.model, "hf_twin")
+        """`meta_model()`: the transformers model without storage that it is a part of; None: it is of no such model."""
+        build = _stated(self.model, "meta_model")
         return None if build is None else build()
 
     @property

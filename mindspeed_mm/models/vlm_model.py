@@ -29,7 +29,7 @@ from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_m
 from mindspeed_mm.models.text_decoder.names import DecoderShape
 from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.inferred import traits_of
-from mindspeed_mm.models.transformers.twin import meta_model
+from mindspeed_mm.models.transformers.twin import build_meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError, DataError
@@ -71,7 +71,7 @@ def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | 
     """
     hf_config = described.hf_config()
     stages = planned_stages(described, hf_config, require_megatron_form(hf_config.model_type), pipeline, virtual)
-    model = meta_model(ModelHub.get(None, hf_config), hf_config)
+    model = build_meta_model(ModelHub.get(None, hf_config), hf_config)
     freeze_parts(model, traits_of(model), frozen_parts(described))
     return model, stages
 
@@ -114,7 +114,7 @@ class VLModel(MegatronModule):
         family: MegatronFamily,
         sizes: ParallelSizes,
         stage: Stage,
-        twin: Any,
+        meta_model: Any,
         *,
         loss_options: LossOptions | None = None,
         vision_recompute: Mapping[str, Any] | None = None,
@@ -125,7 +125,7 @@ class VLModel(MegatronModule):
         """
         Args:
             hf_config: transformers' configuration of the whole model.
-            twin: the transformers model without storage; positions are computed by it.
+            meta_model: the transformers model without storage; positions are computed by it.
             vision_recompute, text_recompute: settings of one part that win over those of `sizes`.
             loss_group: data-parallel group, for token_loss.
             vp_stage: number of the chunk on this pipeline rank; None without interleaving.
@@ -135,14 +135,14 @@ class VLModel(MegatronModule):
         self.towers: Towers | None = family.loaded_towers
         self.hf_config, self.family, self.sizes, self.stage, self.vp_stage = hf_config, family, sizes, stage, vp_stage
         self.loss_options = loss_options or LossOptions()
-        self._twin = (twin,)  # a tuple, so that it is no part of this module
+        self._meta_model = (meta_model,)  # a tuple, so that it is no part of this module
         self._loss_group = loss_group
         self._input: torch.Tensor | None = None
         self.pre_process = stage.has_embedding
         self.post_process = stage.has_head
         # what transformers makes of the configurations of the whole and of the part, which may say different things
         self.share_embeddings_and_output_weights = (
-            twin.get_output_embeddings().weight is twin.get_input_embeddings().weight
+            meta_model.get_output_embeddings().weight is meta_model.get_input_embeddings().weight
         )
         self.image_encoder = None
         if stage.has_vision:
@@ -204,7 +204,7 @@ class VLModel(MegatronModule):
                 family,
                 sizes,
                 stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
-                meta_model(ModelHub.get(None, hf_config), hf_config),
+                build_meta_model(ModelHub.get(None, hf_config), hf_config),
                 loss_options=LossOptions(
                     loss_type=choose_loss_type(context.loss, described.loss_cfg),
                     compute_mode=described.loss_cfg.compute_mode,
@@ -231,7 +231,7 @@ class VLModel(MegatronModule):
         return model
 
     def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:
-        """Set which parts are not trained, here and in the twin."""
+        """Set which parts are not trained, here and in the meta model."""
         if self.image_encoder is not None:
             self.image_encoder.vision_encoder.requires_grad_(not vision_encoder)
             if self.image_encoder.vision_projector is not None:
@@ -239,7 +239,7 @@ class VLModel(MegatronModule):
         if self.text_decoder is not None:
             self.text_decoder.requires_grad_(not text_decoder)
         frozen = {"vision_encoder": vision_encoder, "vision_projector": vision_projector, "text_decoder": text_decoder}
-        freeze_parts(self.hf_twin(), traits_of(self.hf_twin()), frozen)
+        freeze_parts(self.meta_model(), traits_of(self.meta_model()), frozen)
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
         """What a parameter of a tower encodes; () for the language model's.
@@ -249,9 +249,9 @@ class VLModel(MegatronModule):
         """
         return ("image", "video") if name.startswith("image_encoder.") else ()
 
-    def hf_twin(self) -> Any:
+    def meta_model(self) -> Any:
         """The transformers model without storage."""
-        return self._twin[0]
+        return self._meta_model[0]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take what the stage before has sent: [sequence, batch, hidden], or the vision tower's states."""
@@ -337,14 +337,16 @@ class VLModel(MegatronModule):
         Raises:
             ConfigError: with the key to change.
         """
-        require_packed_positions(traits_of(self.hf_twin()), type(self.hf_twin()).__name__)
+        require_packed_positions(traits_of(self.meta_model()), type(self.meta_model()).__name__)
 
     def _positions(self, batch: dict[str, Any], documents: torch.Tensor | None) -> torch.Tensor | None:
         """Position ids, [batch, sequence] or [3, batch, sequence]; None: the plain order."""
-        twin = self.hf_twin()
+        meta_model = self.meta_model()
         if documents is None:
-            return None if self.towers is None else self.towers.positions(twin, batch)
-        positions = require_packed_positions(traits_of(twin), type(twin).__name__)(twin, batch, documents)
+            return None if self.towers is None else self.towers.positions(meta_model, batch)
+        positions = require_packed_positions(traits_of(meta_model), type(meta_model).__name__)(
+            meta_model, batch, documents
+        )
         return positions[1:] if positions.dim() == 3 else positions
 
     def _count_media_tokens(self, batch: Mapping[str, Any]) -> tuple[int, ...]:

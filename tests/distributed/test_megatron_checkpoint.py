@@ -93,7 +93,7 @@ class Run:
         from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.contract import Staged
-        from mindspeed_mm.models.transformers.twin import meta_model
+        from mindspeed_mm.models.transformers.twin import build_meta_model
         from mindspeed_mm.models.vlm_model import VLModel
         from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
         from mindspeed_mm.parallel.pipeline import plan_stages
@@ -112,7 +112,7 @@ class Run:
         family, text = require_megatron_form(config.model_type), config.get_text_config()
         vision = family.structure.count_tower_layers(config)
         stages = plan_stages(layout.pipeline, layout.virtual, text_layers=text.num_hidden_layers, vision_layers=vision)
-        self.twin = meta_model(ModelHub.get(None, config), config)
+        self.twin = build_meta_model(ModelHub.get(None, config), config)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.chunks: list[Any] = [
             VLModel(config, family, sizes, stages[i * layout.pipeline + pipeline_rank], self.twin, vp_stage=i)

@@ -114,7 +114,7 @@ def on_megatron(folder: str, hf_dir: str) -> tuple[list[float], list[str]]:
     with build_context(BuildContext(sizes=ParallelSizes())):
         model = VLModel.from_config({"init_from_hf_path": hf_dir, "plugin": ["toy_family"]})
     materialize_chunk(model, torch.device("cpu"))
-    stored = MegatronState([model], model.hf_twin(), world_of_megatron(start_world("gloo")))
+    stored = MegatronState([model], model.meta_model(), world_of_megatron(start_world("gloo")))
     stored.load_weights(Path(hf_dir), strict=True, downcast=False, allow_pickle=False)
     losses = train(model, LEARNING_RATE)
     return losses, sorted(name.rsplit(".", 2)[-2] for name in sys.modules["toy_family"].ASKED if ".1." in name)

@@ -48,7 +48,7 @@ def published_sizes() -> dict[str, Any]:
                 trained += param.numel() * param.requires_grad
                 on_meta &= param.is_meta
                 names += chunk.made_of(name).sources
-        twin = chunk.hf_twin()
+        twin = chunk.meta_model()
         assert sorted(names) == sorted(n for n, _ in twin.named_parameters())
         frozen = sum(p.numel() for p in twin.model.visual.parameters())
         found[size] = (counts, sum(p.numel() for p in twin.parameters()), counts - trained - frozen, on_meta)
@@ -78,7 +78,7 @@ def documented_sizes(folder: str) -> dict[str, tuple[int, int]]:
     for name in documented():
         hf_dir = families()[name].make(Path(folder) / name)
         chunk = build({"model_id": name, "init_from_hf_path": str(hf_dir)})
-        counts = [sum(p.numel() for p in model.parameters()) for model in (chunk.hf_twin(), chunk)]
+        counts = [sum(p.numel() for p in model.parameters()) for model in (chunk.meta_model(), chunk)]
         found[name] = (counts[0], counts[1])
     return found
 

@@ -35,7 +35,7 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.paths import find_modules
-from mindspeed_mm.models.transformers.twin import config_for, meta_model
+from mindspeed_mm.models.transformers.twin import build_meta_model, config_for
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.utils.log import logger
 from tests.parity.test_families import load_all, write_rows
@@ -133,7 +133,7 @@ def model_of(family: str) -> Any:
     """Its model, on meta."""
     hf_config = AutoConfig.from_pretrained(directory_of(family))
     model_class = ModelHub.get(None, hf_config)
-    return meta_model(model_class, config_for(model_class, hf_config))
+    return build_meta_model(model_class, config_for(model_class, hf_config))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A transformers model's class and its twin without storage."""
+"""A transformers model's class, and the same model without storage, on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def type_without_fsdp(model: nn.Module) -> Any:
     return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
 
 
-def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+def build_meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A model of the same class and configuration on the meta device, unsharded; None if it is no transformers model.
 
     Args:
@@ -41,7 +41,7 @@ def config_for(model_class: Any, hf_config: PretrainedConfig) -> Any:
     return next((part for part in parts if isinstance(part, wanted)), hf_config)
 
 
-def meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
+def build_meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
     """A transformers model of a class and configuration on the meta device, in float32, its ties tied."""
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(hf_config), dtype=torch.float32)

@@ -104,7 +104,7 @@ def test_a_chunk_says_of_what_it_is_made() -> None:
     assert staged.tied_copy() is None
     staged.set_model_type(2)
     assert chunk.model_type == 1
-    chunk.made_of, chunk.modalities_of, chunk.hf_twin = same, lambda name: ["image"], lambda: "meta model"
+    chunk.made_of, chunk.modalities_of, chunk.meta_model = same, lambda name: ["image"], lambda: "meta model"
     chunk.share_embeddings_and_output_weights, chunk.pre_process, chunk.post_process = True, True, False
     chunk.shared_embedding_or_output_weight = lambda: weight
     del chunk.model_type

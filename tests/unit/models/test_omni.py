@@ -21,7 +21,7 @@ from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.qwen3_omni_moe.data import ADAPTER
-from mindspeed_mm.models.transformers.twin import config_for, meta_model
+from mindspeed_mm.models.transformers.twin import build_meta_model, config_for
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.families import qwen3_omni_moe
 from tests.support.tiny_families import weights_in
@@ -36,7 +36,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(hf_dir: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(hf_dir)
     model_class = ModelHub.get(None, config)
-    return meta_model(model_class, config_for(model_class, config))
+    return build_meta_model(model_class, config_for(model_class, config))
 
 
 def row(model: Any, kinds: str) -> list[int]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.paths import OLDER_PATHS, find_modules
-from mindspeed_mm.models.transformers.twin import config_for, meta_model
+from mindspeed_mm.models.transformers.twin import build_meta_model, config_for
 from mindspeed_mm.utils import log
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.families import families
@@ -86,7 +86,7 @@ def model_of(name: str) -> Any:
         path = make(folder) if make is not None else FAMILIES[name].make(Path(folder))
         config = AutoConfig.from_pretrained(path)
     model_class = ModelHub.get(FAMILIES[name].model.get("model_id") if make is None else None, config)
-    return meta_model(model_class, config_for(model_class, config))
+    return build_meta_model(model_class, config_for(model_class, config))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
