@@ -76,20 +76,28 @@ def make(path: Path) -> Path:
     return path
 
 
-def published_8b() -> Any:
-    """The configuration of Qwen3-VL 8B."""
+def published(hidden: int, intermediate: int, layers: int, heads: int) -> Any:
+    """The configuration of a published size."""
     from transformers import Qwen3VLConfig
 
-    text = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
-    text |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-    vision = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096}
-    vision |= {"deepstack_visual_indexes": [8, 16, 24]}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    text = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+    return Qwen3VLConfig(text_config=text, vision_config=published_tower(hidden), tie_word_embeddings=False)
+
+
+def published_tower(hidden: int) -> dict[str, Any]:
+    """The vision tower of the sizes from 8B on, which differ in the language model's hidden size."""
+    tower = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": hidden}
+    return {**tower, "deepstack_visual_indexes": [8, 16, 24]}
 
 
 FAMILY = Family(
     make,
     wrap=("model.visual.blocks.{*}", "model.language_model.layers.{*}"),
     kinds=("image", "video"),
-    published={"8B": (published_8b, 8_767_123_696)},
+    published={
+        "8B": (lambda: published(4096, 12288, 36, 32), 8_767_123_696),
+        # the language model is that of Qwen3-32B, of 32,762,123,264 parameters; the rest is the tower
+        "32B": (lambda: published(5120, 25600, 64, 64), 32_762_123_264 + 595_266_800),
+    },
 )
