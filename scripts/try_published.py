@@ -1,16 +1,18 @@
-"""Which published launches are taken: every launch of a folder goes through the configuration layer.
+"""What published launches would train: each launch of a folder goes through `--dry-run`, at its own world size.
 
     python scripts/try_published.py FOLDER                  # a table, and how many were refused for which reason
     python scripts/try_published.py FOLDER --notices        # also the notices of the accepted ones
 
 The folder contains `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`,
 `environment`) and `files/`, the configuration files that they name. Nothing is trained. Where a file names a model's
-directory, one with a config.json only is created.
+directory, one with a config.json only is created, which has the numbers of the size that the name states.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import logging
@@ -20,8 +22,9 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,57 +32,63 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the package, and the published sizes of tests/support
 
-#: part of a directory's name → family of tests/support, its size, its architecture
+#: part of a directory's name → family of tests/support, published size of it, architecture. The numbers of a size, and
+#: their sources, are there; a test compares the parameters of each with the number that its authors state.
 _DIRECTORIES = (
-    (r"Qwen2\.5-VL-(\d+B)", "qwen2_5_vl", None, "Qwen2_5_VLForConditionalGeneration"),
-    (r"Qwen2\.5-(?:VL-)?Omni", "qwen2_5_omni", "7B", "Qwen2_5OmniThinkerForConditionalGeneration"),
-    (r"Qwen3-Omni", "qwen3_omni_moe", "30B-A3B", "Qwen3OmniMoeThinkerForConditionalGeneration"),
-    (r"Qwen3-VL-(?:30B|235B)", "qwen3_vl_moe", "30B-A3B", "Qwen3VLMoeForConditionalGeneration"),
-    (r"Qwen3-VL", "qwen3_vl", "8B", "Qwen3VLForConditionalGeneration"),
+    (r"Qwen2\.5-VL-(?P<size>\d+B)", "qwen2_5_vl", None, "Qwen2_5_VLForConditionalGeneration"),
+    (r"Qwen2\.5-(?:VL-)?Omni-7B", "qwen2_5_omni", "7B", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    (r"Qwen3-Omni-30B", "qwen3_omni_moe", "30B-A3B", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    (r"Qwen3-VL-30B", "qwen3_vl_moe", "30B-A3B", "Qwen3VLMoeForConditionalGeneration"),
+    (r"Qwen3-VL-235B", "qwen3_vl_moe", "235B-A22B", "Qwen3VLMoeForConditionalGeneration"),
+    (r"Qwen3-VL-(?P<size>\d+B)", "qwen3_vl", None, "Qwen3VLForConditionalGeneration"),
     (r"GLM-4\.5V", "glm4v_moe", "106B", "Glm4vMoeForConditionalGeneration"),
     (r"InternVL3_5-30B", "internvl_moe", "30B-A3B", "InternVLForConditionalGeneration"),
-    (r"Magistral", "mistral3", "24B", "Mistral3ForConditionalGeneration"),
+    (r"Magistral-Small", "mistral3", "24B", "Mistral3ForConditionalGeneration"),
 )
-#: the numbers of a size that its launches are checked against
-_QWEN2_5_VL: Mapping[str, tuple[int, int, int, int, int, int]] = {
-    "3B": (2048, 11008, 36, 16, 2, 3420),
-    "7B": (3584, 18944, 28, 28, 4, 3420),
-    "32B": (5120, 27648, 64, 40, 8, 3456),
-    "72B": (8192, 29568, 80, 64, 8, 3456),
-}
-_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 #: names of files; every other path is that of a directory
+#: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script
+#: convert_wan_to_diffusers.py writes them
+_AUTOENCODERS = (
+    (
+        r"Wan2\.2-TI2V-5B.*/vae/?$",
+        {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "in_channels": 12, "out_channels": 12}
+        | {"patch_size": 2, "is_residual": True, "scale_factor_temporal": 4, "scale_factor_spatial": 16},
+    ),
+    (r"Wan2\.\d.*/vae/?$", {}),
+)
+_FEATURES = tuple(f"mindspeed_mm/tools/feature_extraction/get_{of}_feature.py" for of in ("sora", "wan", "vace"))
 _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|mp4|png|jpe?g|py)$")
 
 
 class Outcome(NamedTuple):
-    """What became of a launch: the refusal, None if it was accepted, and the logged notices."""
+    """Result of a launch: the answer of its dry run, or of its configuration files, and the seconds that it took."""
 
-    refusal: str | None
-    notices: tuple[str, ...] = ()
+    answer: Mapping[str, Any]
+    seconds: float = 0.0
+
+    @property
+    def refusal(self) -> str | None:
+        """First line of the refusal; None of a launch that is accepted."""
+        refusal = self.answer.get("refusal")
+        return re.sub(r"^\w+Error: ", "", str(refusal)).splitlines()[0] if refusal is not None else None
 
 
 def config_of(path: str) -> dict[str, Any]:
-    """The config.json of the model that a directory's name suggests; an empty one for parts of a pipeline."""
+    """The config.json of the model that a directory's name states.
+
+    An empty one for parts of a pipeline, and for models and sizes whose numbers aren't known.
+    """
     from tests.support.families import families
 
     for pattern, family, size, architecture in _DIRECTORIES:
         match = re.search(pattern, path)
-        if match:
-            config = families()[family].published[size or "7B"][0]().to_dict()
-            if size is None:
-                *text, vision = _QWEN2_5_VL[match[1]]
-                config["tie_word_embeddings"] = match[1] == "3B"
-                config["text_config"] |= {**dict(zip(_NAMES, text, strict=True)), "rms_norm_eps": 1e-6}
-                config["text_config"].pop("layer_types", None)  # one for each layer; created again
-                rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
-                config["text_config"]["rope_parameters"] = rope
-                config["vision_config"] |= {
-                    "intermediate_size": vision,
-                    "out_hidden_size": text[0],
-                    "tokens_per_second": 2,
-                }
+        published = families()[family].published if match else {}
+        if match and (size or match["size"]) in published:
+            config: dict[str, Any] = published[size or match["size"]][0]().to_dict()
             return {**config, "architectures": [architecture]}
+    for pattern, structure in _AUTOENCODERS:
+        if re.search(pattern, path):
+            return {"_class_name": "AutoencoderKLWan", **structure}
     return {}
 
 
@@ -148,64 +157,64 @@ def world_size(words: Sequence[str]) -> int:
     return int(options.get("nproc_per_node", 1)) * int(options.get("nnodes", 1))
 
 
-def describe(entry: str, words: list[str]) -> None:
-    """Read a launch as its entry script does, up to what needs devices and weights."""
-    from mindspeed_mm.configs.describe import describe as described
-    from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
+    """The answer of a launch's dry run."""
+    from mindspeed_mm.dry_run import dry_run
     from mindspeed_mm.tasks.train.generation import SORA
     from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 
-    if entry == "inference_sora.py":
-        return _inference(words)
-    if entry.startswith("mindspeed_mm/tools/feature_extraction/"):
-        return _features(words, Path(entry).name)
-    run = described(words, {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA}.get(entry, TRANSFORMERS))
-    if run.uses_fsdp2:
-        load_fsdp2_config(run.parallel.fsdp2_config_path)
+    recipe = {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA, "pretrain_transformers.py": TRANSFORMERS}[entry]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        dry_run(recipe, [*words, "--dry-run", "--world-size", str(processes)])
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    return answer
 
 
-def _inference(words: list[str]) -> None:
+def _inference(words: list[str], script: str) -> dict[str, Any]:
+    """The answer of a launch that makes samples: whether its flags and files are accepted."""
     from mindspeed_mm.configs.sora_inference import SoRAInferenceConfig
     from mindspeed_mm.tasks.generation.options import parse_flags, read_images, read_prompts, sampling_options
 
-    flags = parse_flags(words)
-    config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data)
-    prompts = read_prompts(flags.prompts or config.sampling.prompt)
-    images = flags.images or config.sampling.image
-    for picture in Path(images).read_text().split() if images else []:
-        stand_in(Path.cwd(), picture)
-    read_images(images, len(prompts))
-    sampling_options(flags, config.sampling)
+    def read_all() -> None:
+        flags = parse_flags(words)
+        config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data)
+        prompts = read_prompts(flags.prompts or config.sampling.prompt)
+        images = flags.images or config.sampling.image
+        for picture in Path(images).read_text().split() if images else []:
+            stand_in(Path.cwd(), picture)
+        read_images(images, len(prompts))
+        sampling_options(flags, config.sampling)
+
+    return _accepted_by(read_all)
 
 
-def _features(words: list[str], script: str) -> None:
+def _features(words: list[str], script: str) -> dict[str, Any]:
+    """The answer of a launch that extracts features: whether its flags and files are accepted."""
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.tools.feature_extraction import command
 
-    options = command._parse(words, script)
-    for section, file in ((SoRAModelConfig, options.mm_model), (GenerationDataConfig, options.mm_data)):
-        section.from_dict(read(Path(file)), file=file)
+    def read_all() -> None:
+        options = command._parse(words, Path(script).name)
+        for section, file in ((SoRAModelConfig, options.mm_model), (GenerationDataConfig, options.mm_data)):
+            section.from_dict(read(Path(file)), file=file)
+
+    return _accepted_by(read_all)
 
 
-def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
-    """Describe one launch in this process, which is started for it."""
+def _accepted_by(read_all: Callable[[], None]) -> dict[str, Any]:
+    """The answer of a launch of which flags and files are read, and no more."""
     from mindspeed_mm.utils import log
     from mindspeed_mm.utils.errors import MMError
 
     notices: list[str] = []
     log.logger.handlers[:] = [_Keeper(notices)]
-    entry = re.sub(r"^\./", "", launch["entry"])
-    if not (ROOT / entry).is_file():
-        return Outcome(f"{entry} is not there yet")
-    os.chdir(folder)
-    processes = str(world_size(launch["launcher_words"]))
-    os.environ.update(launch["environment"], RANK="0", LOCAL_RANK="0", WORLD_SIZE=processes)
     try:
-        describe(entry, list(launch["words"]))
+        read_all()
     except MMError as error:
-        return Outcome(str(error), tuple(notices))
-    return Outcome(None, tuple(notices))
+        return {"accepted": False, "refusal": str(error), "notices": notices}
+    return {"accepted": True, "notices": notices}
 
 
 class _Keeper(logging.Handler):
@@ -215,6 +224,33 @@ class _Keeper(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
+    """Describe one launch in this process, which is started for it."""
+    started = time.perf_counter()
+    entry = re.sub(r"^\./", "", launch["entry"])
+    if not (ROOT / entry).is_file():
+        return Outcome({"accepted": False, "refusal": f"{entry} is not there yet", "notices": []})
+    os.chdir(folder)
+    words, processes = list(launch["words"]), world_size(launch["launcher_words"])
+    os.environ.update(launch["environment"])
+    others = {"inference_sora.py": _inference, **dict.fromkeys(_FEATURES, _features)}
+    try:
+        answer = others[entry](words, entry) if entry in others else answer_of(entry, words, processes)
+    except Exception as error:  # a defect, which is a row of the table, too
+        answer = {"accepted": False, "refusal": f"CRASHED: {type(error).__name__}: {error}", "notices": []}
+    return Outcome(_with_unknown_size(answer), time.perf_counter() - started)
+
+
+def _with_unknown_size(answer: dict[str, Any]) -> dict[str, Any]:
+    """State of a launch that is refused for a stand-in without numbers that its size is unknown."""
+    refusal = answer.get("refusal") or ""
+    for directory in re.findall(r"'([^']+)'", refusal):
+        config = Path(directory) / "config.json"
+        if config.is_file() and config.read_text() == "{}":
+            return {**answer, "refusal": f"size unknown: the numbers of '{directory}' aren't known to this script"}
+    return answer
 
 
 def first_sentence(refusal: str) -> str:
@@ -237,8 +273,7 @@ def main() -> int:
     options = parser.parse_args()
     launches: dict[str, list[dict[str, Any]]] = json.loads((options.folder / "launches.json").read_text())
     found = outcomes(options.folder / "files", launches)
-    for script, outcome in found.items():
-        print(f"{script}: {'accepted' if outcome.refusal is None else first_sentence(outcome.refusal)}")
+    print_table(found)
     refused = Counter(reason(outcome.refusal) for outcome in found.values() if outcome.refusal is not None)
     print(f"\n{len(found) - refused.total()} of {len(found)} accepted")
     for why, count in refused.most_common():
@@ -246,12 +281,55 @@ def main() -> int:
     if options.notices:
         scripts_of: dict[str, list[str]] = {}
         for script, outcome in found.items():
-            for line in outcome.notices if outcome.refusal is None else ():
+            for line in outcome.answer["notices"] if outcome.refusal is None else ():
                 scripts_of.setdefault(line, []).append(script)
         print()
         for line, scripts in scripts_of.items():
             print(f"{len(scripts):4} {line}   [{scripts[0]}]")
     return 0
+
+
+def print_table(found: Mapping[str, Outcome]) -> None:
+    """Print a line for each script: accepted or the refusal, model, layout, parts, number of notices, seconds."""
+    rows = [("script", "state", "model", "parameters", "layout", "parts", "notices", "seconds")]
+    for script, outcome in found.items():
+        name, answer = script.removeprefix("examples/"), outcome.answer
+        model, layout = answer.get("model") or {}, answer.get("layout") or {}
+        parameters = model.get("parameters")
+        rows.append(
+            (
+                name,
+                "accepted" if outcome.refusal is None else "refused",
+                model.get("class", ""),
+                f"{parameters / 1e9:.1f} B{_beside_name(name, parameters)}" if parameters else "",
+                _layout(layout) if layout else "",
+                next((f"{len(answer[key])} {key}" for key in ("stages", "units") if answer.get(key)), ""),
+                str(len(answer["notices"])),
+                f"{outcome.seconds:.1f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row, outcome in zip(rows, [None, *found.values()], strict=True):
+        refused = outcome is not None and outcome.refusal is not None
+        cells = [*row[:2], first_sentence(outcome.refusal)] if refused else row
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    """A layout as its backend, its world size, and the sizes that are above 1."""
+    sizes = [f"{n} {v}" for n, v in layout.items() if n not in ("backend", "world_size") and v != 1]
+    return f"{layout['backend']} {layout['world_size']}" + (f" = {' × '.join(sizes)}" if sizes else "")
+
+
+def _beside_name(script: str, parameters: int) -> str:
+    """A mark where a number of parameters isn't the size that the script's name states.
+
+    Names count neither embeddings nor towers exactly: a model of 3 B in its name may have 3.8 B parameters.
+    """
+    named = re.search(r"(?<![\d.])A?(\d+(?:\.\d+)?)[bB](?![a-z])", script)
+    if named is None or 0.9 <= parameters / 1e9 / float(named[1]) <= 1.3:
+        return ""
+    return f" (not {named[1]} B)"
 
 
 def outcomes(files: Path, launches: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Outcome]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.dry_run import dry_run
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 from tests.support import published_launches
@@ -65,6 +66,25 @@ def test_it_is_described(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if launch.fsdp2 is not None:
         config = load_fsdp2_config(args.fsdp2_config_path)
         assert (config.param_dtype, config.reduce_dtype) == ("bf16", launch.fsdp2["reduce_dtype"])
+
+
+def test_it_is_planned_at_its_own_world_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the numbers of its own size: every entry of its path lists matches modules of the model."""
+    name = "qwen2.5vl 72B FSDP2"
+    launch = published_launches.launch(name)
+    words = prepared(name, launch, tmp_path, monkeypatch)
+    make, parameters = families()["qwen2_5_vl"].published["72B"]
+    config = {**make().to_dict(), "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert dry_run(VLM, [*words, "--dry-run"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"]["parameters"] == parameters
+    assert (answer["layout"]["world_size"], answer["layout"]["dp_shard"]) == (64, 64)
+    layers = [f"model.language_model.layers.{n}" for n in range(80)]
+    assert answer["recomputed"] == layers and {*layers, "lm_head"} <= {*answer["units"]}
+    assert answer["ignored"] == ["model.visual"]
 
 
 #: launch → family of its tiny model

@@ -256,6 +256,9 @@ def autoencoder_strides(
         directory: of a pipeline's autoencoder, where `ae` names none.
         fallback: where neither names a directory that is there.
         default_class: as `open_autoencoder`'s.
+
+    Raises:
+        ConfigError: the directory holds a class that encodes no images or videos here.
     """
     import diffusers
 
@@ -267,8 +270,12 @@ def autoencoder_strides(
     if path is None or not (path / "config.json").is_file():
         return fallback
     said = diffusers.AutoModel.load_config(str(path))
+    described = config or AeConfig()
+    named = PUBLISHED_AUTOENCODERS.get(described.model_id or "", described.model_id)
+    name = said.get("_class_name") or named or default_class
+    _check_class(name, described, path, "model.json")
     with torch.device("meta"):
-        model = _model_class(str(said.get("_class_name"))).from_config(said)
+        model = _model_class(name).from_config(said)
     return _strides(model)
 
 

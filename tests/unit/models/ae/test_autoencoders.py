@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -94,6 +96,18 @@ def test_the_pipeline_undoes_what_training_normalised(pipeline, name, tmp_path):
     torch.testing.assert_close(ae.decode(latents), expected, rtol=1e-4, atol=1e-5)
     shown = _sampled(pipeline, name, latents, more, shape)
     torch.testing.assert_close(shown, (expected[0].transpose(0, 1) / 2 + 0.5).clamp(0, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [{"base_dim": 8}, {"_class_name": "UNet2DModel"}, {"_class_name": "AutoencoderKLGone"}]
+)
+def test_strides_of_a_directory_of_another_class(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if "_class_name" not in config:  # it is the class of the family's pipeline
+        assert autoencoder_strides(None, tmp_path, (3, 7), "AutoencoderKLWan") == (4, 8)
+        return
+    with pytest.raises(ConfigError, match=f"holds a {config['_class_name']}; expected one of AutoencoderKL"):
+        autoencoder_strides(AeConfig(from_pretrained=str(tmp_path)), None, (3, 7), "AutoencoderKLWan")
 
 
 @pytest.mark.parametrize(("pipeline", "name"), [(n, n) for n in PIPELINES], indirect=["pipeline"])
