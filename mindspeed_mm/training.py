@@ -1,4 +1,4 @@
-"""The life of a run, on one screen: pretrain → train → train_step → log, evaluate, save."""
+"""The training loop: pretrain → train_run → train → train_step, with logging, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from mindspeed_mm.utils.log import info_rank0, logger
 
 @dataclass
 class Progress:
-    """How far a run has come: all that changes while it trains.
+    """Progress of a run: the counters that change while it trains.
 
     Attributes:
-        iteration: optimizer steps done, skipped ones included.
-        consumed_samples: optimizer steps done times --global-batch-size: the position in the data's global order.
-        consumed_tokens: tokens of these rows.
+        iteration: number of optimizer steps so far, skipped ones included.
+        consumed_samples: `iteration` times --global-batch-size: the position in the data's global order.
+        consumed_tokens: number of tokens in these samples.
         last_saved: iteration of the last checkpoint.
-        data_state: position of the data's loader in the checkpoint that the run goes on from; None: it starts anew.
+        data_state: state of the data loader in the checkpoint that the run resumes from; None: the data starts at the
+            beginning.
     """
 
     iteration: int = 0
@@ -71,21 +72,22 @@ def pretrain(
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
 ) -> None:
-    """Train a user's own model, from the command line's flags to the last checkpoint.
+    """Train a user's model, from the flags of the command line to the last checkpoint.
 
     Args:
         train_valid_test_datasets_provider: () or (numbers of samples) → (train, valid, test), each a data set, a
             DataLoader or None.
-        model_provider: → the model.
-        model_type: Megatron's; not used here. A callable here is taken as `forward_step_func`.
+        model_provider: returns the model.
+        model_type: accepted for compatibility with Megatron and ignored; a callable is taken as `forward_step_func`.
         forward_step_func: (data_iterator, model) → (output, loss_func).
-        process_non_loss_data_func: Megatron's; not used here.
-        extra_args_provider: adds a user's own flags to the parser.
-        args_defaults: values that take the place of flags' defaults.
+        process_non_loss_data_func: accepted for compatibility with Megatron and ignored.
+        extra_args_provider: adds the user's flags to the parser.
+        args_defaults: values that replace the defaults of flags.
 
-    model.json and data.json may hold keys of the script's own. A configuration, data or checkpoint that can't be used
-    ends the process with a sentence and status 1. A signal that ends a run does so before the first step with one line
-    and status 128 + its number; later the first one saves a checkpoint and ends training (`StopSignal`).
+    model.json and data.json may contain additional keys of the script. If the configuration, the data or the checkpoint
+    can't be used, the process prints a one-sentence error and exits with status 1. A termination signal before the
+    first step ends the process with one line and status 128 + its number; during training the first signal saves a
+    checkpoint and ends the run (`StopSignal`).
 
     Raises:
         TypeError: no forward_step function.
@@ -113,12 +115,12 @@ def pretrain(
 
 
 def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
-    """Train a described run: prepare the process, open checkpoint and data, build model and optimizer, and step.
+    """Prepare the process, open checkpoint and data, build model and optimizer, and train.
 
     Args:
-        run: the description.
-        recipe: the callbacks.
-        stop: hears the signals of this process.
+        run: settings of the run.
+        recipe: the user's callbacks.
+        stop: handler of this process's termination signals.
     """
     prepare_process(run)
     backend = create_backend(run)
@@ -162,11 +164,11 @@ def train(
     lock: RunLock | None = None,
     stop: StopSignal | None = None,
 ) -> None:
-    """Step until --train-iters, a stop request or a time limit; save and export at the end.
+    """Train until --train-iters, a stop request or a time limit; save and export at the end.
 
     Args:
-        lock: holds --save's folder, on rank 0.
-        stop: hears the signals of this process; None: nobody does.
+        lock: lock of the --save folder, on rank 0.
+        stop: handler of this process's termination signals; None: signals are not handled.
     """
     epoch_samples = _epoch_samples(data, run)
     saver = _open_saver(run, progress.last_saved, lock)
@@ -229,18 +231,18 @@ def train_step(
     run: Run,
     wants_to_stop: Callable[[], bool],
 ) -> PendingStep:
-    """One optimizer step over one global batch.
+    """Run one optimizer step over one global batch.
 
     Args:
-        wants_to_stop: whether this rank was asked to stop, be it while the batch was computed; all ranks hear of it in
-            the step's reduction, and this step is the last one.
+        wants_to_stop: returns whether this rank should stop; called after forward and backward. The step's reduction
+            shares the request with all ranks, and this step is then the last one.
     """
     backend.forward_backward(forward_step, data_iterator, run.batch.num_microbatches)
     return backend.step(data_iterator.take(), wants_to_stop())
 
 
 def evaluate(forward_step: ForwardStep, loader: Any, backend: Backend, run: Run, watch: Watch, iteration: int) -> float:
-    """Mean loss over --eval-iters global batches of the validation data, always the same ones; forward only."""
+    """Return the mean loss over the first --eval-iters global batches of the validation data; forward only."""
     iterator: Iterator[Any] = loader.fresh_iterator()
     batches = loader.limit_batches(run.logging.eval_iters)
     forward_step = without_fillers(forward_step, loader.is_filler)
@@ -302,7 +304,7 @@ def _save(
 
 
 def _export(backend: Backend, run: Run, name: str, *, is_last: bool, is_final: bool = False) -> None:
-    """Export beside the checkpoints; a failure counts as a checkpoint's does."""
+    """Export into the --save folder; a failure is treated like that of a checkpoint."""
     assert run.checkpoint.save is not None, "--save-hf needs --save"
     try:
         backend.export_hf(Path(run.checkpoint.save) / name, is_final=is_final)
@@ -328,7 +330,7 @@ def _open_saver(run: Run, last_saved: int, lock: RunLock | None) -> CheckpointSa
 
 
 def _epoch_samples(data: RunData, run: Run) -> float | None:
-    """Rows between two checkpoints of --save-epochs."""
+    """Return the number of rows between two checkpoints of --save-epochs."""
     if run.checkpoint.save_epochs is None or not run.checkpoint.save:
         return None
     if not data.global_batches_per_epoch:
@@ -347,10 +349,10 @@ def _save_is_due(progress: Progress, epoch_samples: float | None, run: Run) -> b
 
 
 def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progress) -> bool:
-    """Whether a step has changed something since the last checkpoint; the same on all ranks."""
+    """Whether a step has changed the weights since the last checkpoint; the same on all ranks."""
     if skips.last_trained == progress.iteration:
         return True
-    saver.wait()  # one in the background may have ended on this rank only, as far as it has looked
+    saver.wait()  # ranks may see the end of a background save at different steps: after this all know its outcome
     if skips.last_trained > max(saver.last_saved, 0):
         return True
     info_rank0(f"no checkpoint of iteration {progress.iteration}: no step has changed anything since the last one")
@@ -358,9 +360,9 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
 
 
 def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
-    """Where to start from: a checkpoint or weights of --load, or the weights that model.json names.
+    """Find the checkpoint or weights of --load to start from; without any, model.json names the weights.
 
-    --save's folder holds nothing of another run then, unless this one goes on with it.
+    Also make sure that the --save folder has no files of another run, unless this run resumes that one.
     """
     start = find_start(run.checkpoint.load, run.checkpoint.save, run.checkpoint.ckpt_step, run.checkpoint.finetune)
     if run.checkpoint.save:
@@ -403,7 +405,7 @@ def _load(start: Start, progress: Progress, backend: Backend, run: Run) -> None:
             start.directory,
             optimizer=not run.checkpoint.no_load_optim,
             rng=not run.checkpoint.no_load_rng,
-            schedule=True,  # the iteration goes on, and with it the learning rate
+            schedule=True,  # the iteration continues, and the learning rate follows it
         )
         info_rank0(f"loaded {start.directory}; continuing after iteration {progress.iteration}")
     else:
@@ -448,16 +450,16 @@ def _is_due(iteration: int, interval: int | None) -> bool:
 
 
 def _time_is_up(started: float, run: Run) -> bool:
-    """Whether --exit-duration-in-mins is over by this rank's clock; a stop request, as clocks differ."""
+    """Whether --exit-duration-in-mins has passed on this rank's clock; clocks differ, so it is only a stop request."""
     minutes = run.length.exit_duration_in_mins
     return minutes is not None and (time.time() - started) / 60 > minutes
 
 
 def _collect_garbage(run: Run) -> None:
-    """From here on collect what steps leave behind, on time or (--manual-gc) by hand; what start-up made stays."""
+    """Collect garbage on schedule, or manually with --manual-gc, from here on; objects of start-up are exempt."""
     if run.process.manual_gc:
         gc.disable()
         gc.collect()
     else:
-        gc.freeze()  # no collection ever walks through the imported modules again
+        gc.freeze()  # exempts the imported modules from all later collections
         gc.enable()

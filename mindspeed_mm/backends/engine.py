@@ -1,4 +1,4 @@
-"""What a training step is on every backend: sums, norm, clipping, guard, loss scale, schedule, averaged weights."""
+"""The training step that all backends share: sums, norm, clipping, skipping, loss scale, schedule, averaged weights."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from mindspeed_mm.parallel.world import World
 
 
 class Executor(Protocol):
-    """What a backend does of a step in its own way."""
+    """The parts of a step that each backend implements itself."""
 
     def run(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int, *, forward_only: bool
     ) -> None:
-        """Run forward, and unless `forward_only` backward, of these micro-batches; `StepEngine.add` takes each loss."""
+        """Run forward, and unless `forward_only` backward, of micro-batches; passes each loss to `StepEngine.add`."""
 
     def local_norm(self) -> torch.Tensor:
-        """This rank's part of the squared L2 norm of all gradients: a float scalar on the device."""
+        """Return this rank's part of the squared L2 norm of all gradients: a float scalar on the device."""
 
     def apply(self, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle) -> None:
         """Step the optimizer with the gradients times `factor`, without waiting for the device.
 
         Args:
             factor: float scalar on the device.
-            finite: bool scalar on the device; False: everything stays as it is.
-            is_idle: whether the tower of these modalities had no input: AdamW would decay it though its gradients are
-                zero, so it is left alone.
+            finite: bool scalar on the device; False: parameters and optimizer state stay unchanged.
+            is_idle: whether the tower of these modalities had no input. Its parameters are not stepped, as AdamW would
+                decay them although their gradients are zero.
         """
 
-    def settle(self, *, stepped: bool) -> None:
-        """Take note of how the last `apply` went, before the next one: a step that was skipped is not counted."""
+    def finish_step(self, *, stepped: bool) -> None:
+        """Record the outcome of the last `apply` before the next one: a skipped step is not counted."""
 
     def flops(self, counts: BatchCounts) -> float | None:
-        """Model FLOPs of what was counted; None: unknown."""
+        """Return the model FLOPs of a batch with these counts; None: unknown."""
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """What every rank gave, by rank."""
+        """Return the values of all ranks, ordered by rank."""
 
 
 class StepEngine:
     """Training steps and evaluations of a backend.
 
-    The host launches a step without knowing how it will go: whether it is skipped is decided on the device. Its figures
-    are read when they are logged, or with the next step. Only a dynamic loss scale waits for them at once, as the next
-    backward pass needs its new value.
+    The host launches a step without waiting for its outcome: the device decides whether the step is skipped. The host
+    reads the step's loss and norm when they are logged, or with the next step. Only a dynamic loss scale reads them at
+    once, as the next backward pass needs the updated scale.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class StepEngine:
     ) -> None:
         """
         Args:
-            modules: the model, which an evaluation puts into evaluation mode.
-            clip_grad: largest norm of the gradient (0: any).
-            ema: averages of the weights, which take in each step.
+            modules: the model; `evaluate` puts it into evaluation mode.
+            clip_grad: maximum norm of the gradient; 0: no clipping.
+            ema: averages of the weights, updated after each step.
         """
         self._executor, self._world, self._modules = executor, world, modules
         self._loss_scale, self._backward_factor, self._schedule = loss_scale, backward_factor, schedule
@@ -93,23 +93,26 @@ class StepEngine:
         self._executor.run(forward_step, data_iterator, num_microbatches, forward_only=False)
 
     def add(self, output: object, *, forward_only: bool) -> torch.Tensor:
-        """Keep a micro-batch's figures, which a `loss_func` returned; returns its loss, with its graph.
+        """Add the return value of a micro-batch's `loss_func` to the step's sums.
+
+        Returns:
+            the micro-batch's loss, with its autograd graph.
 
         Raises:
-            ConfigError: the loss function has returned another form for an earlier micro-batch of the step.
+            ConfigError: the loss function returned another form for an earlier micro-batch of the step.
         """
         loss = self._sums.add(output)
         if not forward_only:
-            self._backward_factor.meet(self._sums.denominator, is_mean=self._sums.means > 0)
+            self._backward_factor.observe(self._sums.denominator, is_mean=self._sums.means > 0)
         return loss
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
         """See the protocol of backends."""
-        self.wait()  # for a copy made long ago; the schedule goes on only if the last step was not skipped
+        self.wait()  # the last step's result was copied to the host long ago; the schedule advances if it was applied
         factor = self._backward_factor
         if self._world.dims.pp > 1 and not factor.is_agreed:
             factor.agree(self._executor.gather_objects)
-        scale = factor.now()
+        scale = factor.current()
         squared = self._executor.local_norm()
         counts.cost = self._executor.flops(counts) or counts.tokens
         own = counts if self._world.counts_rows else BatchCounts(wait_seconds=counts.wait_seconds)
@@ -124,7 +127,7 @@ class StepEngine:
         )
         if self._ema is not None:
             self._ema.update(finite)
-        factor.learn(reduced.divisor, reduced.has_targets)
+        factor.update(reduced.divisor, reduced.has_targets)
         self._pending = pending
         if self._loss_scale.is_dynamic:
             pending.result()
@@ -140,17 +143,17 @@ class StepEngine:
         return self._reducer.reduce_loss(self._take_sums())
 
     def wait(self) -> None:
-        """Wait for the last step's figures, and update the schedule and the loss scale by them."""
+        """Wait for the last step's result and update schedule and loss scale with it."""
         if self._pending is not None:
             self._pending.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values of schedule and loss scale after the last step; waits for the device."""
+        """Return the state of schedule and loss scale after the last step as JSON values; waits for the device."""
         self.wait()
         return {"schedule": self._schedule.state_dict(), "loss_scale": self._backward_factor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with this run's flags."""
+        """Restore the state that `state_dict` returned; the flags are those of this run."""
         self._schedule.load_state_dict(state["schedule"])
         self._backward_factor.load_state_dict(state.get("loss_scale", {}))
 
@@ -158,20 +161,20 @@ class StepEngine:
         return StepSums(accelerator.current().sum_dtype, self._world.device)
 
     def _take_sums(self) -> StepSums:
-        """Return what this rank contributes, and start new sums; ranks that compute the same losses contribute once."""
+        """Return this rank's sums and reset them; zeros if another rank of the same losses contributes them."""
         sums, self._sums = self._sums, self._new_sums()
         return sums if self._world.counts_losses else self._new_sums()
 
 
 class LaunchedStep:
-    """A step whose figures may still be on the device; see PendingStep in the protocol of backends."""
+    """A step whose results may still be on the device; see PendingStep in the protocol of backends."""
 
     def __init__(
         self, reduced: ReducedStep, norm: torch.Tensor, schedule: Schedule, loss_scale: LossScale, executor: Executor
     ) -> None:
         """
         Args:
-            norm: float scalar on the device, of the step's gradient.
+            norm: norm of the step's gradient, a float scalar on the device.
         """
         self.counts, self.stop = reduced.counts, reduced.stop
         self._reduced, self._schedule, self._loss_scale, self._executor = reduced, schedule, loss_scale, executor
@@ -179,7 +182,7 @@ class LaunchedStep:
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        """Read the figures; the first call also updates the schedule, the loss scale and the backend's step counts."""
+        """Return the step's result; the first call also updates schedule, loss scale and backend with its outcome."""
         if self._result is None:
             self._result = self._reduced.result(
                 self._read(), learning_rate=self._schedule.current_lr, loss_scale=self._loss_scale.scale
@@ -188,5 +191,5 @@ class LaunchedStep:
                 self._loss_scale.update(overflowed=self._result.skipped)
             if not self._result.skipped:
                 self._schedule.step()
-            self._executor.settle(stepped=not self._result.skipped)
+            self._executor.finish_step(stepped=not self._result.skipped)
         return self._result

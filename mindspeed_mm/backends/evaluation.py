@@ -13,14 +13,15 @@ from mindspeed_mm.backends.protocol import ForwardStep, normalise_loss_output
 
 
 def without_fillers(forward_step: ForwardStep, is_filler: Callable[[int], bool]) -> ForwardStep:
-    """Return a `forward_step` whose loss function says nothing of fillers: they are run, as other ranks run theirs.
+    """Return a `forward_step` whose loss function returns zeros for filler micro-batches.
 
-    Losses that are means become sums over micro-batches with their number, which says the same of the others.
+    Fillers are still run, so that all ranks run equally many micro-batches. A mean loss becomes a sum over
+    micro-batches with their number as denominator, which gives the same mean over the other micro-batches.
 
     Args:
-        forward_step: the user's.
-        is_filler: whether a micro-batch is one, by its number on this rank since the evaluation began; asked for when
-            the micro-batch has been read.
+        forward_step: the user's forward step.
+        is_filler: whether a micro-batch is a filler, by its number on this rank since the evaluation began; called
+            after the micro-batch has been read.
     """
     seen: Counter[int] = Counter()  # every chunk of a pipeline reads every micro-batch
 

@@ -1,4 +1,4 @@
-"""FSDP2Backend: fully_shard behind the loop's protocol."""
+"""The FSDP2 backend: torch's fully_shard behind the protocol of backends."""
 
 from __future__ import annotations
 
@@ -86,9 +86,8 @@ class FSDP2Backend:
         """Build, freeze, shard and fill the model.
 
         Args:
-            model_provider: a user's callback; may take any arguments (pre_process, post_process are given by name if
-                it takes them).
-            load_weights: False where a checkpoint will bring them.
+            model_provider: the user's callback; pre_process and post_process are passed by name if it takes them.
+            load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
 
         Raises:
             ConfigError: the model has no `fully_shard`.
@@ -123,7 +122,7 @@ class FSDP2Backend:
             check_packing(model, run.batch)
             tell_trained_in_evaluation_mode([model])
             waits = contract.weights.pending is not None
-            # weights that a checkpoint may lack (--no-strict-load) need a value first
+            # tensors that a checkpoint may lack (--no-strict-load) must be initialised first
             contract.set_weights_come_later((waits or not load_weights) and not run.checkpoint.no_strict_load)
             if not applies_flags(root := contract.sharded_module):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
@@ -134,7 +133,7 @@ class FSDP2Backend:
         self.model, self._contract = model, contract
         self._root = contract.sharded_module
         self._units = sharded_units(self._root)
-        use_summed_gradients(self._root)  # a model's own sharding may have called torch's fully_shard itself
+        use_summed_gradients(self._root)  # a model that shards itself may have called torch's fully_shard directly
         for module, directory in waiting:
             self._load_weights_of(module, directory)
         if self.compute_dtype == "fp16":
@@ -145,10 +144,10 @@ class FSDP2Backend:
         return model
 
     def build_optimizer(self, model: nn.Module, run: Run) -> torch.optim.Optimizer:
-        """Build optimizer and schedule from the flags, and the average of the weights where it is asked for.
+        """Build optimizer and schedule from the flags, and the average of the weights if one is requested.
 
         Args:
-            model: may ask for an average as `ema_decay`; --ema-decay comes before it.
+            model: its attribute `ema_decay` may request an average; --ema-decay takes precedence.
         """
         self.optimizer = build_optimizer(self._root, run.optimizer)
         self.schedule = Schedule(self.optimizer, schedule_options(run))
@@ -203,10 +202,10 @@ class FSDP2Backend:
             if not forward_only:
                 self.backward_factor.apply(loss).backward()
         for unit in self._units if forward_only else ():
-            unit.reshard()  # forward without backward leaves the root whole; a later step must not find it stale
+            unit.reshard()  # forward alone leaves the root unsharded, and a later step would use its stale parameters
 
     def local_norm(self) -> torch.Tensor:
-        """See `Executor`; gradients that FSDP leaves to each rank are summed first."""
+        """See `Executor`; gradients of parameters outside of FSDP are summed over ranks first."""
         if self.world.batch.size > 1:
             sum_plain_gradients(self._parameters, self.world.batch.group)
         dtype = accelerator.current().sum_dtype
@@ -223,9 +222,9 @@ class FSDP2Backend:
         self._guard.step(factor, finite)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def settle(self, *, stepped: bool) -> None:
+    def finish_step(self, *, stepped: bool) -> None:
         """See `Executor`."""
-        self._guard.settle(stepped=stepped)
+        self._guard.finish_step(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -245,7 +244,7 @@ class FSDP2Backend:
         """See the protocol."""
         states = {
             **self.engine.state_dict(),
-            "source": self._contract.weights.absolute_source,  # what an export from here on starts from
+            "source": self._contract.weights.absolute_source,  # an export of the checkpoint takes its other files there
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
@@ -296,17 +295,17 @@ class FSDP2Backend:
 
 
 def call_provider(provider: ModelProvider) -> Any:
-    """Return what a model provider builds; pre_process and post_process are True, where it has such parameters."""
+    """Call a model provider; pre_process and post_process are True if it has these parameters."""
     parameters = inspect.signature(provider).parameters
     named = {k: True for k in ("pre_process", "post_process") if k in parameters}
     return provider(**named)
 
 
 def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2Config:
-    """Return fsdp2.yaml with the compute dtype of --bf16 or --fp16 where it names none; parameters stay in float32.
+    """Return fsdp2.yaml with the compute dtype of --bf16 or --fp16 if it names none; parameters stay in float32.
 
     Raises:
-        ConfigError: --accumulate-allreduce-grads-in-fp32 beside another reduce_dtype.
+        ConfigError: --accumulate-allreduce-grads-in-fp32 with a reduce_dtype other than fp32.
     """
     reduce_dtype = to_torch_dtype(config.reduce_dtype)
     if precision.accumulate_allreduce_grads_in_fp32 and reduce_dtype not in (None, torch.float32):

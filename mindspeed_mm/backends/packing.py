@@ -1,4 +1,4 @@
-"""A model's word against packed rows before anything is trained."""
+"""The check that a model supports packed rows, before training starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mindspeed_mm.models.contract import as_trainable
 
 
 def check_packing(model: nn.Module, batch: Batch) -> None:
-    """Let a model that has `check_packing` refuse the packed rows that data.json or a flag asks for.
+    """Call the model's `check_packing`, if it has one, when data.json or a flag requests packed rows.
 
     Raises:
-        ConfigError: what the model reports.
+        ConfigError: the model does not support packed rows.
     """
     if batch.packs:
         as_trainable(model).check_packing()

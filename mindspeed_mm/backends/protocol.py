@@ -1,4 +1,4 @@
-"""What the loop knows of a backend."""
+"""The interface between the training loop and a backend."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mindspeed_mm.parallel.world import World
 Value = TypeVar("Value")
 
 SkipReason = Literal["", "not finite", "no targets"]
-"""Why a step changed nothing: its loss or gradient was not finite; its global batch held nothing to train on; "": it
-did change something."""
+"""Why a step was skipped: "not finite": its loss or gradient; "no targets": its global batch had no targets; "": the
+step was not skipped."""
 
 
 @dataclass
 class StepResult:
-    """What a training step did.
+    """Result of a training step.
 
     Attributes:
-        loss: of the step, as the loss type defines it; global. Not a number where there were no targets.
-        grad_norm: L2 norm of the gradient of exactly that loss, before clipping. Not a number without targets either.
-        skip_reason: why weights, optimizer state, schedule and averages were left as they are; "": they were not.
-        learning_rate: that the step used.
-        loss_scale: that the step used (1: none).
-        metrics: further figures that the loss function returned, global means.
+        loss: loss of the global batch, as the loss type defines it. NaN if there were no targets.
+        grad_norm: L2 norm of the gradient of this loss, before clipping. NaN if there were no targets.
+        skip_reason: why weights, optimizer state, schedule and averages are unchanged; "": the step was not skipped.
+        learning_rate: learning rate of this step.
+        loss_scale: loss scale of this step; 1: the loss was not scaled.
+        metrics: global means of the further metrics that the loss function returned.
     """
 
     loss: float
@@ -45,7 +45,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step changed nothing."""
+        """Whether the step left weights and optimizer state unchanged."""
         return self.skip_reason != ""
 
     @classmethod
@@ -59,10 +59,10 @@ class StepResult:
         loss_scale: float,
         metrics: dict[str, float],
     ) -> StepResult:
-        """The result of a step, from its figures.
+        """Return the result of a step with the right `skip_reason`.
 
         Args:
-            has_targets: whether its global batch held anything to train on.
+            has_targets: whether the global batch had any targets.
         """
         if not has_targets:
             return cls(float("nan"), float("nan"), "no targets", learning_rate, loss_scale, metrics)
@@ -71,26 +71,26 @@ class StepResult:
 
 
 class PendingStep(Protocol):
-    """A step that has been launched; its figures may still be on the device.
+    """A step that has been launched; its loss and gradient norm may still be on the device.
 
     Attributes:
-        counts: global, known on the host at once.
-        stop: whether any rank was asked to stop.
+        counts: counts of the global batch, available on the host.
+        stop: whether any rank requested a stop.
     """
 
     counts: BatchCounts
     stop: bool
 
     def result(self) -> StepResult:
-        """Wait for the step's figures (a host sync: on logging steps only)."""
+        """Wait for the step's loss, gradient norm and metrics (a host sync: on logging steps only)."""
 
 
 class Backend(Protocol):
-    """PTD and FSDP2 implement this; the loop knows nothing else of them.
+    """Interface of the PTD and FSDP2 backends; the training loop uses nothing else of them.
 
     Attributes:
-        world: this process and its rank sets, after `setup`.
-        compute_dtype: fp32, bf16 or fp16.
+        world: this process and its rank sets; set by `setup`.
+        compute_dtype: "fp32", "bf16" or "fp16".
     """
 
     world: World
@@ -100,76 +100,85 @@ class Backend(Protocol):
         """Start process groups and device meshes."""
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> Any:
-        """Return the wrapped model, weights loaded (unless a checkpoint will bring them), frozen parts frozen."""
+        """Return the wrapped model with frozen parts frozen.
+
+        Args:
+            load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
+        """
 
     def build_optimizer(self, model: Any, run: Run) -> Any:
         """Return the optimizer; its schedule is `backend.schedule`.
 
         Args:
-            run: the description, with the length of the run known.
+            run: settings of the run, with its length resolved.
         """
 
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
-        """Run a step's micro-batches; sums of losses and counts are kept, gradients are left in place."""
+        """Run forward and backward of a step's micro-batches; accumulates gradients and sums of losses."""
 
     def step(self, counts: BatchCounts, stop_requested: bool) -> PendingStep:
         """Reduce the sums once, normalise, clip, guard against non-finite values, step optimizer and schedule.
 
         Args:
-            counts: what this rank's micro-batches held.
-            stop_requested: whether this rank was asked to stop; all ranks learn of it in the same reduction.
+            counts: counts of this rank's micro-batches.
+            stop_requested: whether this rank requests a stop; the same reduction shares it with all ranks.
         """
 
     def evaluate(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
-        """Forward only; returns (loss sum, denominator), global."""
+        """Run the forward pass of micro-batches; returns (loss sum, denominator) over all ranks."""
 
     def flops(self, counts: BatchCounts) -> float | None:
-        """Model FLOPs of what was counted (forward and backward, useful work only); None: unknown."""
+        """Return the model FLOPs of a batch with these counts (forward and backward, no recompute); None: unknown."""
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """What every rank gave, by rank (at start and end, never in a step)."""
+        """Return the values of all ranks, ordered by rank (at start and end, never in a step)."""
 
     def barrier(self) -> None:
         """Wait for all ranks (at start and end, never in a step)."""
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
-        """Take hold of model, optimizer, schedule, loss scale and random states as they are after the last step.
+        """Return a snapshot of model, optimizer, schedule, loss scale and random states after the last step.
 
-        What it returns is written by `CheckpointSaver`, on this thread or on another one, all ranks together. Taking it
-        must not wait for other ranks: one of them may fail here, for want of host memory.
+        `CheckpointSaver` writes the snapshot, on this thread or on another one, on all ranks together. Taking the
+        snapshot must not wait for other ranks, as one of them may fail here, for example for lack of host memory.
 
         Args:
             extra: JSON values that `load` will return.
-            detached: the snapshot must stay as it is while training goes on, until the next detached one is taken: copy
-                what a step changes. False: training waits until it is written, and tensors need no copy.
+            detached: copy every tensor that a step changes, so that training may continue while the snapshot is
+                written; the copies stay valid until the next detached snapshot. False: training waits until the
+                snapshot is written, and tensors are not copied.
         """
 
     def load(self, directory: Any, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
-        """Read what a snapshot wrote, all of it or only weights and what is asked for; returns `extra`."""
+        """Load a checkpoint: the weights, and the state of the parts that are set to True; returns `extra`."""
 
     def load_weights(self, directory: Any) -> None:
-        """Fill the model's weights, and nothing else, from a HF directory or any checkpoint folder."""
+        """Load the model's weights, and nothing else, from a HF directory or any checkpoint folder."""
 
     def export_hf(self, directory: Path, *, is_final: bool = True) -> None:
         """Write the weights in the hub's layout.
 
         Args:
-            is_final: what the run ends with: of a model that is a pipeline's part, the whole pipeline.
+            is_final: the export at the end of the run: for a component of a diffusers pipeline, the whole pipeline is
+                written.
         """
 
 
 def normalise_loss_output(output: object) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
-    """Bring what a `loss_func` returned into one form.
+    """Convert the return value of a `loss_func` to (loss, denominator, metrics).
 
     Accepted: a bare tensor; (loss, metrics); (loss_sum, num_tokens, metrics). A metric is a number, averaged over
-    micro-batches and ranks, or a pair (sum, denominator), summed over them and then divided. Beside a mean a metric
-    `loss` that is a pair says what it is the mean of; a step whose denominators are all 0 has no targets.
+    micro-batches and ranks, or a pair (sum, denominator), summed over them and then divided. With a mean loss, a metric
+    `loss` that is a pair gives the number of targets of the mean; a step whose denominators are all 0 has no targets.
 
     Returns:
-        (loss, denominator, metrics): the denominator is None for a mean, which is averaged over micro-batches and
+        (loss, denominator, metrics): the denominator is None for a mean loss, which is averaged over micro-batches and
         ranks.
+
+    Raises:
+        TypeError: `output` has none of these forms.
     """
     if isinstance(output, torch.Tensor):
         return output, None, {}

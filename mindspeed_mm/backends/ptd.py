@@ -1,4 +1,4 @@
-"""PTDBackend: Megatron-core's pipeline, tensor and data parallelism behind the loop's protocol."""
+"""The PTD backend: Megatron-core's pipeline, tensor and data parallelism behind the protocol of backends."""
 
 from __future__ import annotations
 
@@ -81,11 +81,12 @@ class PTDBackend:
         """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
 
         Args:
-            model_provider: a user's callback; of pre_process, post_process and vp_stage it is given what it takes.
-            load_weights: False where a checkpoint will bring them.
+            model_provider: the user's callback; pre_process, post_process and vp_stage are passed by name if it takes
+                them.
+            load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
 
         Raises:
-            ConfigError: a chunk that Megatron's schedules can't drive.
+            ConfigError: Megatron's schedules can't run a chunk.
         """
         run = self.described
         context = BuildContext(
@@ -114,11 +115,11 @@ class PTDBackend:
         tell_trained_in_evaluation_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
-            chunk.config = self._config  # the schedule and every wrapper must see the same switches
+            chunk.config = self._config  # the schedule and every wrapper must read the same options
         self.chunks = chunks
         self._stored = MegatronState(chunks, self._meta_model, self.world)
         if run.checkpoint.no_strict_load and self._meta_model is not None:
-            self._stored.draw_weights(run.process.seed)  # what files may lack needs a value first
+            self._stored.draw_weights(run.process.seed)  # tensors that files may lack must be initialised first
         if load_weights:
             self._fill()
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
@@ -141,7 +142,7 @@ class PTDBackend:
         return self.model
 
     def build_optimizer(self, model: list[nn.Module], run: Run) -> Any:
-        """Build Megatron's optimizer, over parameter groups of ours, and its schedule."""
+        """Build Megatron's optimizer over the framework's parameter groups, and its schedule."""
         trained = sorted(set().union(*self.gather_objects(trained_names(self._stages))))
         self.optimizer = build_megatron_optimizer(self.model, self._stages, run, self.sizes.params_dtype, trained)
         self.schedule = Schedule(self.optimizer, schedule_options(run))
@@ -176,7 +177,7 @@ class PTDBackend:
         """See the protocol."""
         self._gather_parameters()
         result = self.engine.evaluate(forward_step, data_iterator, num_microbatches)
-        self._follow_parameters()
+        self._resume_overlap()
         return result
 
     def run(
@@ -213,20 +214,20 @@ class PTDBackend:
         """See `Executor`."""
         self.optimizer.prepare_grads()
         squared = sum_of_squares(self.optimizer, accelerator.current().sum_dtype, self.world.device)
-        # without the distributed optimizer every replica has the whole gradient
+        # without the distributed optimizer every data-parallel rank has the whole gradient
         return squared if self.described.parallel.use_distributed_optimizer else squared / self.world.batch.size
 
     def apply(self, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle) -> None:
         """See `Executor`."""
         if self._guard is None:
-            self.optimizer.step_with_ready_grads()  # nothing is trained here; other ranks hand parameters around
+            self.optimizer.step_with_ready_grads()  # nothing is trained here, but the parameter gather is collective
         else:
             step_busy_groups(self.optimizer, self._guard, factor, finite, is_idle)
 
-    def settle(self, *, stepped: bool) -> None:
+    def finish_step(self, *, stepped: bool) -> None:
         """See `Executor`."""
         if self._guard is not None:
-            self._guard.settle(stepped=stepped)
+            self._guard.finish_step(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
         """See the protocol."""
@@ -271,7 +272,7 @@ class PTDBackend:
         self._gather_parameters()
         origin = self._stages[0].weights
         self._stored.export_hf(directory, origin.source, origin.dtype)
-        self._follow_parameters()
+        self._resume_overlap()
 
     def _fill(self) -> None:
         directory = self._stages[0].weights.pending
@@ -283,16 +284,16 @@ class PTDBackend:
     def _ddp_config(self) -> DistributedDataParallelConfig:
         run = self.described
         return DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,  # what --accumulate-allreduce-grads-in-fp32 asks for, in every compute dtype
+            grad_reduce_in_fp32=True,  # the effect of --accumulate-allreduce-grads-in-fp32, for every compute dtype
             overlap_grad_reduce=run.parallel.overlap_grad_reduce,
             overlap_param_gather=run.parallel.overlap_param_gather,
             use_distributed_optimizer=run.parallel.use_distributed_optimizer,
-            check_for_nan_in_grad=False,  # the step's own guard skips it and says so
+            check_for_nan_in_grad=False,  # the step engine skips such a step and reports it
             average_in_collective=False,
         )
 
     def _connect_schedule(self) -> None:
-        """Give Megatron's schedules what they call."""
+        """Set the callbacks of Megatron's schedules."""
         config = self._config
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.backward_factor.apply
@@ -301,45 +302,45 @@ class PTDBackend:
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
 
     def _has_losses_between_stages(self) -> bool:
-        """Whether stages without a loss start gradients too: those of experts' balance, or of further tokens."""
+        """Whether stages before the last one have losses: MoE load balancing or multi-token prediction."""
         own = (getattr(self._config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
         return any(own) and self.sizes.pipeline > 1
 
     def _finalize_gradients(self, model: list[nn.Module], num_tokens: torch.Tensor | None = None, **_: object) -> None:
-        """Sum over replicas, over parts of the sequence, and over the two copies of a tied embedding."""
+        """Sum over data-parallel ranks, over sequence-parallel ranks, and over the two copies of a tied embedding."""
         finalize_model_grads(self.model, None)
         self._tied.sum_gradients()
 
     def _seq_length(self) -> int | None:
-        """The length that rows are padded to: under sequence parallelism a multiple of the tensor-parallel size."""
+        """Return the padded length of rows: with sequence parallelism a multiple of the tensor-parallel size."""
         length = self.described.batch.seq_length
         if length is None or not self.sizes.sequence_parallel:
             return length
         return -(-length // self.sizes.tensor) * self.sizes.tensor
 
     def _gather_parameters(self) -> None:
-        """Let every rank hold the last step's parameters, which overlapping gathers only when a layer runs."""
+        """Gather the last step's parameters on every rank; with overlap they are gathered only when a layer runs."""
         if self.described.parallel.overlap_param_gather:
             for chunk in self.model:
                 chunk.disable_forward_pre_hook()
 
-    def _follow_parameters(self) -> None:
+    def _resume_overlap(self) -> None:
         if self.described.parallel.overlap_param_gather:
             for chunk in self.model:
                 chunk.enable_forward_pre_hook()
 
 
 class TiedEmbedding:
-    """The two copies of a tied embedding, on the stage that embeds and on the last one."""
+    """The two copies of a tied embedding: on the stage of the input embedding and on the last stage."""
 
     def __init__(self, weights: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self._weights, self._group = weights, group
 
     @torch.no_grad()
     def align(self) -> None:
-        """Give the head's copy the embedding's values, which a model that draws its own weights does not do.
+        """Copy the embedding's values to the head, as a model that initialises itself may draw two different values.
 
-        The embedding is on the first stage, and in the first chunk, that has a copy.
+        The embedding is the first copy: that of the first stage and the first chunk which have one.
         """
         if self._group is None:
             return
@@ -351,7 +352,7 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give both copies the sum of their gradients, so that they stay equal."""
+        """Replace both copies' gradients with their sum, so that the copies stay equal."""
         trained: list[Any] = [w for w in self._weights if w.requires_grad]
         if not trained or self._group is None:
             return
@@ -365,7 +366,7 @@ class TiedEmbedding:
 
 
 def world_of_megatron(world: World) -> World:
-    """Return the world with this process's place in Megatron's groups, once these are there."""
+    """Return `world` with this process's ranks in Megatron's groups, which must be initialised."""
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return replace(
@@ -382,10 +383,10 @@ def world_of_megatron(world: World) -> World:
 
 
 def tied_embedding(stages: Sequence[Staged], world: World, timeout_minutes: float) -> TiedEmbedding:
-    """Find this rank's copies of a tied embedding, and the ranks that have the other one; all ranks call.
+    """Find this rank's copies of a tied embedding and create a group with the ranks of the other one; a collective.
 
     Args:
-        timeout_minutes: after which a collective of these ranks raises that one of them never joins.
+        timeout_minutes: time after which a collective of the group raises if a rank does not join.
     """
     tied = [copy for stage in stages if (copy := stage.tied_copy()) is not None]
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
@@ -393,15 +394,15 @@ def tied_embedding(stages: Sequence[Staged], world: World, timeout_minutes: floa
     dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=world.host.group)
     own_group = None
     for ranks in sorted({ranks for ranks, _ in everywhere}):
-        having = [rank for rank in ranks if everywhere[rank][1]]
-        group = dist.new_group(having, timeout=timedelta(minutes=timeout_minutes)) if having else None
-        if world.rank in having:
+        owners = [rank for rank in ranks if everywhere[rank][1]]
+        group = dist.new_group(owners, timeout=timedelta(minutes=timeout_minutes)) if owners else None
+        if world.rank in owners:
             own_group = group
     return TiedEmbedding(tied, own_group)
 
 
 def sizes_of(parallel: Parallel, params_dtype: torch.dtype) -> ParallelSizes:
-    """The layout that the flags ask for."""
+    """Return the parallel sizes and the recompute options that the flags set."""
     recompute = {
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
@@ -420,7 +421,11 @@ def sizes_of(parallel: Parallel, params_dtype: torch.dtype) -> ParallelSizes:
 
 @torch.no_grad()
 def materialize_chunk(chunk: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers built on meta their storage; what Megatron-core has marked them with stays."""
+    """Allocate storage for parameters on the meta device; they keep the attributes that Megatron-core set on them.
+
+    Raises:
+        ConfigError: a buffer is on the meta device.
+    """
     for module in chunk.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
@@ -429,13 +434,16 @@ def materialize_chunk(chunk: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = empty
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                raise ConfigError(f"{type(module).__name__}.{name}: a buffer built on meta has no value to be given")
+                raise ConfigError(
+                    f"{type(module).__name__}.{name}: a buffer was built on the meta device and has no value; build it "
+                    "on the host"
+                )
 
 
 def share_batches(iterator: Iterator[Any], readers: int) -> list[Iterator[Any]]:
-    """Iterators of the chunks of one rank: each gets every micro-batch; one is read from `iterator` when first asked.
+    """Return an iterator for each chunk of a rank; each yields every micro-batch of `iterator`.
 
-    A micro-batch is let go when all have had it.
+    A micro-batch is read when the first chunk needs it, and released when all chunks have received it.
     """
     waiting: list[deque[Any]] = [deque() for _ in range(readers)]
 

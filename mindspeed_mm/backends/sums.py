@@ -1,4 +1,4 @@
-"""What a step adds up, and its one small all-reduce."""
+"""The sums of a step over its micro-batches, and the one small all-reduce that sums them over ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class StepSums:
 
     Attributes:
         loss: float scalar on the device.
-        denominator: float scalar on the device: what a sum is to be divided by. Of means it only shows whether there
-            was anything to train on: their targets where the loss function says how many, else 1 of each.
-        metrics: further figures of the loss function, each [2]: a sum, and what it is to be divided by.
+        denominator: float scalar on the device: the divisor of a sum. For mean losses it only shows whether there were
+            targets: their number if the loss function returns it, else 1 for each micro-batch.
+        metrics: further metrics of the loss function, each [2]: its sum and its denominator.
         is_pair: whether the loss function returned a metric as a pair (sum, denominator), or as a number.
-        sums, means: micro-batches whose loss was a sum with a denominator, or a mean.
+        sums, means: number of micro-batches whose loss was a sum with a denominator, or a mean.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,10 +38,10 @@ class StepSums:
         self.sums = self.means = 0
 
     def add(self, output: object) -> torch.Tensor:
-        """Add what a `loss_func` returned; returns the loss, with its graph.
+        """Add the return value of a `loss_func`; returns the loss, with its autograd graph.
 
         Raises:
-            ConfigError: it has returned another form for an earlier micro-batch of the step.
+            ConfigError: the loss function returned another form for an earlier micro-batch of the step.
         """
         loss, denominator, metrics = normalise_loss_output(output)
         if denominator is None:
@@ -57,7 +57,7 @@ class StepSums:
         self.denominator = self.denominator + denominator
         for name, value in metrics.items():
             if name == "loss":
-                continue  # the loop's own figure, computed from the sums
+                continue  # the training loop computes the loss from the sums
             figure = self._figure(value)
             if figure is not None:
                 _refuse_two_forms(name, {self.is_pair.setdefault(name, _is_pair(value)), _is_pair(value)})
@@ -65,12 +65,12 @@ class StepSums:
         return loss
 
     def figures(self, names: Iterable[str]) -> torch.Tensor:
-        """[2 * names], zeros for a metric that no micro-batch had."""
+        """Return sums and denominators of metrics, [2 * names]; zeros for a metric that no micro-batch returned."""
         zeros = self.loss.new_zeros(2)
         return torch.cat([zeros[:0], *(self.metrics.get(name, zeros) for name in names)])
 
     def _figure(self, value: object) -> torch.Tensor | None:
-        """A (sum, denominator) pair as [2]; a number is the mean of one micro-batch; anything else is no figure."""
+        """Return a (sum, denominator) pair as [2]; a number gets the denominator 1; None for anything else."""
         parts = value if _is_pair(value) else (value, self.loss.new_ones(()))
         tensors = [torch.as_tensor(part, dtype=self._dtype).detach() for part in parts]
         numbers = [tensor.to(self._device, non_blocking=True) for tensor in tensors]  # a waiting copy stalls the queue
@@ -81,17 +81,17 @@ class StepSums:
 
 @dataclass
 class ReducedStep:
-    """A step over all ranks; tensors are on the device.
+    """The sums of a step over all ranks; tensors are on the device.
 
     Attributes:
-        squared_norm: float scalar, of the sum of gradients.
-        divisor: float scalar: what makes the sums of gradients and losses the step's.
-        loss: float scalar, divided.
-        has_targets: bool scalar: whether the global batch held anything to train on.
-        names: of the metrics.
-        metrics: [2 * names] float: of each its sum, and what it is to be divided by.
-        counts: known on the host.
-        stop: whether any rank was asked to stop.
+        squared_norm: float scalar: squared norm of the sum of gradients, not yet divided.
+        divisor: float scalar: divisor of the sums of gradients and losses.
+        loss: float scalar: the loss, divided.
+        has_targets: bool scalar: whether the global batch had any targets.
+        names: names of the metrics.
+        metrics: [2 * names] float: sum and denominator of each metric.
+        counts: counts of the global batch, on the host.
+        stop: whether any rank requested a stop.
     """
 
     squared_norm: torch.Tensor
@@ -104,18 +104,18 @@ class ReducedStep:
     stop: bool
 
     def figures(self, norm: torch.Tensor) -> torch.Tensor:
-        """What `result` makes a StepResult of, on the device: [3 + 2 * names].
+        """Return the values that `result` builds a StepResult from, on the device: [3 + 2 * names].
 
         Args:
-            norm: of the step's gradient.
+            norm: norm of the step's gradient.
         """
         return torch.cat([torch.stack([self.loss, norm, self.has_targets.to(norm)]), self.metrics])
 
     def result(self, figures: Sequence[float], *, learning_rate: float, loss_scale: float) -> StepResult:
-        """The step's result; a metric that no micro-batch of any rank had is left out.
+        """Return the step's result; a metric that no micro-batch of any rank returned is left out.
 
         Args:
-            figures: what `figures` returned, read by the host.
+            figures: return value of `figures`, copied to the host.
         """
         loss, norm, has_targets, *metrics = figures
         pairs = zip(self.names, metrics[::2], metrics[1::2], strict=True)
@@ -130,36 +130,36 @@ class ReducedStep:
 
 
 class StepReducer:
-    """Sums a step's figures over all ranks.
+    """Sums the losses, metrics and counts of a step over all ranks.
 
-    A rank knows only the metrics and the kinds of media that it has seen itself. Names are therefore agreed on: a step
-    in which any rank sees a new one carries a flag in its reduction, and only then do all ranks gather the new names
-    and add up what belongs to them. In every other step a rank adds zeros for names that it doesn't have.
+    A rank knows only the metrics and the kinds of media that it has seen itself, so the ranks synchronize their names:
+    the reduction of a step carries a flag for new names, and only if a rank sets it do all ranks gather the new names
+    and sum their values. In every other step a rank adds zeros for names that it has not seen.
 
-    Figures that are known on the host (rows, tokens, media, a stop request) must be known there again at once: which
-    tower is idle decides what the optimizer touches. Where the device is the host, everything travels in one vector;
-    elsewhere the host's part goes through the host group, which runs beside the device's queue instead of waiting for
-    it.
+    Counts on the host (rows, tokens, media, a stop request) must be on the host again at once after the sum, as idle
+    towers decide which parameters the optimizer steps. If the device is the host, one vector carries everything; on
+    accelerators the host's part uses the host group, which runs in parallel to the device's queue instead of waiting
+    for it.
     """
 
     def __init__(self, world: World) -> None:
         """
         Args:
-            world: sums are taken over its `sums`, whose ranks are those of its `host`.
+            world: sums are taken over its rank set `sums`; its `host` has the same ranks.
         """
         self._sums, self._host = world.sums, world.host
-        self._is_pair: dict[str, bool] = {}  # agreed on: each metric, in their order in the device's vector
+        self._is_pair: dict[str, bool] = {}  # the same on all ranks: each metric, in the order of the device's vector
         self._media: list[str] = []
 
     def reduce(
         self, sums: StepSums, squared_norm: torch.Tensor, counts: BatchCounts, stop_requested: bool
     ) -> ReducedStep:
-        """Sum the figures of a training step.
+        """Sum losses, metrics and counts of a training step over all ranks.
 
         Args:
-            squared_norm: float scalar on the device: this rank's part.
-            counts: this rank's. What is reported for each rank by itself (`wait_seconds`, `cost`) has its own place
-                in the vector, which is zero on the others.
+            squared_norm: float scalar on the device: this rank's part of the squared norm.
+            counts: counts of this rank. Values that are needed of each rank separately (`wait_seconds`, `cost`) have
+                one element for each rank in the vector, which is zero on the other ranks.
 
         Raises:
             ConfigError: the loss function returned different forms.
@@ -168,19 +168,19 @@ class StepReducer:
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
         ranks, rank = self._sums.size, self._sums.rank
-        own_numbers = [sums.sums, sums.means, has_new, stop_requested]
-        own_numbers += [getattr(counts, name) for name in _SUMMED]
-        own_numbers += [counts.media.get(kind, 0) for kind in self._media]
+        values = [sums.sums, sums.means, has_new, stop_requested]
+        values += [getattr(counts, name) for name in _SUMMED]
+        values += [counts.media.get(kind, 0) for kind in self._media]
         waits, costs = [0.0] * ranks, [0.0] * ranks
         waits[rank], costs[rank] = counts.wait_seconds, counts.cost
-        host = torch.tensor([*own_numbers, *waits, *costs], dtype=torch.float64)
+        host = torch.tensor([*values, *waits, *costs], dtype=torch.float64)
 
         own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
         device, host = self._sum(torch.cat([own, sums.figures(self._is_pair)]), host)
 
         summed_up = host.tolist()
-        waits, costs = summed_up[len(own_numbers) : -ranks], summed_up[-ranks:]
-        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(own_numbers)])
+        waits, costs = summed_up[len(values) : -ranks], summed_up[-ranks:]
+        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(values)])
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
         if with_new:
@@ -196,12 +196,12 @@ class StepReducer:
         )
         squared, loss, denominator = device[:3].unbind()
         divisor = (torch.full_like(denominator, means) if means else denominator).clamp(min=1e-30)
-        has_targets = ~(denominator <= 0)  # one that is no number is no lack of targets
+        has_targets = ~(denominator <= 0)  # True for NaN: a broken denominator is not a lack of targets
         names = list(self._is_pair)
         return ReducedStep(squared, divisor, loss / divisor, has_targets, names, device[3:], summed, stop > 0)
 
     def reduce_loss(self, sums: StepSums) -> tuple[float, float]:
-        """(loss sum, denominator) over all ranks, of an evaluation.
+        """Return (loss sum, denominator) of an evaluation over all ranks.
 
         Raises:
             ConfigError: the loss function returned a sum in one micro-batch and a mean in another.
@@ -214,7 +214,7 @@ class StepReducer:
         return loss, denominator if denominator <= 0 or not means else means
 
     def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both vectors summed over all ranks."""
+        """Return both vectors, summed over all ranks."""
         if self._host is self._sums:  # the device is the host
             together = torch.empty(len(device) + len(host), dtype=torch.float64)
             together[: len(device)], together[len(device) :] = device, host
@@ -228,10 +228,10 @@ class StepReducer:
         return device, host
 
     def _agree(self, sums: StepSums, media: Mapping[str, int]) -> tuple[torch.Tensor, dict[str, int]]:
-        """Learn the names that are new to any rank; all ranks call.
+        """Add the names that are new to any rank on all ranks; a collective.
 
         Returns:
-            the sums of these metrics over all ranks, [2 * names], and those of these kinds of media.
+            the sums of the new metrics over all ranks, [2 * names], and the sums of the new kinds of media.
         """
         own = (
             {name: pair for name, pair in sums.is_pair.items() if name not in self._is_pair},
@@ -260,13 +260,13 @@ class StepReducer:
 
 
 def imbalance(costs: Sequence[float]) -> float:
-    """The largest cost of a rank over the mean, 1 if all are equal.
+    """Return the largest cost of a rank divided by the mean, 1 if all are equal.
 
     Args:
-        costs: of each rank; ranks that share another's rows have zero and don't count.
+        costs: cost of each rank; ranks that share another rank's rows have zero and are left out.
     """
-    having = [cost for cost in costs if cost > 0]
-    return max(having) * len(having) / sum(having) if having else 1.0
+    nonzero = [cost for cost in costs if cost > 0]
+    return max(nonzero) * len(nonzero) / sum(nonzero) if nonzero else 1.0
 
 
 def _is_pair(value: object) -> TypeGuard[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Build the optimizer that the flags name."""
+"""Build the optimizer of --optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return AdamW (--optimizer adam or adamw) or SGD over the trainable parameters of `model`.
 
     Args:
-        config: of the run.
+        config: optimizer settings of the run.
+
+    Raises:
+        ConfigError: --optimizer is unknown, or the parameter groups can't be built.
     """
     groups = build_param_groups(
         model.named_parameters(),
@@ -38,10 +41,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 @torch.no_grad()
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that its first step would create.
+    """Create the optimizer state of every parameter that has not been stepped yet, as its first step would.
 
-    A parameter may not have been stepped yet (a tower idle so far), but a checkpoint and its resume need the same
-    entries for all.
+    A tower may have been idle so far, but saving and loading a checkpoint need the same entries for all parameters.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:

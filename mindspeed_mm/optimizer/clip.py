@@ -1,4 +1,4 @@
-"""Gradient norm over any mixture of meshes, with one reduction that other sums of the step can ride on."""
+"""Gradient norm of parameters on any mixture of meshes, with one reduction shared with the step's other sums."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor (sharing its storage), or the tensor itself."""
+    """Return this rank's part of a DTensor (a view), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
-    """How many of the `world_size` ranks hold the same part of `tensor`.
+    """Return how many of the `world_size` ranks have the same part of `tensor`.
 
     Raises:
-        ValueError: the ranks hold parts of a sum.
+        ValueError: the tensor has a Partial placement.
     """
     if not isinstance(tensor, DTensor):
         return world_size
@@ -27,23 +27,24 @@ def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise ValueError(f"ranks hold parts of a sum, {placement}: reduce it first")
-        # Not `is_shard()`: it is False for the strided shards that fully_shard makes of tensor-parallel parameters.
+        # Not `is_shard()`: it is False for the strided shards that fully_shard creates of tensor-parallel parameters.
         if not isinstance(placement, Replicate):
             different *= tensor.device_mesh.size(dim)
     return world_size // different
 
 
-@torch.no_grad()  # a DTensor's local part is then handed out as it is, without a node of autograd for each parameter
+@torch.no_grad()  # so that taking the local part of a DTensor adds no autograd node
 def local_squared_norm(
     parameters: Iterable[nn.Parameter], copies: Iterable[int], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """This rank's contribution to the squared L2 norm of all gradients.
+    """Return this rank's contribution to the squared L2 norm of all gradients.
 
-    Summed over all ranks the contributions give the squared norm of the whole gradients: what several ranks hold alike
-    counts as its fraction on each. So parameters sharded over different meshes, and plain ones, need one reduction.
+    The sum of the contributions over all ranks is the squared norm of the whole gradients: the contribution of a
+    replicated part is divided by its number of copies. So one reduction suffices for plain parameters and for those
+    that are sharded over different meshes.
 
     Args:
-        copies: of each parameter, `number_of_copies`.
+        copies: `number_of_copies` of each parameter.
 
     Returns:
         a scalar of `dtype`, or None if no parameter has a gradient.
@@ -78,9 +79,9 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor | f
 
 @torch.no_grad()
 def sum_plain_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum over `group` the gradients of parameters that FSDP leaves to each rank (ignored modules that are trained).
+    """Sum the gradients of parameters outside of FSDP (trained modules that it ignores) over `group`.
 
-    A rank that made no gradient for one of them adds zeros.
+    A rank without a gradient for such a parameter adds zeros.
     """
     plain = [p for p in parameters if p.requires_grad and not (isinstance(p, DTensor) and p.device_mesh.size() > 1)]
     if not plain:
@@ -96,7 +97,7 @@ def sum_plain_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessG
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to multiply gradients of norm `norm` with so that it is at most `max_norm` (0: leave them alone).
+    """Return the factor that clips gradients of norm `norm` to `max_norm`; 1 if `max_norm` is 0.
 
     Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
     """
@@ -106,5 +107,5 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def all_parameters(groups: Sequence[dict]) -> list[nn.Parameter]:
-    """The parameters of an optimizer's groups, in order."""
+    """Return the parameters of an optimizer's groups, in order."""
     return [p for group in groups for p in group["params"]]

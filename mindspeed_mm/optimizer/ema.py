@@ -1,4 +1,4 @@
-"""An exponential moving average of what is trained."""
+"""Exponential moving average of the trained parameters."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import local_tensor
 
-_CHUNK = 2**26  # values: differences of so many parameters are held at a time
+_CHUNK = 2**26  # number of values whose differences are in memory at a time
 
 
 class Ema:
-    """Averages of the trainable parameters of a model, in float32, sharded as they are.
+    """Averages of a model's trainable parameters, in float32, with the sharding of the parameters.
 
     After the n-th step that was not skipped, `average += (1 - decay) * (parameter - average)`, where decay is 0 for the
     first step, and min(max_decay, n / (n + 9)) afterwards.
 
-    Source: `EMAModel` in diffusers' training_utils, without its warmup (where n / (n + 9) reads (1 + s) / (10 + s) of
-    s = n - 1).
+    Source: `EMAModel` in diffusers' training_utils, without its warmup; n / (n + 9) is its (1 + s) / (10 + s) with
+    s = n - 1.
 
     Attributes:
-        max_decay: the highest decay.
+        max_decay: upper bound of the decay.
     """
 
     def __init__(self, model: nn.Module, max_decay: float) -> None:
         """
         Args:
-            model: sharded already, with its weights.
+            model: the sharded model, with its weights loaded.
         """
         self.max_decay = max_decay
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._parameters = [param for _, param in named]
         self._averages = {name: param.detach().to(torch.float32, copy=True) for name, param in named}
         device = next((local_tensor(p).device for p in self._parameters), torch.device("cpu"))
-        # a tensor: whether a step was skipped is known on the device alone while it is launched
+        # a tensor on the device, as only the device knows whether the step being launched is skipped
         self._steps = torch.zeros((), dtype=accelerator.current().sum_dtype, device=device)
 
     @torch.no_grad()
     def update(self, stepped: torch.Tensor) -> None:
-        """Take in the parameters after an optimizer step, without waiting for the device.
+        """Update the averages after an optimizer step, without waiting for the device.
 
         Args:
-            stepped: scalar bool: False: the step was skipped, and so is this.
+            stepped: bool scalar; False: the step was skipped, and the averages stay unchanged.
         """
         stepped = stepped.to(self._steps.device)
         self._steps += stepped
@@ -60,17 +60,17 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew with the parameters as they are."""
+        """Reset the averages to the current parameters."""
         for param, average in zip(self._parameters, self._averages.values(), strict=True):
             local_tensor(average).copy_(local_tensor(param.detach()))
         self._steps.zero_()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averaged weights meanwhile, and exactly those that it has now afterwards.
+        """Give the model the averaged weights inside the context, and restore its weights exactly afterwards.
 
-        A parameter and its average change places; no further copy of the model is made. Parameters that are not float32
-        are kept beside, as their averages would be rounded.
+        Parameters and averages are swapped, without a copy of the whole model. Parameters that are not float32 are
+        copied, as swapping would round their averages.
         """
         kept = self._exchange()
         try:
@@ -79,20 +79,20 @@ class Ema:
             self._exchange(kept)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages, under the keys of a checkpoint."""
+        """Return the averages by their checkpoint keys."""
         return {f"ema.{name}": average for name, average in self._averages.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were taken in, and the highest decay; waits for the device."""
+        """Return the number of steps and the maximum decay; waits for the device."""
         return {"steps": int(self._steps), "max_decay": self.max_decay}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after `state["steps"]` steps; the decay is this run's."""
+        """Restore the number of steps; the maximum decay stays that of this run."""
         self._steps.fill_(int(state["steps"]))
 
     @torch.no_grad()
     def _exchange(self, kept: dict[int, torch.Tensor] | None = None) -> dict[int, torch.Tensor]:
-        """Swap parameters and averages; those of another dtype are overwritten, or put back from `kept`."""
+        """Swap parameters and averages; parameters of another dtype are overwritten, or restored from `kept`."""
         replaced = {}
         for i, (param, average) in enumerate(zip(self._parameters, self._averages.values(), strict=True)):
             ours, averaged = local_tensor(param.detach()), local_tensor(average)
@@ -106,7 +106,7 @@ class Ema:
         return replaced
 
     def _chunks(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Local parts of parameters and of their averages, some at a time."""
+        """Yield local parts of parameters and of their averages in chunks of about `_CHUNK` values."""
         parameters: list[torch.Tensor] = []
         averages: list[torch.Tensor] = []
         values = 0

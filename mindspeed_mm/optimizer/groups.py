@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay."""
+"""Parameter groups: parameters that share a learning rate and a weight decay."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def build_param_groups(
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into optimizer groups.
 
-    Weight decay: none on parameters of dimension <= 1 (biases, norms), whatever their name, nor on those named by
-    `no_decay_names`. Learning rate: times `lr_mult` for those named by `scaled_names`.
+    Parameters of dimension <= 1 (biases, norms) and those that `no_decay_names` selects have no weight decay. The
+    learning rate of parameters that `scaled_names` selects is multiplied by `lr_mult`.
 
     Args:
         no_decay_names, scaled_names: substrings of parameter names, case-insensitive
             (--weight-decay-exclude-modules, --lr-scale-modules).
-        known_names: all trainable parameters of the model, where `named_parameters` are a part of them only.
+        known_names: names of all trainable parameters of the model; needed if `named_parameters` are only some of them.
 
     Returns:
         groups with `params`, `names`, `wd_mult` (0 or 1) and `lr_mult`.
@@ -51,7 +51,7 @@ def build_param_groups(
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in named:
         decays = param.dim() > 1 and not _matches(name, no_decay_names)
-        # one fused kernel can't mix sharded and plain tensors, nor meshes: they go into groups of their own
+        # a fused kernel can't mix sharded and plain tensors, or different meshes: each gets a separate group
         mesh = getattr(param, "device_mesh", None)
         key = (1.0 if decays else 0.0, lr_mult if _matches(name, scaled_names) else 1.0, mesh)
         group = groups.setdefault(key, {"params": [], "names": [], "wd_mult": key[0], "lr_mult": key[1]})
@@ -63,7 +63,7 @@ def build_param_groups(
 def is_idle(modalities: Sequence[str], media: Mapping[str, int]) -> bool:
     """Whether the tower that encodes `modalities` had no input in a global batch with these numbers of `media`.
 
-    What is no tower (no modalities) is never idle, and neither is one whose modalities nobody counts.
+    Without modalities, or with a modality that is not counted, the result is False.
     """
     return bool(modalities) and all(m in media for m in modalities) and not any(media[m] for m in modalities)
 

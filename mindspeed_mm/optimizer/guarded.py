@@ -1,4 +1,4 @@
-"""Step an optimizer, or leave everything as it is, where only the device knows which of the two shall happen."""
+"""Optimizer steps that the device can skip: the host launches a step without knowing whether it will be applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import all_parameters, local_tensor, scale_gradients
 
-_CHUNK = 2**26  # values: so many are kept aside at a time
+_CHUNK = 2**26  # number of values that are backed up at a time
 
 ParamGroup = dict[str, Any]
 """A parameter group of torch's optimizers."""
@@ -19,38 +19,38 @@ ParamGroup = dict[str, Any]
 
 @runtime_checkable
 class SkipsByItself(Protocol):
-    """An optimizer whose kernel reads on the device whether to step.
+    """An optimizer whose kernel reads from the device whether to apply the step.
 
     Attributes:
-        found_inf: float scalar; 1: `step` leaves parameters and their state as they are.
+        found_inf: float scalar; 1: `step` leaves parameters and their state unchanged.
     """
 
     found_inf: torch.Tensor | None
 
 
 class GuardedOptimizer:
-    """Steps an optimizer unless a flag on the device forbids it; the host never reads the flag to launch a step.
+    """Steps an optimizer unless a flag on the device is set; the host never reads the flag to launch a step.
 
-    A fused optimizer is given the flag. Of any other one, what a step changes is kept aside, some parameters at a time,
-    and put back on the device. Step counts that are kept on the host are put back by `settle`.
+    A fused optimizer receives the flag. For other optimizers the parameters and states are backed up, some parameters
+    at a time, and restored on the device if the step is skipped. `finish_step` restores step counts on the host.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """
         Args:
-            optimizer: from `build_optimizer`, or the one inside of Megatron's.
+            optimizer: from `build_optimizer`, or the torch optimizer inside of Megatron's.
         """
         self._optimizer = optimizer
         self._skips = optimizer if isinstance(optimizer, SkipsByItself) else None
         self._counts: list[tuple[MutableMapping[str, Any], Any]] = []
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, groups: Sequence[ParamGroup] | None = None) -> None:
-        """Step with the gradients times `factor`, or, where `finite` is False, leave everything as it is.
+        """Step with the gradients times `factor`; if `finite` is False, parameters and state stay unchanged.
 
         Args:
             factor: float scalar on the device.
             finite: bool scalar on the device.
-            groups: those of the optimizer's parameter groups that are stepped; None: all of them.
+            groups: the parameter groups to step; None: all groups of the optimizer.
         """
         optimizer = self._optimizer
         if optimizer.defaults.get("fused"):
@@ -70,11 +70,11 @@ class GuardedOptimizer:
         finally:
             optimizer.param_groups = everything
 
-    def settle(self, *, stepped: bool) -> None:
-        """Take note of how the last step went; one that was skipped is not counted.
+    def finish_step(self, *, stepped: bool) -> None:
+        """Restore the step counts on the host if the last step was skipped.
 
         Args:
-            stepped: the step's `finite`, once the host knows it.
+            stepped: value of the step's `finite`, read by the host.
         """
         if not stepped:
             for owner, before in self._counts:
@@ -86,7 +86,7 @@ class GuardedOptimizer:
 
     @torch.no_grad()
     def _step_and_restore(self, group: ParamGroup, finite: torch.Tensor) -> None:
-        """Step a group's parameters a chunk at a time, and put back what this changed where `finite` is False."""
+        """Step a group's parameters a chunk at a time, and restore them and their state if `finite` is False."""
         optimizer, own = self._optimizer, group
         for params in _chunks([p for p in group["params"] if p.grad is not None]):
             own = {**group, "params": params}
@@ -96,7 +96,7 @@ class GuardedOptimizer:
             for param, value, state in kept:
                 _select(finite, param.detach(), value)
                 for name, new in _tensors(optimizer.state[param]).items():
-                    before = state.get(name, torch.zeros_like(new))  # what the first step has made began as zeros
+                    before = state.get(name, torch.zeros_like(new))  # state that the first step creates starts as zeros
                     if name == "step":  # torch keeps it on the host
                         self._counts.append((optimizer.state[param], before))
                     else:
@@ -105,23 +105,23 @@ class GuardedOptimizer:
 
 
 def step_fused(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Step a fused optimizer without a pass of its own over the gradients, and without waiting for the device.
+    """Step a fused optimizer without an additional pass over the gradients, and without waiting for the device.
 
     Args:
         optimizer: from `build_optimizer`, with fused=True.
         grad_scale: scalar; the kernel divides gradients by it while it reads them.
-        found_inf: bool scalar; True: the kernel leaves everything untouched.
+        found_inf: bool scalar; True: the kernel leaves parameters and state unchanged.
     """
     scalars = torch.stack([grad_scale.float(), found_inf.float()])
     if accelerator.current().holds(scalars) and _on_host(optimizer):
-        # the optimizer itself would copy them without waiting, and its kernel would read what has not arrived yet
+        # the optimizer would copy them asynchronously, and its kernel on the host would read them before they arrive
         scalars = scalars.cpu()
     optimizer.grad_scale, optimizer.found_inf = scalars.unbind()
     optimizer.step()
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters are in host memory (offload_to_cpu); those of a group are all in the same place."""
+    """Whether parameters are in host memory (offload_to_cpu); all parameters of a group are on one device."""
     current = accelerator.current()
     return any(not current.holds(p) for group in optimizer.param_groups for p in group["params"][:1])
 
@@ -135,13 +135,13 @@ def _copies(state: MutableMapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _select(finite: torch.Tensor, new: torch.Tensor, before: torch.Tensor) -> None:
-    """Put `before` back into `new` where `finite` is False, without waiting for the device."""
+    """Restore `before` into `new` if `finite` is False, without waiting for the device."""
     own, kept = local_tensor(new), local_tensor(before)
     own.copy_(torch.where(finite.to(own.device), own, kept))
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters, some of them at a time."""
+    """Split parameters into chunks of about `_CHUNK` local values."""
     chunk: list[nn.Parameter] = []
     values = 0
     for param in parameters:

@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps gradients inside float16's range: a fixed one, or one that follows the gradients.
+"""Loss scaling for float16: a fixed scale, or a dynamic one that adapts to overflowing gradients.
 
 Source: Megatron-LM's `ConstantGradScaler` and `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py) and its
 flags --loss-scale, --initial-loss-scale, --min-loss-scale, --loss-scale-window, --hysteresis.
@@ -17,11 +17,11 @@ _DYNAMIC_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "
 
 
 class LossScale:
-    """A fixed factor.
+    """A fixed loss scale.
 
     Attributes:
-        scale: the factor of the next backward pass.
-        is_dynamic: whether `update` may change it, so that a step's outcome must be known before the next backward.
+        scale: loss scale of the next backward pass.
+        is_dynamic: whether `update` may change the scale; a step's result is then needed before the next backward pass.
     """
 
     is_dynamic = False
@@ -30,25 +30,25 @@ class LossScale:
         self.scale = scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of a step's outcome; a step without targets has none.
+        """Update the scale after a step; not called for a step without targets.
 
         Args:
-            overflowed: the step was skipped, because its gradients were not finite.
+            overflowed: the step was skipped because its gradients were not finite.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values that a resumed run needs; a fixed factor comes from the flags alone."""
+        """Return the JSON values that a resumed run needs: none, as a fixed scale comes from the flags."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; an empty mapping changes nothing."""
+        """Restore the state that `state_dict` returned; an empty mapping changes nothing."""
 
 
 class DynamicLossScale(LossScale):
-    """A factor that is halved when gradients overflow, and doubled after a while without overflow.
+    """A loss scale that is halved when gradients overflow and doubled after `window` steps without overflow.
 
-    The first `hysteresis` - 1 overflows are forgiven, in a row or not; each one after them halves the factor. Only a
-    doubling, after `window` finite steps in a row, makes them be forgiven anew.
+    The first `hysteresis` - 1 overflows, consecutive or not, are tolerated; each further one halves the scale. The
+    count of tolerated overflows is reset when the scale is doubled, after `window` consecutive finite steps.
     """
 
     is_dynamic = True
@@ -56,10 +56,10 @@ class DynamicLossScale(LossScale):
     def __init__(self, initial: float, *, minimum: float = 1.0, window: float = 1000, hysteresis: int = 2) -> None:
         """
         Args:
-            initial: the first factor.
-            minimum: the factor is never halved below it.
-            window: finite steps in a row after which the factor is doubled.
-            hysteresis: number of the overflow that halves the factor for the first time.
+            initial: initial scale.
+            minimum: lower bound of the scale.
+            window: number of consecutive finite steps after which the scale is doubled.
+            hysteresis: number of overflows until the scale is halved for the first time.
         """
         super().__init__(initial)
         self._minimum, self._window, self._hysteresis = minimum, window, hysteresis
@@ -81,7 +81,7 @@ class DynamicLossScale(LossScale):
             self.scale *= _GROWTH
 
     def state_dict(self) -> dict[str, Any]:
-        """{"scale", "growth_tracker", "hysteresis_tracker"}, by Megatron's names."""
+        """Return {"scale", "growth_tracker", "hysteresis_tracker"}, the keys that Megatron uses."""
         return {
             "scale": self.scale,
             "growth_tracker": self._finite_steps,
@@ -89,10 +89,10 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, within the limits of this run's flags.
+        """Restore the state that `state_dict` returned, within the limits of this run's flags.
 
         Args:
-            state: an empty mapping (of a checkpoint without a dynamic scale) changes nothing.
+            state: an empty mapping (from a checkpoint without a dynamic scale) changes nothing.
         """
         if state:
             self.scale = max(float(state["scale"]), self._minimum)
@@ -110,21 +110,21 @@ class DynamicLossScale(LossScale):
 
 
 def build_loss_scale(precision: PrecisionArguments, compute_dtype: str) -> LossScale:
-    """Return the loss scale that a run needs, and say which of its flags have no effect.
+    """Return the loss scale of a run, and log a notice for each loss-scale flag that has no effect.
 
     Args:
-        precision: of the run.
-        compute_dtype: bf16, fp16 or fp32.
+        precision: precision flags of the run.
+        compute_dtype: "bf16", "fp16" or "fp32".
 
     Returns:
-        1 unless the run computes in fp16; there --loss-scale, or without it a dynamic one.
+        scale 1 unless the run computes in fp16; in fp16 the fixed --loss-scale, or a dynamic one without this flag.
     """
     if compute_dtype != "fp16":
         why = f"only fp16 needs a loss scale, and this run computes in {compute_dtype}"
-        _say_no_effect(precision, ("loss_scale", *_DYNAMIC_FLAGS), why)
+        _report_no_effect(precision, ("loss_scale", *_DYNAMIC_FLAGS), why)
         return LossScale()
     if precision.loss_scale is not None:
-        _say_no_effect(precision, _DYNAMIC_FLAGS, "--loss-scale fixes the loss scale")
+        _report_no_effect(precision, _DYNAMIC_FLAGS, "--loss-scale fixes the loss scale")
         return LossScale(precision.loss_scale)
     return DynamicLossScale(
         precision.initial_loss_scale,
@@ -134,7 +134,7 @@ def build_loss_scale(precision: PrecisionArguments, compute_dtype: str) -> LossS
     )
 
 
-def _say_no_effect(precision: PrecisionArguments, names: tuple[str, ...], why: str) -> None:
+def _report_no_effect(precision: PrecisionArguments, names: tuple[str, ...], why: str) -> None:
     for name in names:
         default = getattr(PrecisionArguments, name)
         if getattr(precision, name, default) != default:

@@ -1,4 +1,4 @@
-"""Megatron-core's optimizers over parameter groups of ours. Imports megatron: for the Megatron backend only."""
+"""Megatron-core's optimizers over the framework's parameter groups; imports megatron, for the PTD backend only."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _TOWER = "modalities"
 
 
 class NamedChunk(Protocol):
-    """A chunk of the model, which knows its parameters by transformers' names.
+    """A chunk of the model that maps its parameters to transformers' names.
 
     Attributes:
-        model: not wrapped.
+        model: the module, not wrapped.
     """
 
     model: nn.Module
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """The transformers' tensors that a parameter is made of; its own name where the chunk knows none."""
+        """Return the names of transformers' tensors that a parameter consists of; its own name if there are none."""
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
-        """The kinds of media that the tower of a parameter takes; (): it is of none."""
+        """Return the modalities that a parameter's tower encodes; (): the parameter belongs to no tower."""
 
 
 def build_megatron_optimizer(
@@ -44,21 +44,21 @@ def build_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Return Megatron's optimizer for the wrapped chunks of this rank.
 
-    Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. Parameters
-    of a tower are in groups of their own, so that an idle tower's steps are not counted.
+    Weight decay, learning-rate factors and names are those of `build_param_groups`, by transformers' names. The
+    parameters of a tower are in separate groups, so that steps in which the tower is idle are not counted.
 
     Args:
         model: chunks in Megatron's DistributedDataParallel.
-        chunks: the same, not wrapped.
-        run: the description.
-        trained: names of the parameters that are trained on any rank, by `trained_names`.
+        chunks: the same chunks, not wrapped.
+        run: settings of the run.
+        trained: names of the parameters that are trained on any rank, from `trained_names`.
 
     Returns:
-        a DistributedOptimizer, Float16OptimizerWithFloat16Params or FP32Optimizer; without trained parameters here, a
-        stub of it.
+        a DistributedOptimizer, Float16OptimizerWithFloat16Params or FP32Optimizer; a stub optimizer if this rank has no
+        trained parameters.
 
     Raises:
-        ConfigError: an optimizer that Megatron-core can't spread, or nothing is trained anywhere.
+        ConfigError: Megatron-core's distributed optimizer doesn't support the optimizer, or no parameter is trained.
     """
     if run.optimizer.optimizer == "sgd" and run.parallel.use_distributed_optimizer:
         raise ConfigError("--optimizer sgd: Megatron's distributed optimizer steps Adam only; remove one of the flags")
@@ -77,7 +77,7 @@ def build_megatron_optimizer(
         loss_scale=1.0 if params_dtype == torch.float16 else None,
         use_distributed_optimizer=run.parallel.use_distributed_optimizer,
         overlap_param_gather=run.parallel.overlap_param_gather,
-        clip_grad=0.0,  # clipped together with the division by the global batch's tokens
+        clip_grad=0.0,  # the step engine clips, together with the division by the global batch's tokens
     )
     model_parallel = parallel_state.get_model_parallel_group()
     optimizer = _get_megatron_optimizer_based_on_param_groups(
@@ -92,12 +92,12 @@ def build_megatron_optimizer(
         intra_dist_opt_group=parallel_state.get_intra_distributed_optimizer_instance_group(),
     )
     if hasattr(optimizer, "grad_scaler"):
-        optimizer.grad_scaler = None  # the loss scale is the loop's own
+        optimizer.grad_scaler = None  # the step engine scales the loss
     return optimizer
 
 
 def sum_of_squares(optimizer: MegatronOptimizer, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's part of the squared gradient norm; copies (tied, or alike on tensor-parallel ranks) count once."""
+    """Return this rank's part of the squared gradient norm; tied and tensor-parallel replicas count once."""
     gradients = [] if optimizer.is_stub_optimizer else optimizer.get_main_grads_for_grad_norm()
     gradients = [g for g in gradients if g.numel()]
     if not gradients:
@@ -109,21 +109,21 @@ def sum_of_squares(optimizer: MegatronOptimizer, dtype: torch.dtype, device: tor
 def step_busy_groups(
     optimizer: MegatronOptimizer, guard: GuardedOptimizer, factor: torch.Tensor, finite: torch.Tensor, is_idle: IsIdle
 ) -> None:
-    """Step with the gradients times `factor`, but leave alone each tower without input in the whole global batch.
+    """Step with the gradients times `factor`, except for towers without input in the whole global batch.
 
-    Its gradients are zero; Adam would still decay its weights, move its moments and count the step, in a count that a
-    parameter group has in common.
+    The gradients of such a tower are zero, but Adam would still decay its weights, update its moments and count the
+    step; the parameters of a group share one step count.
 
     Args:
-        optimizer: from `build_megatron_optimizer`, not a stub of it.
-        guard: of the optimizer inside of it.
+        optimizer: an optimizer from `build_megatron_optimizer` that is not a stub.
+        guard: guard of the torch optimizer inside of it.
         factor: float scalar on the device.
-        finite: bool scalar on the device; False: everything stays as it is.
+        finite: bool scalar on the device; False: parameters and optimizer state stay unchanged.
         is_idle: whether the tower of these modalities had no input.
     """
     groups = optimizer.param_groups
     guard.step(factor, finite, [g for g in groups if not is_idle(g[_TOWER])])
-    optimizer.param_groups = []  # what has been stepped is only handed on: to 16-bit parameters and to other ranks
+    optimizer.param_groups = []  # already stepped: Megatron only copies to 16-bit parameters and gathers over ranks
     try:
         optimizer.step_with_ready_grads()
     finally:
@@ -131,7 +131,7 @@ def step_busy_groups(
 
 
 def trained_names(chunks: Sequence[NamedChunk]) -> list[str]:
-    """Names of what is trained here, by transformers' names where the chunks know them."""
+    """Return the names of the trained parameters of this rank, as transformers' names if the chunks map them."""
     return [name for chunk in chunks for own, _ in _trained(chunk) for name in chunk.names_of(own)]
 
 
@@ -140,7 +140,7 @@ def _trained(chunk: NamedChunk) -> list[tuple[str, nn.Parameter]]:
 
 
 def _refuse_parts(names: tuple[str, ...], config: RunOptimizer) -> None:
-    """Refuse to treat a part of a parameter in another way than the rest of it."""
+    """Raise if a flag selects only some of the transformers' tensors that form one parameter."""
     for flag, words in (
         ("weight-decay-exclude-modules", config.weight_decay_exclude_modules),
         ("lr-scale-modules", config.lr_scale_modules),
@@ -171,7 +171,7 @@ def _groups(chunks: Sequence[NamedChunk], run: Run, trained: Sequence[str]) -> l
             lr_mult=run.optimizer.lr_mult,
             known_names=trained,
         ):
-            # what Megatron-core expects in a group of its own making
+            # keys that Megatron-core expects in each parameter group
             own = {
                 "is_expert_parallel": False,
                 "default_config": True,

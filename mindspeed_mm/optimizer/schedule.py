@@ -15,15 +15,15 @@ from mindspeed_mm.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """A schedule over steps, counted in optimizer steps from 0.
+    """Options of a schedule over optimizer steps, counted from 0.
 
     Attributes:
         max_lr, min_lr, warmup_init_lr: learning rates.
-        warmup_steps, decay_steps: warmup ends and decay ends at these steps.
+        warmup_steps, decay_steps: steps at which warmup and decay end.
         decay_style: constant, linear, cosine, inverse-square-root or WSD.
-        wsd_decay_steps, wsd_decay_style: length and shape (linear, cosine, exponential, minus_sqrt) of WSD's last part.
-        start_weight_decay, end_weight_decay, weight_decay_style (constant, linear, cosine): weight decay over
-        decay_steps.
+        wsd_decay_steps, wsd_decay_style: length and shape (linear, cosine, exponential, minus_sqrt) of WSD's decay.
+        start_weight_decay, end_weight_decay, weight_decay_style: weight decay over decay_steps; the style is constant,
+            linear or cosine.
     """
 
     max_lr: float
@@ -51,7 +51,7 @@ class ScheduleOptions:
             )
 
     def lr(self, step: float) -> float:
-        """Learning rate of the step that follows `step` finished ones."""
+        """Return the learning rate after `step` optimizer steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * step / self.warmup_steps
         if self.decay_style == "constant":
@@ -84,7 +84,7 @@ class ScheduleOptions:
         raise ConfigError(f"--lr-decay-style '{self.decay_style}' is unknown")
 
     def weight_decay(self, step: float) -> float:
-        """Weight decay of the step that follows `step` finished ones."""
+        """Return the weight decay after `step` optimizer steps."""
         start, end = self.start_weight_decay, self.end_weight_decay
         if self.weight_decay_style == "constant" or step >= self.decay_steps:
             return end
@@ -98,14 +98,14 @@ class HasGroups(Protocol):
     """An optimizer of torch or of Megatron.
 
     Attributes:
-        param_groups: each with its `lr` and `weight_decay`.
+        param_groups: parameter groups, each with its `lr` and `weight_decay`.
     """
 
     param_groups: list[dict[str, Any]]
 
 
 class Schedule:
-    """Sets lr and weight decay of an optimizer's groups; each group may scale them (`lr_mult`, `wd_mult`)."""
+    """Sets learning rate and weight decay of an optimizer's groups, scaled by each group's `lr_mult` and `wd_mult`."""
 
     def __init__(self, optimizer: HasGroups, options: ScheduleOptions) -> None:
         self.optimizer = optimizer
@@ -114,13 +114,13 @@ class Schedule:
         self._apply()
 
     def step(self) -> None:
-        """Go on by one optimizer step that was not skipped."""
+        """Advance by one optimizer step; not called for skipped steps."""
         self.steps += 1
         self._apply()
 
     @property
     def current_lr(self) -> float:
-        """Learning rate (of a group with lr_mult 1) that the next step uses."""
+        """Learning rate of the next step, for a group with lr_mult 1."""
         return self.options.lr(self.steps)
 
     def _apply(self) -> None:
@@ -130,7 +130,7 @@ class Schedule:
             group["weight_decay"] = decay * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"steps": optimizer steps done}; the shape of the schedule comes from the flags."""
+        """Return {"steps": number of optimizer steps}; the options come from the flags."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,11 @@ class Schedule:
 
 
 def schedule_options(run: Run) -> ScheduleOptions:
-    """Return the schedule of a run whose length is known."""
+    """Return the schedule of a run whose length has been resolved.
+
+    Raises:
+        ConfigError: --lr-decay-style WSD without a valid length of its decay.
+    """
     lengths = run.schedule_lengths()
     if run.schedule.lr_decay_style == "WSD" and not 0 < lengths.wsd_decay <= lengths.decay:
         raise ConfigError(

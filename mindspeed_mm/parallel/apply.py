@@ -1,18 +1,18 @@
-"""The parallelisms, and what else changes how a model runs, in the one order in which they are applied to it.
+"""The order in which parallelisms and other transformations are applied to a model.
 
     tensor → experts → context → recompute → compile → fully_shard
 
-- tensor splits layers: whatever follows sees the parts, and shards them further.
-- experts get a mesh of their own (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
-- context hooks into the language model, inside of what recompute runs again: the second forward pass of a block must
-  see the same part of a row as the first.
-- recompute replaces the forward of blocks, inside of what is compiled.
-- compile takes what one block computes, without the hooks that gather its parameters.
-- fully_shard comes last and outermost: parameters are gathered before a unit runs any of the others.
+- tensor splits layers: the following transformations see the parts, and shard them further.
+- experts get a separate mesh (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
+- context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
+  the same part of a row as the first.
+- recompute replaces the forward method of blocks, inside of compiled functions.
+- compile compiles the computation of one block, without the hooks that gather its parameters.
+- fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
-A parallelism is a file of its own in this folder and one line in a list below, which calls it where `asked` says that
-the run wants it. Where a model's class may apply it in its own way, the line calls a method of `FSDP2Mixin`. There is
-nothing yet for tensor, experts, context and compile.
+Each parallelism is one file in this folder and one entry in a list below, which is applied if its `asked` returns True.
+If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor, experts, context
+and compile have no entry yet.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
 
 class Parallelizable(Protocol):
-    """The methods of a model that steps call; FSDP2Mixin has them, and a model's class may override each."""
+    """The methods of a model that the steps call; FSDP2Mixin implements them, and a model's class may override each."""
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
-        """Recompute blocks in backward as the flags say."""
+        """Recompute blocks in backward according to the flags."""
 
     def set_recompute_modules_to_wrap(self) -> None:
         """Recompute the modules that fsdp2.yaml names."""
 
     def set_fullyshard_modules_to_wrap(self, **fsdp2_kwargs: Any) -> None:
-        """Make the modules that fsdp2.yaml names units of fully_shard."""
+        """Wrap the modules that fsdp2.yaml names as units of fully_shard."""
 
     def set_modules_to_prefetch(self) -> None:
-        """Gather the parameters of units before they run, as many as fsdp2.yaml says."""
+        """Prefetch the parameters of as many units as fsdp2.yaml sets."""
 
 
 @dataclass(frozen=True)
 class ParallelRequest:
-    """What a run asks for, beside fsdp2.yaml, which a model knows.
+    """The parallelism settings of a run in addition to fsdp2.yaml, which the model has itself.
 
     Attributes:
-        dims: sizes of the kinds of parallelism.
-        blocks: what the flags say of recompute.
+        dims: sizes of the parallelisms.
+        blocks: recompute flags.
         fsdp2_kwargs: keyword arguments of fully_shard.
     """
 
@@ -65,13 +65,13 @@ def _always(request: ParallelRequest) -> bool:
 
 @dataclass(frozen=True)
 class ParallelStep:
-    """One line of the order.
+    """One entry of the order.
 
     Attributes:
-        parallelism: the place in `ORDER`.
-        apply: applies it to a model, in place.
-        asked: whether a run asks for it. Methods with a published name are always called, as a class may override
-            them to do something where fsdp2.yaml asks for nothing.
+        parallelism: its position in `ORDER`.
+        apply: applies the parallelism to a model, in place.
+        asked: whether a run requests the parallelism. Methods with a published name are always called, as a class may
+            override them to act even if fsdp2.yaml requests nothing.
     """
 
     parallelism: Parallelism
@@ -91,7 +91,7 @@ MODEL_STEPS: tuple[ParallelStep, ...] = (
     ),
 )
 
-#: What `_fully_shard` applies, unless a model's class has one of its own.
+#: Applied by `_fully_shard`, unless a model's class overrides it.
 WRAPPING_STEPS: tuple[ParallelStep, ...] = (
     ParallelStep("recompute", lambda model, request: model.set_recompute_modules_to_wrap()),
     # compile
@@ -101,10 +101,10 @@ WRAPPING_STEPS: tuple[ParallelStep, ...] = (
 
 
 def apply_parallelisms(model: Parallelizable, request: ParallelRequest, steps: Sequence[ParallelStep]) -> None:
-    """Apply to `model` those of `steps` that are asked for, one after the other.
+    """Apply the requested ones of `steps` to `model`, in order.
 
     Args:
-        model: is changed in place; values of its parameters aren't needed.
+        model: changed in place; it may be on the meta device.
         steps: `MODEL_STEPS` or `WRAPPING_STEPS`.
     """
     for step in steps:

@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism has."""
+"""The sizes of the parallelisms."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from mindspeed_mm.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of the kinds of parallelism.
+    """Sizes of the parallelisms.
 
-    All but `ep` multiply to the number of processes; expert parallelism shares the ranks of the others.
+    The product of all but `ep` is the number of processes; expert parallelism reuses the ranks of the others.
 
     Attributes:
-        pp: pipeline-parallel stages.
-        dp_replicate: copies of the parameters among the data-parallel ranks (HSDP; all of them where nothing is
-            sharded).
-        dp_shard: data-parallel ranks that share one copy.
-        cp: context-parallel ranks, which share the tokens of a row.
-        tp: tensor-parallel ranks, which share layers.
-        ep: expert-parallel ranks, which share the experts of a layer.
+        pp: number of pipeline-parallel stages.
+        dp_replicate: number of parameter replicas among the data-parallel ranks (HSDP; without sharding, the
+            data-parallel size).
+        dp_shard: number of data-parallel ranks that shard one replica.
+        cp: number of context-parallel ranks, which split the tokens of a row.
+        tp: number of tensor-parallel ranks, which split layers.
+        ep: number of expert-parallel ranks, which split the experts of a layer.
     """
 
     pp: int = 1
@@ -41,7 +41,7 @@ class Dims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: those that read rows of their own."""
+        """Data-parallel size: number of ranks that read different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -61,17 +61,17 @@ class Dims:
         sharding_size: int | str | None = None,
         where: str = "fsdp2.yaml",
     ) -> Dims:
-        """Return the sizes of a launch, whose data-parallel ranks are what the other kinds leave.
+        """Return the sizes of a launch; the data-parallel size is `world_size` divided by the other sizes.
 
         Args:
             world_size: number of processes.
-            pp, cp, tp, ep: as in `Dims`.
-            sharding_size: data-parallel ranks that share one copy of the parameters: a number, "auto" (all of them) or
-                None (1).
+            pp, cp, tp, ep: sizes, as in `Dims`.
+            sharding_size: number of data-parallel ranks that shard one replica of the parameters: a number, "auto" (all
+                of them) or None (1).
             where: file of sharding_size, for messages.
 
         Raises:
-            ConfigError: sizes that don't divide the number of processes, or the data-parallel ranks.
+            ConfigError: sizes don't divide the number of processes, or sharding_size the data-parallel size.
         """
         model = pp * cp * tp
         if world_size % model:

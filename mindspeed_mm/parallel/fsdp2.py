@@ -1,4 +1,4 @@
-"""Apply torch's fully_shard to an unmodified model, as an fsdp2.yaml says: children first, root last."""
+"""Apply torch's fully_shard to an unmodified model according to fsdp2.yaml: children first, root last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.parallel.meshes import ParameterMeshes
-from mindspeed_mm.parallel.patterns import holding_path, join_paths
+from mindspeed_mm.parallel.patterns import containing_path, join_paths
 from mindspeed_mm.parallel.units import group_into_units, refuse_calls_inside
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
@@ -35,12 +35,13 @@ class ShardArguments(TypedDict):
 
 @dataclass
 class ShardPlan:
-    """What `fully_shard` is called with: policies that every unit has, and the mesh of each.
+    """Arguments of `fully_shard`: policies that all units share, and the mesh of each unit.
 
     Attributes:
-        meshes: asked by the path of a unit.
-        ignored_params: parameters that stay whole on every rank.
-        whole_units: ignored modules that are cast as every other unit is: see `units.whole_units`.
+        meshes: the mesh of each unit, by its path.
+        ignored_params: parameters that are not sharded.
+        whole_units: ignored modules that are wrapped only for the dtype casts of the other units: see
+            `units.whole_units`.
     """
 
     meshes: ParameterMeshes
@@ -52,25 +53,25 @@ class ShardPlan:
 
     @property
     def casts(self) -> bool:
-        """Whether units compute, or hand on what they have computed, in another dtype than float32."""
+        """Whether units compute, or return their outputs, in another dtype than float32."""
         return bool({self.mp_policy.param_dtype, self.mp_policy.output_dtype} - {None, torch.float32})
 
     @property
     def has_an_effect(self) -> bool:
-        """Whether fully_shard would do anything: one rank without casts and offload computes the same without it."""
+        """Whether fully_shard has any effect; on one rank without casts and offload it has none."""
         reduces = self.mp_policy.reduce_dtype not in (None, torch.float32)
         return self.meshes.span_ranks or self.casts or reduces or isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def keep_whole(self, units: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-        """Shard `units`, of `units.whole_units`, over `mesh`, which has this rank alone: they are cast and whole."""
+        """Wrap `units`, from `units.whole_units`, over `mesh` of this rank alone: they are cast, but not sharded."""
         self.whole_units = units
         self.meshes = self.meshes.with_special(units, mesh)
 
     def override(self, arguments: Mapping[str, Any]) -> None:
-        """Let a caller's arguments of fully_shard take the place of those that fsdp2.yaml asks for.
+        """Replace arguments that fsdp2.yaml sets with the caller's arguments of fully_shard.
 
         Raises:
-            TypeError: fully_shard's arguments that differ from unit to unit, or names that it doesn't have.
+            TypeError: an argument differs from unit to unit, or fully_shard has no such argument.
         """
         for name, value in arguments.items():
             if name == "mesh":
@@ -86,7 +87,7 @@ class ShardPlan:
                 )
 
     def kwargs(self) -> ShardArguments:
-        """Arguments of fully_shard for units on the common mesh."""
+        """Return the arguments of fully_shard for units on the common mesh."""
         return {
             "mesh": self.meshes.common,
             "mp_policy": self.mp_policy,
@@ -96,23 +97,23 @@ class ShardPlan:
         }
 
     def kwargs_of(self, path: str) -> ShardArguments:
-        """Arguments of fully_shard for the unit at `path`."""
+        """Return the arguments of fully_shard for the unit at `path`."""
         kwargs = self.kwargs()
         kwargs["mesh"] = self.meshes.of(path)
-        if holding_path(path, self.whole_units) is not None:
-            # over this rank alone there is nothing to free, and nothing in the unit is ignored
+        if containing_path(path, self.whole_units) is not None:
+            # on a mesh of one rank there is nothing to free, and no parameter of the unit is ignored
             kwargs["reshard_after_forward"], kwargs["ignored_params"] = False, None
         return kwargs
 
 
 def build_shard_plan(config: Fsdp2Config, meshes: ParameterMeshes, ignored_params: set[nn.Parameter]) -> ShardPlan:
-    """Translate fsdp2.yaml into fully_shard's policies.
+    """Convert fsdp2.yaml to fully_shard's policies.
 
-    Where the file names no reduce_dtype, gradients that are computed in 16 bits are summed in float32, over ranks and,
-    where they wait for the step's last micro-batch, over micro-batches.
+    If the file sets no reduce_dtype, gradients of 16-bit compute are summed in float32: over ranks and, if their
+    reduction waits for the step's last micro-batch, over micro-batches.
 
     Raises:
-        ConfigError: reshard_after_forward is an int that is no proper divisor of the shard group's size.
+        ConfigError: reshard_after_forward is an int that doesn't divide the shard group's size.
     """
     param_dtype, reduce_dtype = to_torch_dtype(config.param_dtype), to_torch_dtype(config.reduce_dtype)
     if reduce_dtype is None and param_dtype in (torch.bfloat16, torch.float16):
@@ -138,7 +139,7 @@ def _reshard(value: bool | int, mesh: DeviceMesh) -> bool | int:
         return value
     shard_size = mesh.size(mesh.ndim - 1)
     if value in (1, shard_size):
-        # the ends of the range are the two booleans: keep the whole, or free down to this rank's shard
+        # the ends of the range equal the two booleans: keep the gathered parameters, or reshard over the whole group
         return value == shard_size
     if value < 1 or shard_size % value:
         valid = [n for n in range(2, shard_size + 1) if shard_size % n == 0]
@@ -150,9 +151,9 @@ def _reshard(value: bool | int, mesh: DeviceMesh) -> bool | int:
 
 
 def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -> set[nn.Parameter]:
-    """Return the parameters of `modules`, which stay whole on every rank, moved to `device` unless they are on meta.
+    """Return the parameters of `modules`, which are not sharded, moved to `device` unless they are on meta.
 
-    FSDP leaves their gradients alone; the backend sums them over ranks once a step.
+    FSDP doesn't reduce their gradients; the backend sums them over ranks once a step.
     """
     params: set[nn.Parameter] = set()
     for module in modules.values():
@@ -163,22 +164,22 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
 
 
 def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan, at: str = "") -> None:
-    """Call fully_shard on each of `modules`, children before parents, then on `root`; not at all if in vain.
+    """Call fully_shard on each of `modules`, children before parents, then on `root`; skipped if it has no effect.
 
-    Modules that share a parameter (tied embeddings and head) become one unit: apart, the second one would be left
-    without the tensor that the first one sharded.
+    Modules that share a parameter (tied embedding and head) become one unit: in separate units, the second one would
+    lose the tensor that the first one sharded.
 
     Args:
         modules: path in `root` → module.
-        at: path of `root` in the model that paths of `plan` are relative to.
+        at: path of `root` in the model; the paths of `plan` are relative to the model.
     """
     if not plan.has_an_effect:
         return
-    # transformers outputs carry views (features of each image); torch warns of in-place use, and there is none
+    # transformers' outputs contain views (features of each image); torch warns of in-place changes, and there are none
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
     modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
-    # a module that stands at several paths goes by the one that the plan has for it
+    # a module with several paths goes by the one in the plan
     paths = {id(m): join_paths(at, path) for path, m in root.named_modules()}
     paths |= {id(m): path for path, m in plan.whole_units.items()}
     for unit in group_into_units(root, modules):
@@ -188,17 +189,17 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs_of(at)
         if kwargs["reshard_after_forward"] is True:
-            # backward starts with the root's own parameters (the head): freeing them after forward would gather twice
+            # backward starts with the root's own parameters (the head): freed after forward, they were gathered twice
             kwargs["reshard_after_forward"] = None
         fully_shard(root, **kwargs)
 
 
 def use_summed_gradients(root: nn.Module) -> None:
-    """Make every unit that has several ranks reduce gradients by plain sums, not means, whoever made it a unit.
+    """Let every unit on several ranks reduce gradients with plain sums instead of means.
 
-    The loss of a step is a sum over target tokens divided once by their global number, so a mean over ranks would
-    have to be undone. Plain sums also run on gloo, which has no pre-multiplied sum. On one rank nothing is summed, and
-    a factor would cost a division.
+    A step divides its sum of losses once by the global number of target tokens, so a mean over ranks would have to be
+    undone. Plain sums also work with gloo, which has no pre-multiplied sum. Units on one rank are unchanged: they have
+    nothing to sum, and setting a factor would cost a division.
     """
     for unit in sharded_units(root):
         if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in unit.parameters()):
@@ -207,18 +208,18 @@ def use_summed_gradients(root: nn.Module) -> None:
 
 
 def sharded_units(root: nn.Module) -> list[FSDPModule]:
-    """The modules that fully_shard was called on, `root` among them."""
+    """Return the modules that fully_shard was called on, including `root`."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def set_gradient_sync(units: Iterable[FSDPModule], is_last: bool, defer: bool) -> None:
-    """Say what happens to gradients after the next backward of a step with several micro-batches.
+    """Set the gradient reduction after the next backward pass of a step with several micro-batches.
 
     Args:
-        units: of the wrapped model, as `sharded_units` lists them.
+        units: the units of the model, from `sharded_units`.
         is_last: whether this is the step's last micro-batch.
-        defer: keep whole gradients on every rank until then (less communication, more memory). Otherwise gradients
-            are reduce-scattered every time and only HSDP's all-reduce over replicas waits.
+        defer: keep unsharded gradients until the last micro-batch (less communication, more memory). False:
+            reduce-scatter after every micro-batch, and defer only HSDP's all-reduce over replicas.
     """
     for unit in units:
         if defer:

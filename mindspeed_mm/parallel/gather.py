@@ -1,4 +1,4 @@
-"""What gathers the ranks' objects, as a type."""
+"""The type of functions that gather an object of every rank."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ class GatherObjects(Protocol):
     """Gathers an object of every rank; a collective."""
 
     def __call__(self, value: _T, /) -> list[_T]:
-        """Return every rank's value, by rank."""
+        """Return the values of all ranks, ordered by rank."""

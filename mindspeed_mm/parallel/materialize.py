@@ -1,4 +1,4 @@
-"""From a model on the meta device to one with real, sharded, layout-independent values."""
+"""Materialisation of models on the meta device, with random values that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mindspeed_mm.utils.seeds import seeded
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of `module` is still without storage."""
+    """Whether any parameter or buffer of `module` is on the meta device."""
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
 def materialize(root: nn.Module, param_device: torch.device, buffer_device: torch.device) -> None:
-    """Give every meta parameter and buffer of `root` storage; a tied parameter stays one parameter.
+    """Allocate storage for every meta parameter and buffer of `root`; a tied parameter stays one parameter.
 
-    Parameters are empty; buffers hold NaN, so that whatever an init function leaves out can be told. Buffers that have
-    values already keep them.
+    Parameters are uninitialised. Buffers are filled with NaN, so that those that an init function doesn't set can be
+    detected. Buffers that already have storage keep their values.
 
     Args:
-        param_device: where parameters live (the host under offload).
-        buffer_device: where buffers live (always where the model computes).
+        param_device: device of the parameters (the host with offload).
+        buffer_device: device of the buffers (always the compute device).
     """
     replaced: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for module in root.modules():
@@ -37,7 +37,7 @@ def materialize(root: nn.Module, param_device: torch.device, buffer_device: torc
                 continue
             if id(param) not in replaced:
                 empty = nn.Parameter(torch.empty_like(param, device=param_device), requires_grad=param.requires_grad)
-                replaced[id(param)] = (param, empty)  # the old one is kept alive so that its id stays its own
+                replaced[id(param)] = (param, empty)  # keeps the old one alive, so that its id is not reused
             module._parameters[name] = replaced[id(param)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -50,7 +50,7 @@ def materialize(root: nn.Module, param_device: torch.device, buffer_device: torc
 
 @torch.no_grad()
 def copy_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of the whole tensor `whole` into `target` (a DTensor, or a plain tensor: all of it)."""
+    """Copy this rank's part of the tensor `whole` into `target`; all of it if `target` is no DTensor."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -70,20 +70,20 @@ def initialize_from_names(
     buffers_only: bool = False,
     unfilled_buffers_are_fine: bool = False,
 ) -> None:
-    """Give every parameter of `root` random values that depend on `seed` and its name only.
+    """Initialise every parameter of `root` with random values that depend only on `seed` and the module's name.
 
-    Each module's own tensors are made whole in host memory, initialised with the generator seeded from (seed, module
-    name), and each rank keeps its part: one process and any layout of many get the same values. (Random fills of
-    sharded tensors would give every rank the same shard.)
+    The tensors of each module are created whole in host memory and initialised with a generator seeded from (seed,
+    module name); each rank keeps its part. So one process and any layout of many processes get the same values.
+    (Initialising sharded tensors in place would give every rank the same shard.)
 
     Args:
-        init_function: (module, its name) → the function that initialises a module's own tensors in place.
-        storage_is_empty: the tensors were materialised from meta, so that none holds its constructor's value.
-        buffers_only: leave parameters alone (a checkpoint or a HF directory brings them; only the persistent buffers).
-        unfilled_buffers_are_fine: someone will fill those that the init functions leave out (they hold NaN).
+        init_function: (module, its name) → the function that initialises the module's own tensors in place.
+        storage_is_empty: the tensors were materialised from meta, without the values of their constructors.
+        buffers_only: leave parameters unchanged, as a checkpoint or a HF directory will be loaded.
+        unfilled_buffers_are_fine: buffers that the init functions don't set (they are NaN) will be set later.
 
     Raises:
-        ConfigError: a tensor with empty storage is left untouched by its init function.
+        ConfigError: an init function doesn't set a tensor with empty storage.
     """
     done: set[int] = set()
     for name, module in root.named_modules():
@@ -97,7 +97,7 @@ def initialize_from_names(
                 init_function(module, name)(module)
             untouched = [n for n, t in tensors() if storage_is_empty and bool(torch.isnan(t).any())]
         if buffers_only:
-            # parameters and persistent buffers come later
+            # parameters and persistent buffers will be loaded
             untouched = [n for n in untouched if n in module._non_persistent_buffers_set]
         if unfilled_buffers_are_fine:
             untouched = [n for n in untouched if n in own]
@@ -109,15 +109,15 @@ def initialize_from_names(
 def draw_own_parameters(
     module: nn.Module, name: str, initialize: Callable[[nn.Module], None], seed: int
 ) -> dict[str, torch.Tensor]:
-    """The random values that `initialize_from_names` gives a module's own parameters: whole, in host memory.
+    """Return the values that `initialize_from_names` gives a module's own parameters: whole, in host memory.
 
     Args:
-        module: may be on meta; it is left as it is.
-        name: of the module in its model.
-        initialize: initialises a module's own tensors in place.
+        module: may be on the meta device; it is not changed.
+        name: name of the module in its model.
+        initialize: initialises the module's own tensors in place.
 
     Raises:
-        ConfigError: a parameter is left untouched by `initialize`.
+        ConfigError: `initialize` doesn't set a parameter.
     """
     own = {n: p for n, p in module._parameters.items() if p is not None}
     with _whole_tensors(module, own, {}, storage_is_empty=True, keep_parameters=True) as tensors:
@@ -146,9 +146,10 @@ def _whole_tensors(
     *,
     keep_parameters: bool,
 ) -> Iterator[Callable[[], list[tuple[str, torch.Tensor]]]]:
-    """Let `module` hold whole host copies of its own tensors meanwhile; copy them back afterwards.
+    """Replace `module`'s own tensors with whole host copies inside the context; copy them back at its end.
 
-    Copies of parameters without a value hold NaN, so that whatever an init function leaves out can be told.
+    Copies of uninitialised parameters are filled with NaN, so that those that an init function doesn't set can be
+    detected.
     """
     for name, param in own.items():
         if storage_is_empty or isinstance(param, DTensor):

@@ -1,4 +1,4 @@
-"""The meshes that parameters are sharded over, asked by the path of the module that holds them."""
+"""The device meshes that parameters are sharded over, by the path of their module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.parallel.dims import Dims
-from mindspeed_mm.parallel.patterns import holding_path
+from mindspeed_mm.parallel.patterns import containing_path
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,25 @@ class ParameterMeshes:
     """The mesh of each module's parameters.
 
     Attributes:
-        common: 1-D (shard) or 2-D (replicate, shard), of all parameters that `special` doesn't name.
-        special: path of a module → mesh of its parameters, those of its submodules included.
+        common: mesh of all modules that `special` doesn't contain: 1-D (shard) or 2-D (replicate, shard).
+        special: path of a module → mesh of its parameters, including those of its submodules.
     """
 
     common: DeviceMesh
     special: Mapping[str, DeviceMesh] = field(default_factory=dict)
 
     def of(self, path: str) -> DeviceMesh:
-        """Return the mesh of the module at `path`: that of the innermost path of `special` which holds it."""
-        holder = holding_path(path, self.special)
-        return self.common if holder is None else self.special[holder]
+        """Return the mesh of the module at `path`: that of the innermost module in `special` which contains it."""
+        container = containing_path(path, self.special)
+        return self.common if container is None else self.special[container]
 
     def with_special(self, paths: Iterable[str], mesh: DeviceMesh) -> ParameterMeshes:
-        """Return the same meshes but for the modules at `paths`, whose parameters are sharded over `mesh`."""
+        """Return a copy in which the parameters of the modules at `paths` are sharded over `mesh`."""
         return replace(self, special={**self.special, **dict.fromkeys(paths, mesh)})
 
     @property
     def span_ranks(self) -> bool:
-        """Whether any of the meshes has more than this rank."""
+        """Whether any of the meshes has more than one rank."""
         return any(mesh.size() > 1 for mesh in (self.common, *self.special.values()))
 
 
@@ -45,12 +45,12 @@ def parameter_mesh(dims: Dims, group: dist.ProcessGroup | None = None) -> Device
     """Return the mesh that `fully_shard` shards parameters over.
 
     Args:
-        dims: of the run.
-        group: the data-parallel ranks (None: the whole world).
+        dims: sizes of the parallelisms.
+        group: process group of the data-parallel ranks; None: all ranks.
 
     Returns:
-        a 1-D mesh ("shard",) if one copy spans the group, else a 2-D mesh ("replicate", "shard") whose shard
-        groups are neighbouring ranks (HSDP).
+        a 1-D mesh ("shard",) if the group shards one copy, else a 2-D mesh ("replicate", "shard") whose shard groups
+        are neighbouring ranks (HSDP).
     """
     device_type = accelerator.current().name
     names = ("replicate", "shard")
@@ -65,7 +65,7 @@ def parameter_mesh(dims: Dims, group: dist.ProcessGroup | None = None) -> Device
 
 
 def own_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of this rank alone. Collective over all ranks, unless `mesh`, of `parameter_mesh`, has one."""
+    """Return a mesh of this rank alone; a collective, unless `mesh` (from `parameter_mesh`) already contains it."""
     if mesh.size(mesh.ndim - 1) == 1:
         return mesh if mesh.ndim == 1 else mesh["shard"]
     every = init_device_mesh(mesh.device_type, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))

@@ -1,4 +1,4 @@
-"""The one language for naming modules: `model.layers.{*}`, `{0-23}`, `{1,3,5}`, mixtures, a tail after the brace.
+"""Patterns of module paths: `model.layers.{*}`, `{0-23}`, `{1,3,5}`, combinations, and paths after a brace.
 
 Used for wrapping, ignoring and recompute. Source: the fsdp2.yaml of MindSpeed-MM ("pattern grammar").
 """
@@ -27,19 +27,19 @@ def expand_patterns(
     older: Mapping[str, str] = MappingProxyType({}),
     at: str = "",
 ) -> dict[str, nn.Module]:
-    """Return the modules of `root` that `patterns` name, in order of appearance, each once.
+    """Return the modules of `root` that match `patterns`, in order of appearance, each once.
 
     Args:
-        root: the module that paths are relative to; the empty pattern names `root` itself.
+        root: the module that paths are relative to; the empty pattern matches `root` itself.
         patterns: entries such as `model.layers.{0-3,5}.mlp`.
-        where: what to call the list in errors, for example `fsdp2.yaml: sub_modules_to_wrap`.
-        older: path of an older layout → path in `root`, for the whole segments that an entry begins with. It is read
-            where an entry matches nothing as it is written; a notice says the path of today.
-        at: what messages put before a path, for example `predictor.` where paths of the file begin further out.
+        where: name of the list in error messages, for example `fsdp2.yaml: sub_modules_to_wrap`.
+        older: path prefix of an older layout (whole segments) → its path in `root`. Used if an entry matches nothing;
+            a notice gives the current path.
+        at: prefix of paths in messages, for example `predictor.` if the paths of the file start at an outer module.
 
     Raises:
-        ConfigError: entries, or indices of them, match nothing. All of them are named, each with what exists at that
-            level and the nearest path.
+        ConfigError: entries, or indices of them, match nothing; the message lists each with the names that exist at
+            that level and the nearest path.
     """
     found: dict[str, nn.Module] = {}
     problems: list[str] = []
@@ -55,14 +55,14 @@ def expand_patterns(
 
 
 def join_paths(path: str, below: str) -> str:
-    """Return the path of what stands at `below` in the module at `path`; either may be empty, a module's own path."""
+    """Return the path of the submodule `below` of the module at `path`; either may be empty."""
     return f"{path}.{below}" if path and below else path or below
 
 
-def holding_path(path: str, paths: Iterable[str]) -> str | None:
-    """Return the innermost of `paths` whose module holds the one at `path`, itself included; None: none of them."""
-    held_by = [p for p in paths if not p or f"{path}.".startswith(f"{p}.")]
-    return max(held_by, key=len, default=None)
+def containing_path(path: str, paths: Iterable[str]) -> str | None:
+    """Return the innermost of `paths` whose module is or contains the one at `path`; None if there is none."""
+    containers = [p for p in paths if not p or f"{path}.".startswith(f"{p}.")]
+    return max(containers, key=len, default=None)
 
 
 def _find(root: nn.Module, pattern: str, where: str, older: Mapping[str, str], at: str) -> list[tuple[str, nn.Module]]:
@@ -72,20 +72,20 @@ def _find(root: nn.Module, pattern: str, where: str, older: Mapping[str, str], a
     try:
         return _expand(root, written, at)
     except ConfigError:
-        today = _todays_path(written, older)
+        current = _current_path(written, older)
         try:
-            found = _expand(root, today, at) if today is not None else None
+            found = _expand(root, current, at) if current is not None else None
         except ConfigError:
             found = None
         if found is None:
             raise
     name = next(c.__name__ for c in type(root).__mro__ if not c.__name__.startswith("FSDP"))
-    notice(f"{where}: '{at}{written}' of an older layout is '{at}{today}' in {name}; write that")
+    notice(f"{where}: '{at}{written}' of an older layout is '{at}{current}' in {name}; write that")
     return found
 
 
-def _todays_path(pattern: str, older: Mapping[str, str]) -> str | None:
-    """What `pattern` is today, by the longest path of `older` that it begins with."""
+def _current_path(pattern: str, older: Mapping[str, str]) -> str | None:
+    """Return `pattern` in the current layout, by the longest path of `older` that it starts with."""
     for path in sorted(older, key=len, reverse=True):
         if f"{pattern}.".startswith(f"{path}."):
             return older[path] + pattern[len(path) :]
@@ -93,7 +93,7 @@ def _todays_path(pattern: str, older: Mapping[str, str]) -> str | None:
 
 
 class _NoMatch(Exception):
-    """A segment of a path names nothing."""
+    """A segment of a path matches nothing."""
 
 
 def _expand(root: nn.Module, pattern: str, at: str) -> list[tuple[str, nn.Module]]:
@@ -112,7 +112,7 @@ def _expand(root: nn.Module, pattern: str, at: str) -> list[tuple[str, nn.Module
 def _segments(pattern: str) -> list[str]:
     if not pattern:
         return []
-    # dots inside a brace don't occur in the grammar, so a plain split keeps `{0-3,5}` whole
+    # the grammar has no dots inside braces, so splitting at dots keeps `{0-3,5}` together
     segments = pattern.split(".")
     for segment in segments:
         if not segment or (("{" in segment or "}" in segment) and not _BRACE.match(segment)):
@@ -176,11 +176,11 @@ def _what_exists(module: nn.Module) -> str:
 
 
 def nearest_path(root: nn.Module, pattern: str, at: str = "") -> str:
-    """`; did you mean 'path'?` with the path that looks most like `pattern`, and its indices; "" if none looks so.
+    """Return `; did you mean 'path'?` with the path most similar to `pattern`, and its indices; "" if none is similar.
 
     Args:
-        root: whose paths are looked through.
-        at: what stands before a path of `root` in `pattern`, and in the answer.
+        root: the module whose paths are searched.
+        at: prefix of `root`'s paths in `pattern` and in the result.
     """
     known = dict.fromkeys(_INDEX_SEGMENT.sub("{*}", at + path) for path, _ in root.named_modules() if path)
     near = nearest_names(_INDEX_SEGMENT.sub("{*}", pattern), known, limit=1)

@@ -1,8 +1,8 @@
-"""Which part of a multimodal model each pipeline stage holds.
+"""The assignment of a multimodal model's parts to pipeline stages.
 
-Stages are counted in the order in which a micro-batch runs through them: with interleaving (virtual pipeline stages)
-stage `chunk * pipeline + rank` is chunk `chunk` of pipeline rank `rank`. The vision tower comes first, the projector
-where the tower ends or later, then the language layers.
+Stages are numbered in the order in which a micro-batch runs through them: with interleaving (virtual pipeline stages)
+stage `chunk * pipeline + rank` is chunk `chunk` of pipeline rank `rank`. The vision tower is first, the projector on
+the stage where the tower ends or later, followed by the language layers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Lists = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage holds.
+    """The parts of a model on a stage.
 
     Attributes:
-        vision_layers, text_layers: numbers of the layers in the whole model.
-        has_patch_embedding, has_projector: of the vision tower.
-        has_embedding, has_head: of the language model.
+        vision_layers, text_layers: layer numbers in the whole model.
+        has_patch_embedding, has_projector: whether these parts of the vision tower are on the stage.
+        has_embedding, has_head: whether these parts of the language model are on the stage.
     """
 
     vision_layers: range = range(0)
@@ -35,12 +35,12 @@ class Stage:
 
     @property
     def has_vision(self) -> bool:
-        """Whether any part of the vision tower or the projector is here."""
+        """Whether any part of the vision tower or the projector is on the stage."""
         return bool(self.vision_layers) or self.has_patch_embedding or self.has_projector
 
     @property
     def has_text(self) -> bool:
-        """Whether any part of the language model is here."""
+        """Whether any part of the language model is on the stage."""
         return bool(self.text_layers) or self.has_embedding or self.has_head
 
 
@@ -54,24 +54,24 @@ def plan_stages(
     vision: Lists | None = None,
     projector: Lists | None = None,
 ) -> list[Stage]:
-    """Return the stages, in a micro-batch's order.
+    """Return the stages, in the order in which a micro-batch runs through them.
 
     Args:
-        pipeline, virtual: sizes; virtual is None without interleaving.
-        text_layers, vision_layers: numbers of layers in the whole model; vision_layers is None without a tower.
-        text, vision, projector: layers of each stage as [virtual stage][pipeline rank]; None: vision and projector on
-            the first stage, the language layers as evenly as they go, the first stages taking what is left over.
+        pipeline, virtual: parallel sizes; virtual is None without interleaving.
+        text_layers, vision_layers: number of layers in the whole model; vision_layers is None without a tower.
+        text, vision, projector: number of layers on each stage as [virtual stage][pipeline rank]; None: vision and
+            projector on the first stage, the language layers evenly, with the remainder on the first stages.
 
     Raises:
-        ConfigError: fewer language layers than stages without a list, a list of another length or sum, or language
-            layers before the end of the vision tower.
+        ConfigError: without a list, fewer language layers than stages; a list has the wrong length or sum; language
+            layers come before the end of the vision tower.
     """
     count = pipeline * (virtual or 1)
     if text is None and text_layers < count:
         raise ConfigError(
             f"{count} pipeline stages (--pipeline-model-parallel-size {pipeline}"
             f"{f' × --virtual-pipeline-model-parallel-size {virtual}' if virtual else ''}) for {text_layers} language "
-            "layers: lower them, or say in model.json's text_decoder.pipeline_num_layers which stages have none"
+            "layers: lower them, or set model.json's text_decoder.pipeline_num_layers with 0 for stages without any"
         )
     text_counts = _counts("text_decoder", text, text_layers, pipeline, virtual) or _evenly(text_layers, count)
     starts_at = next(i for i, n in enumerate(text_counts) if n)
@@ -102,7 +102,7 @@ def plan_stages(
 
 
 def needs_variable_shapes(stages: Sequence[Stage]) -> bool:
-    """Whether stages exchange something else than the language model's hidden states."""
+    """Whether stages exchange other tensors than the language model's hidden states."""
     return any(not stage.has_text for stage in stages[:-1])
 
 

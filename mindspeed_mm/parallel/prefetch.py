@@ -1,4 +1,4 @@
-"""Overlap of communication with compute: which units are gathered ahead, in the order in which they really run."""
+"""Overlap of communication with compute: prefetch of units in the order in which they run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class PrefetchRecorder:
-    """Sets forward and backward prefetch after having watched one forward pass.
+    """Sets forward and backward prefetch after recording the execution order of units in one forward pass.
 
-    Registration order is not execution order (a model may register its language model before its vision tower), and
-    a list in the wrong order loses the overlap without a word. So the first forward is observed: the units' order is
-    what ran, and the hooks are removed again.
+    Registration order is not execution order: a model may register its language model before its vision tower, and
+    prefetching in the wrong order silently loses the overlap. So hooks record the order of the first forward pass, and
+    are removed after it.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[nn.Module], num_forward: int, num_backward: int) -> None:
-        """Watch `units` (FSDP modules below `root`) during the next forward of `root`.
+        """Record `units` (FSDP modules below `root`) during the next forward pass of `root`.
 
         Args:
-            num_forward: how many following units are gathered while one runs forward (0: none).
-            num_backward: how many preceding units are gathered while one runs backward (0: none set here; torch
-                itself still gathers one).
+            num_forward: number of following units to prefetch during a unit's forward pass; 0: none.
+            num_backward: number of preceding units to prefetch during a unit's backward pass; 0: torch's default, which
+                prefetches one.
         """
         self.order: list[FSDPModule] = []
         self._counts = (num_forward, num_backward)
@@ -48,7 +48,7 @@ class PrefetchRecorder:
 
 
 def set_prefetch(order: Sequence[FSDPModule], num_forward: int, num_backward: int) -> None:
-    """Set explicit prefetch along `order`, the units as they run forward."""
+    """Set explicit prefetch along `order`, the execution order of the units in forward."""
     for i, unit in enumerate(order):
         if num_forward:
             unit.set_modules_to_forward_prefetch(list(order[i + 1 : i + 1 + num_forward]))

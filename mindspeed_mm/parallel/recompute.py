@@ -1,7 +1,8 @@
-"""Activation recompute, by module path or, where fsdp2.yaml names none, of the blocks that the flags ask for.
+"""Activation recompute: of the modules that fsdp2.yaml names or, without any, of the blocks that the flags select.
 
-The module's own `forward` is replaced by a checkpointed one, so module names (and with them state-dict keys) stay
-those of the unmodified model, and FSDP's hooks stay outside: gather once, run, free; in backward gather, run again.
+The `forward` method of the module is replaced with a checkpointed one, so that module names, and with them state-dict
+keys, stay those of the unmodified model. FSDP's hooks stay outside: parameters are gathered for the forward pass,
+freed, and gathered again in backward before the recompute.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from mindspeed_mm.utils.log import notice
 
 @dataclass(frozen=True)
 class BlockRecompute:
-    """What the flags say of recompute.
+    """Values of the recompute flags.
 
     Attributes:
-        granularity: --recompute-granularity; FSDP2 recomputes nothing unless it is "full".
+        granularity: --recompute-granularity; FSDP2 recomputes blocks only if it is "full".
         method: --recompute-method: "block" or "uniform".
         num_layers: --recompute-num-layers.
     """
@@ -36,16 +37,17 @@ class BlockRecompute:
 
 
 def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config, asked: BlockRecompute) -> None:
-    """Recompute the blocks of `root` in backward as --recompute-granularity full says, before it is sharded.
+    """Apply --recompute-granularity full to the blocks of `root`, before it is sharded.
 
-    As in Megatron, `block` means the first --recompute-num-layers blocks of each list of them, and `uniform` all
-    blocks. Each is recomputed by itself: the loop over the blocks is the model's own, so that several of them can't
-    be recomputed from one stored input. An fsdp2.yaml with recompute_modules decides instead of the flags.
+    As in Megatron, `block` selects the first --recompute-num-layers blocks of each list, and `uniform` all blocks. Each
+    block is recomputed separately: the model's code loops over the blocks, so several of them can't be recomputed from
+    one stored input. recompute_modules of fsdp2.yaml replaces the flags.
 
     Args:
-        root: the unsharded model; values of parameters aren't needed.
+        root: the unsharded model; it may be on the meta device.
         lists: paths of its lists of blocks.
-        config: fsdp2.yaml.
+        config: content of fsdp2.yaml.
+        asked: the flags.
     """
     if asked.granularity != "full":
         return
@@ -71,18 +73,17 @@ def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config,
             f"--recompute-num-layers {asked.num_layers}: with FSDP2 every block is recomputed by itself, from its own "
             "input"
         )
-    # the reentrant way hides what is inside of blocks from whoever reads it there, routers from their loss for example
+    # reentrant checkpointing detaches values that are read from inside of blocks, for example router logits for a loss
     apply_recompute(blocks, config.use_reentrant if "use_reentrant" in config.model_fields_set else False)
 
 
 def apply_recompute(modules: Mapping[str, nn.Module], use_reentrant: bool) -> None:
-    """Make each of `modules` drop its activations in forward and recompute them in backward.
+    """Discard the activations of each of `modules` in forward and recompute them in backward.
 
     Args:
         modules: path → module, for example from `expand_patterns`.
-        use_reentrant: which of torch's two checkpoint implementations to use. The reentrant one gives a block no
-            gradient at all if none of its inputs needs one (a frozen embedding below it); such a call is run
-            non-reentrant, with one notice.
+        use_reentrant: use torch's reentrant checkpoint implementation. It computes no gradient for a block if none of
+            its inputs requires one (a frozen embedding before it); such a call is run non-reentrant, with one notice.
     """
     for path, module in modules.items():
         if getattr(module, "_mm_recomputed", False):
@@ -101,9 +102,8 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], use_reentrant: b
         if reentrant and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             if any(p.requires_grad for p in module.parameters()):
                 notice(
-                    f"use_reentrant: true would give '{path}' and its like no gradient, as none of their inputs "
-                    "needs one "
-                    "(a frozen module below them): they are recomputed with use_reentrant: false",
+                    f"use_reentrant: true would give '{path}' and similar modules no gradient, as none of their inputs "
+                    "needs one (a frozen module below them): they are recomputed with use_reentrant: false",
                     key=f"reentrant {type(module).__name__}",
                 )
             reentrant = False

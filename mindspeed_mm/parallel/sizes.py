@@ -1,4 +1,4 @@
-"""How a model is split over ranks on the Megatron backend."""
+"""Parallel sizes of a model on the Megatron backend."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How a model is split.
+    """How a model is split over ranks, and the options that its layers need.
 
     Attributes:
         tensor, pipeline, virtual_pipeline: parallel sizes; virtual_pipeline is None without interleaving.
-        sequence_parallel: norms and residuals on a part of the sequence each tensor-parallel rank.
-        params_dtype: of parameters.
-        variable_seq_lengths: stages tell each other the shape of what they send.
-        recompute: recompute_granularity, recompute_method, recompute_num_layers where they are given.
+        sequence_parallel: whether tensor-parallel ranks split norms and residuals along the sequence.
+        params_dtype: dtype of the parameters.
+        variable_seq_lengths: whether stages send the shape of each tensor before the tensor.
+        recompute: the values of recompute_granularity, recompute_method and recompute_num_layers that are set.
     """
 
     tensor: int = 1

@@ -1,4 +1,4 @@
-"""Units of fully_shard: which modules are sharded together, in which order, and calls that would bypass them."""
+"""Units of fully_shard: the modules that are sharded together, their order, and a check for calls that bypass them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mindspeed_mm.utils.log import notice
 
 
 def whole_units(root: nn.Module, ignored: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules to wrap so that `ignored` ones compute in the dtype of the others, by path.
+    """Return the modules to wrap, by path, so that `ignored` modules compute in the dtype of the others.
 
-    A list of modules has no forward: its elements are taken. A module elsewhere that holds a parameter of an ignored
-    one (a tied embedding) is one too. A module with parameters of several dtypes, a quantised one for example, is left
-    as it is: it knows what it computes in.
+    A list of modules has no forward method, so its elements are wrapped. A module elsewhere that has a parameter of an
+    ignored one (a tied embedding) is wrapped too. A module with parameters of several dtypes, for example a quantised
+    one, is not wrapped: it chooses its compute dtype itself.
     """
     units: dict[str, nn.Module] = {}
 
@@ -39,12 +39,12 @@ def whole_units(root: nn.Module, ignored: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def group_into_units(root: nn.Module, modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, ...]]:
-    """Group `modules` into units, tied ones together, ordered so that children come before parents."""
+    """Group `modules` into units, with tied modules in one unit, ordered so that children come before parents."""
     paths = {id(m): path for path, m in modules.items() if m is not root}
     unit_of = _nearest_listed(root, paths)
     groups: dict[int, list[nn.Module]] = {id(m): [m] for m in modules.values() if id(m) in paths}
     for owners in _shared_parameter_owners(root):
-        # an owner below no listed module would fall to the root, away from the others: it joins them
+        # an owner inside of no listed module would be part of the root's unit: it joins the unit of the others
         tied = {id(unit_of[id(o)] or o): unit_of[id(o)] or o for o in owners}
         if len(tied) == 1 or all(unit_of[id(o)] is None for o in owners):
             continue
@@ -58,7 +58,7 @@ def group_into_units(root: nn.Module, modules: Mapping[str, nn.Module]) -> list[
     units: list[tuple[nn.Module, ...]] = []
     done: set[int] = set()
     for module in reversed([m for m in _post_order(root) if id(m) in groups]):
-        # placed where its last member stands, so that whatever is nested in any member has been wrapped before
+        # at the position of its last member, so that modules nested in any member are wrapped before
         if id(module) not in done:
             units.append(tuple(groups[id(module)]))
             done.update(id(m) for m in groups[id(module)])
@@ -75,7 +75,7 @@ def _shared_parameter_owners(root: nn.Module) -> list[list[nn.Module]]:
 
 
 def _nearest_listed(root: nn.Module, listed: Mapping[int, str]) -> dict[int, nn.Module | None]:
-    """For every module, the innermost listed module that holds it (itself included), None for the root's own."""
+    """Return, for every module, the innermost listed module that is or contains it; None: only the root does."""
     nearest: dict[int, nn.Module | None] = {}
 
     def visit(module: nn.Module, current: nn.Module | None) -> None:
@@ -99,9 +99,9 @@ def _post_order(module: nn.Module, seen: set[int] | None = None) -> Iterable[nn.
 
 
 def refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole: Mapping[str, nn.Module]) -> None:
-    """During the first forward of `root`, refuse a call of a unit's child from outside.
+    """During the first forward of `root`, raise an error if a unit's child is called from outside of the unit.
 
-    The unit's parameters are not gathered then, and torch's own error names no module.
+    The unit's parameters are not gathered in such a call, and torch's error message names no module.
     """
     handles: list[RemovableHandle] = []
 

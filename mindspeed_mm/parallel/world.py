@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and which of them do something together."""
+"""The processes of a run and the sets of ranks that they form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mindspeed_mm.utils.launch import be_the_only_process, is_launched
 
 @dataclass(frozen=True)
 class RankSet:
-    """Ranks that do something together.
+    """A set of ranks with a process group.
 
     Attributes:
-        rank: this process's number among them.
-        size: how many they are.
-        group: for their collectives.
+        rank: rank of this process in the set.
+        size: number of ranks in the set.
+        group: process group for their collectives.
     """
 
     rank: int
@@ -34,14 +34,14 @@ class World:
     """This process and its rank sets, each named by its use.
 
     Attributes:
-        dims: sizes of the kinds of parallelism.
-        rank: of this process in the launch.
-        device: what this process computes on.
-        batch: ranks that read different rows of a global batch. Model-parallel ranks that read the same rows have the
-            same number in sets of their own.
-        sums: ranks over which the figures of a step are summed: losses, counts, squared gradient norms. All of them.
-        host: all ranks, for tensors in host memory; the set of `sums` where the device is the host.
-        pipeline_rank, tensor_rank: this process's stage, and its number among tensor-parallel ranks.
+        dims: sizes of the parallelisms.
+        rank: global rank of this process.
+        device: device of this process.
+        batch: data-parallel ranks, which read different rows of a global batch. Model-parallel ranks that read the same
+            rows have the same rank in their `batch` sets.
+        sums: ranks over which the losses, counts and squared gradient norms of a step are summed: all ranks.
+        host: all ranks, for tensors in host memory; the same set as `sums` if the device is the host.
+        pipeline_rank, tensor_rank: pipeline-parallel and tensor-parallel rank of this process.
     """
 
     dims: Dims
@@ -65,12 +65,12 @@ class World:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this process counts the rows that it reads; others of its model-parallel ranks read them too."""
+        """Whether this process counts the rows it reads; one of the model-parallel ranks that read the same rows."""
         return self.tensor_rank == 0 and self.pipeline_rank == 0
 
     @property
     def counts_losses(self) -> bool:
-        """Whether a loss that this process has computed counts; its tensor-parallel ranks have computed it too."""
+        """Whether this process adds its losses; one of the tensor-parallel ranks that compute the same losses."""
         return self.tensor_rank == 0
 
 
@@ -84,10 +84,10 @@ def start_world(
     """Start the process group, unless there is one, and return the world of a run without model parallelism.
 
     Args:
-        backend: `--distributed-backend`; what this machine can't use is replaced with a notice.
-        dims: None: every rank reads rows of its own.
-        timeout_minutes: after which a collective that a rank never joins raises.
-        needs_cpu_tensors: whether parameters live in host memory (offload).
+        backend: `--distributed-backend`; a backend that this machine can't use is replaced, with a notice.
+        dims: sizes of the parallelisms; None: pure data parallelism.
+        timeout_minutes: time after which a collective raises if a rank does not join.
+        needs_cpu_tensors: whether collectives need tensors in host memory (parameter offload).
     """
     device = accelerator.current()
     device.set_device()
@@ -106,9 +106,9 @@ def start_world(
 
 
 def limit_waiting(timeout_minutes: float) -> None:
-    """Let a collective of any group of this process raise after `timeout_minutes`.
+    """Set the timeout of the collectives of all process groups of this process.
 
-    Device meshes and Megatron-core make groups that take no timeout of ours, and wait as long as torch likes to.
+    Device meshes and Megatron-core create groups without this timeout, which would wait for torch's default.
     """
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -116,7 +116,7 @@ def limit_waiting(timeout_minutes: float) -> None:
 
 
 def _default_rendezvous() -> None:
-    """Let a plain `python pretrain_….py` run as the only rank."""
+    """Set the rendezvous of a single process, for a plain `python pretrain_….py` without a launcher."""
     if is_launched():
         return
     with socket.socket() as s:

@@ -19,17 +19,17 @@ def number(value: float) -> torch.Tensor:
 def started(loss_scale: LossScale, denominator: float = 100.0, micro_batches: int = 1) -> BackwardFactor:
     factor = BackwardFactor(loss_scale, estimates=True, data_parallel_size=1)
     factor.begin(micro_batches)
-    factor.meet(number(denominator), is_mean=False)
+    factor.observe(number(denominator), is_mean=False)
     return factor
 
 
 def test_the_first_step_goes_by_its_first_micro_batch() -> None:
     factor = started(LossScale(4096.0), 100.0, micro_batches=4)  # 400 is next to 512
-    assert float(factor.now()) == 8.0
-    factor.meet(number(5000.0), is_mean=False)  # a later micro-batch of the step changes nothing
-    assert float(factor.now()) == 8.0
+    assert float(factor.current()) == 8.0
+    factor.observe(number(5000.0), is_mean=False)  # a later micro-batch of the step changes nothing
+    assert float(factor.current()) == 8.0
     assert float(factor.apply(torch.tensor(3.0))) == 24.0
-    assert float(started(LossScale(4096.0), 0.0, micro_batches=4).now()) == 4096.0
+    assert float(started(LossScale(4096.0), 0.0, micro_batches=4).current()) == 4096.0
 
 
 def test_each_step_goes_by_the_one_before() -> None:
@@ -41,15 +41,15 @@ def test_each_step_goes_by_the_one_before() -> None:
         (float("inf"), YES, 4.0),
         (0.25, YES, 16384.0),
     ]:
-        factor.learn(number(divisor), has_targets)
-        assert float(factor.now()) == expected
+        factor.update(number(divisor), has_targets)
+        assert float(factor.current()) == expected
 
 
 def test_the_divisor_of_means_is_known() -> None:
     factor = BackwardFactor(LossScale(64.0), estimates=True, data_parallel_size=1)
     factor.begin(8)
-    factor.meet(number(1.0), is_mean=True)
-    assert float(factor.now()) == 8.0
+    factor.observe(number(1.0), is_mean=True)
+    assert float(factor.current()) == 8.0
 
 
 def test_gradients_made_in_the_forward_pass_know_about_what_comes() -> None:
@@ -57,18 +57,18 @@ def test_gradients_made_in_the_forward_pass_know_about_what_comes() -> None:
     factor.begin(4)
     assert factor.expected(128) == 4.0  # the first step: as if all micro-batches were like this one
     factor._ranks = 1
-    factor.meet(number(1024.0), is_mean=False)
-    assert float(factor.expected(128)) == float(factor.now()) == 1.0
-    factor.meet(number(1.0), is_mean=True)  # a mean: the sum is divided by the micro-batch's targets too
+    factor.observe(number(1024.0), is_mean=False)
+    assert float(factor.expected(128)) == float(factor.current()) == 1.0
+    factor.observe(number(1.0), is_mean=True)  # a mean: the sum is divided by the micro-batch's targets too
     assert factor.expected(128) == 8.0
 
 
 def test_other_precisions_are_left_alone() -> None:
     factor = BackwardFactor(LossScale(), estimates=False, data_parallel_size=1)
     loss = torch.tensor(3.0)
-    factor.meet(number(1024.0), is_mean=False)
-    factor.learn(number(1024.0), YES)
-    assert factor.now() == 1.0 and factor.apply(loss) is loss
+    factor.observe(number(1024.0), is_mean=False)
+    factor.update(number(1024.0), YES)
+    assert factor.current() == 1.0 and factor.apply(loss) is loss
     assert factor.is_agreed and factor.state_dict() == {}
 
 
@@ -76,17 +76,17 @@ def test_ranks_without_a_loss_are_told() -> None:
     factor = BackwardFactor(LossScale(4096.0), estimates=True, data_parallel_size=1)
     assert not factor.is_agreed
     factor.agree(lambda own: [own, 512.0])
-    assert factor.is_agreed and factor.now() == 8.0
+    assert factor.is_agreed and factor.current() == 8.0
 
 
 def test_a_resumed_run_goes_on_with_the_same_factor() -> None:
     factor = started(DynamicLossScale(4096.0))
-    factor.learn(number(1100.0), YES)
+    factor.update(number(1100.0), YES)
     state = factor.state_dict()
     assert state == {"scale": 4096.0, "growth_tracker": 0, "hysteresis_tracker": 2, "divisor": 1024.0}
     resumed = BackwardFactor(DynamicLossScale(1.0), estimates=True, data_parallel_size=1)
     resumed.load_state_dict(state)
-    assert resumed.is_agreed and resumed.now() == float(factor.now()) == 4.0
+    assert resumed.is_agreed and resumed.current() == float(factor.current()) == 4.0
 
 
 def test_a_scale_of_sums_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,4 +106,4 @@ def test_a_fixed_scale_leaves_no_dynamic_one_to_go_on_with() -> None:
         scale = DynamicLossScale(256.0)
         resumed = BackwardFactor(scale, estimates=estimates, data_parallel_size=1)
         resumed.load_state_dict(state)
-        assert scale.scale == 256.0 and resumed.now() == expected
+        assert scale.scale == 256.0 and resumed.current() == expected

@@ -88,7 +88,7 @@ def test_a_step_that_the_device_forbids_changes_nothing(kind: str, monkeypatch: 
             groups = optimizer.param_groups
             guard.step(factor, torch.isfinite(factor))
             assert optimizer.param_groups is groups
-            guard.settle(stepped=bool(torch.isfinite(factor)))
+            guard.finish_step(stepped=bool(torch.isfinite(factor)))
             assert (state_of(optimizer) == before) == (not torch.isfinite(factor))
         ends.append(state_of(optimizer))
     assert ends[0] == ends[1]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.fsdp2 import ShardPlan, use_summed_gradients, wrap_modules
 from mindspeed_mm.parallel.meshes import ParameterMeshes
-from mindspeed_mm.parallel.patterns import holding_path
+from mindspeed_mm.parallel.patterns import containing_path
 from mindspeed_mm.parallel.units import whole_units
 
 
@@ -45,9 +45,9 @@ def test_a_module_has_the_mesh_of_the_innermost_module_that_is_named(path: str, 
 
 
 def test_the_innermost_of_nested_paths_holds_a_module() -> None:
-    assert holding_path("a.b.c", ["", "a.b", "a"]) == "a.b"
-    assert holding_path("a", ["a.b"]) is None
-    assert holding_path("x", [""]) == ""
+    assert containing_path("a.b.c", ["", "a.b", "a"]) == "a.b"
+    assert containing_path("a", ["a.b"]) is None
+    assert containing_path("x", [""]) == ""
 
 
 def test_ranks_are_spanned_by_any_mesh() -> None:
