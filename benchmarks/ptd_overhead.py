@@ -119,7 +119,7 @@ class BareLoop:
         from mindspeed_mm.models.vlm_model import VLModel
 
         with torch.device("meta"):
-            chunk = VLModel(source.hf_config, source.family, source.sizes, source.stage, source.hf_twin())
+            chunk = VLModel(source.hf_config, source.family, source.sizes, source.stage, source.meta_model())
         materialize_chunk(chunk, torch.device("cpu"))
         chunk.load_state_dict(source.state_dict())
         chunk.seq_length, chunk.model_type = source.seq_length, source.model_type
