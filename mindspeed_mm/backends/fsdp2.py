@@ -29,7 +29,7 @@ from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable
 from mindspeed_mm.models.transformers.base_model import applies_flags
 from mindspeed_mm.models.transformers.inferred import block_lists
-from mindspeed_mm.models.transformers.twin import type_without_fsdp
+from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.build import build_optimizer

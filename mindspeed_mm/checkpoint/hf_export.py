@@ -39,7 +39,7 @@ from mindspeed_mm.checkpoint.tensors import persistent_tensors
 from mindspeed_mm.checkpoint.weights import names_left_out, plan_weights, refuse_misfits
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
-from mindspeed_mm.models.transformers.twin import build_meta_copy, type_without_fsdp
+from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0

@@ -13,7 +13,7 @@ from torch import nn
 
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.twin import type_without_fsdp
+from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 
 
 def write_own_config(model: nn.Module, working: Path) -> None:

@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.twin import build_meta_copy, type_without_fsdp
+from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 

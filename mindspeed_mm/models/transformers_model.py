@@ -31,7 +31,7 @@ from mindspeed_mm.models.transformers.base_model import ShardingOutline
 from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
-from mindspeed_mm.models.transformers.twin import config_for
+from mindspeed_mm.models.transformers.meta_model import config_for
 from mindspeed_mm.models.transformers.tying import settle_tying
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.utils.log import notice

@@ -29,7 +29,7 @@ from mindspeed_mm.models.text_decoder.gpt import LanguageModel, build_language_m
 from mindspeed_mm.models.text_decoder.names import DecoderShape
 from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.inferred import traits_of
-from mindspeed_mm.models.transformers.twin import build_meta_model
+from mindspeed_mm.models.transformers.meta_model import build_meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError, DataError

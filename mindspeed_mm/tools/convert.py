@@ -399,7 +399,7 @@ def _structure(hf_dir: str, flag: str, trust_remote_code: bool) -> Any:
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.common.diffusers_init import diffusers_structure
     from mindspeed_mm.models.common.modelzoo import ModelHub
-    from mindspeed_mm.models.transformers.twin import config_for
+    from mindspeed_mm.models.transformers.meta_model import config_for
     from mindspeed_mm.models.transformers_model import load_hf_config
 
     if not Path(hf_dir).is_dir():

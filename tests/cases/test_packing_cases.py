@@ -36,15 +36,15 @@ def build_megatron(hf_dir: Path, reference: Any) -> Any:
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.modelzoo import ModelHub
-    from mindspeed_mm.models.transformers.twin import build_meta_model
+    from mindspeed_mm.models.transformers.meta_model import build_meta_model
     from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.pipeline import plan_stages
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     config = reference.config
     (stage,) = plan_stages(1, None, text_layers=4, vision_layers=4)
-    twin = build_meta_model(ModelHub.get(None, config), config)
-    model = VLModel(config, require_megatron_form("qwen2_5_vl"), ParallelSizes(), stage, twin)
+    meta_model = build_meta_model(ModelHub.get(None, config), config)
+    model = VLModel(config, require_megatron_form("qwen2_5_vl"), ParallelSizes(), stage, meta_model)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
     def read(name: str, region: Any) -> torch.Tensor:

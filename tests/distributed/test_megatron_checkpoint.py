@@ -93,7 +93,7 @@ class Run:
         from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.contract import Staged
-        from mindspeed_mm.models.transformers.twin import build_meta_model
+        from mindspeed_mm.models.transformers.meta_model import build_meta_model
         from mindspeed_mm.models.vlm_model import VLModel
         from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
         from mindspeed_mm.parallel.pipeline import plan_stages
@@ -112,10 +112,10 @@ class Run:
         family, text = require_megatron_form(config.model_type), config.get_text_config()
         vision = family.structure.count_tower_layers(config)
         stages = plan_stages(layout.pipeline, layout.virtual, text_layers=text.num_hidden_layers, vision_layers=vision)
-        self.twin = build_meta_model(ModelHub.get(None, config), config)
+        self.meta_model = build_meta_model(ModelHub.get(None, config), config)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.chunks: list[Any] = [
-            VLModel(config, family, sizes, stages[i * layout.pipeline + pipeline_rank], self.twin, vp_stage=i)
+            VLModel(config, family, sizes, stages[i * layout.pipeline + pipeline_rank], self.meta_model, vp_stage=i)
             for i in range(layout.virtual or 1)
         ]
         for chunk in self.chunks:
@@ -125,7 +125,7 @@ class Run:
         if plain:
             self.chunks, seed = [chunk.text_decoder for chunk in self.chunks], None
         world = world_of_megatron(start_world("gloo"))
-        self.stored = MegatronState(self.chunks, None if plain else self.twin, world)
+        self.stored = MegatronState(self.chunks, None if plain else self.meta_model, world)
         if seed is not None and (weights is None or not strict):
             self.stored.draw_weights(seed)
         if weights is not None:
@@ -157,7 +157,7 @@ class Run:
 
     def step(self, number: int) -> None:
         """Step with gradients that depend on transformers' names and `number` only."""
-        shapes = {n: p.shape for n, p in self.twin.named_parameters()}
+        shapes = {n: p.shape for n, p in self.meta_model.named_parameters()}
         for chunk in self.chunks:
             for name, param in chunk.named_parameters():
                 if not param.requires_grad:
@@ -204,7 +204,7 @@ class Run:
             part = local.view(-1)[span[0] : span[1]]
             assert part.isnan().all() or torch.equal(part, torch.from_numpy(flat)), "replicas or copies differ"
             part.copy_(torch.from_numpy(flat))
-        counts = {n: p.shape[0] for n, p in self.twin.named_parameters()}
+        counts = {n: p.shape[0] for n, p in self.meta_model.named_parameters()}
         for (made, shape, dim, kind, tensor_rank), local in locals_.items():
             if tensor_rank:
                 continue
@@ -225,7 +225,7 @@ class Run:
                 found.append((chunk.made_of(name), dim, param.detach().clone()))
         everyones: list[Any] = [None] * RANKS
         dist.all_gather_object(everyones, (self.tensor_rank, found))
-        counts = {n: p.shape[0] for n, p in self.twin.named_parameters()}
+        counts = {n: p.shape[0] for n, p in self.meta_model.named_parameters()}
         whole: dict[str, torch.Tensor] = {}
         by_rank: dict[int, list[Any]] = {}
         for rank, items in everyones:

@@ -48,10 +48,10 @@ def published_sizes() -> dict[str, Any]:
                 trained += param.numel() * param.requires_grad
                 on_meta &= param.is_meta
                 names += chunk.made_of(name).sources
-        twin = chunk.meta_model()
-        assert sorted(names) == sorted(n for n, _ in twin.named_parameters())
-        frozen = sum(p.numel() for p in twin.model.visual.parameters())
-        found[size] = (counts, sum(p.numel() for p in twin.parameters()), counts - trained - frozen, on_meta)
+        meta_model = chunk.meta_model()
+        assert sorted(names) == sorted(n for n, _ in meta_model.named_parameters())
+        frozen = sum(p.numel() for p in meta_model.model.visual.parameters())
+        found[size] = (counts, sum(p.numel() for p in meta_model.parameters()), counts - trained - frozen, on_meta)
     return found
 
 

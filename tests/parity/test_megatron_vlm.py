@@ -92,7 +92,7 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
     from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
-    from mindspeed_mm.models.transformers.twin import build_meta_model
+    from mindspeed_mm.models.transformers.meta_model import build_meta_model
     from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.pipeline import plan_stages
     from mindspeed_mm.parallel.sizes import ParallelSizes
@@ -105,8 +105,8 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
             param.add_(torch.randn_like(param) * 0.05)  # norms and biases too
     (stage,) = plan_stages(1, None, text_layers=2, vision_layers=4)
     sizes = ParallelSizes(tensor=tensor_parallel, sequence_parallel=sequence_parallel)
-    twin = build_meta_model(transformers.Qwen2_5_VLForConditionalGeneration, hf_config)
-    model = VLModel(hf_config, require_megatron_form("qwen2_5_vl"), sizes, stage, twin)
+    meta_model = build_meta_model(transformers.Qwen2_5_VLForConditionalGeneration, hf_config)
+    model = VLModel(hf_config, require_megatron_form("qwen2_5_vl"), sizes, stage, meta_model)
     weights = {n: p.detach() for n, p in reference.named_parameters()}
 
     def read(name: str, region: Any) -> torch.Tensor:

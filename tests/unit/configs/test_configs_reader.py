@@ -74,9 +74,9 @@ def test_missing_attribute_names_file_path_and_nearest() -> None:
 
 def test_copy_and_pickle_keep_everything() -> None:
     config = reader()
-    for twin in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
-        assert twin == config and twin is not config and twin.config_file == "model.json"
-        twin.text.none = 1
+    for copied in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
+        assert copied == config and copied is not config and copied.config_file == "model.json"
+        copied.text.none = 1
         assert config.text.none is None
     with pytest.raises(AttributeError):
         ConfigReader.__new__(ConfigReader).anything  # noqa: B018 - half-made, as pickle makes them

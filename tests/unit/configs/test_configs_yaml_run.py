@@ -222,8 +222,8 @@ def test_sections_in_place_of_files(run_yaml: Path) -> None:
     assert ToolsConfig.from_dict(args.mm.tool).profile.enable is True
     config = load_fsdp2_config(args.fsdp2_config_path)
     assert (config.sharding_size, config.recompute_modules) == ("auto", ["model.layers.{*}"])
-    for twin in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
-        assert load_fsdp2_config(twin.fsdp2_config_path) == config and twin.mm_model == "run.yaml"
+    for copied in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert load_fsdp2_config(copied.fsdp2_config_path) == config and copied.mm_model == "run.yaml"
     run_yaml.write_text(run_yaml.read_text() + "tool: {}\n")
     with pytest.raises(ConfigError, match="'tool' and 'tools' are both given"):
         read()

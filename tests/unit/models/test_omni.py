@@ -20,8 +20,8 @@ from mindspeed_mm.data.media import DecodedVideo
 from mindspeed_mm.data.tokens import Tokenizer
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for
 from mindspeed_mm.models.transformers.qwen3_omni_moe.data import ADAPTER
-from mindspeed_mm.models.transformers.twin import build_meta_model, config_for
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.families import qwen3_omni_moe
 from tests.support.tiny_families import weights_in

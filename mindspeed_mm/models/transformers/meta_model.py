@@ -1,4 +1,4 @@
-"""A transformers model's class, and the same model without storage, on the meta device."""
+"""The class of a transformers model, and models of it on the meta device."""
 
 from __future__ import annotations
 
