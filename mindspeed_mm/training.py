@@ -15,10 +15,10 @@ from typing import Any
 from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, PendingStep
 from mindspeed_mm.checkpoint.agreement import on_first_rank
-from mindspeed_mm.checkpoint.changes import run_settings, tell_changes
+from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
-from mindspeed_mm.checkpoint.earlier_run import paths_of, settle_folder
-from mindspeed_mm.checkpoint.run_lock import RunLock, hold_run_folder
+from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
+from mindspeed_mm.checkpoint.run_lock import RunLock, lock_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
 from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
@@ -129,7 +129,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
     report_progress(data_parallel_rank=batch.rank, data_parallel_size=batch.size)
     memory = MemorySnapshots(run.tools.memory_profile, batch.rank)
     memory.step()
-    with hold_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
+    with lock_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
         start, progress = _find_start(run, backend)
         begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
         set_current_start(begin)
@@ -367,8 +367,8 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
     start = find_start(run.checkpoint.load, run.checkpoint.save, run.checkpoint.ckpt_step, run.checkpoint.finetune)
     if run.checkpoint.save:
         files = {f"{n}.json": getattr(run.files, n).to_dict() for n in ("model", "data") if hasattr(run.files, n)}
-        settle = partial(
-            settle_folder,
+        prepare = partial(
+            prepare_run_folder,
             run.checkpoint.save,
             run.checkpoint.load,
             start,
@@ -377,7 +377,7 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
             restarts=run.launch.restarts,
             reads=paths_of(files) if run.checkpoint.overwrite else {},
         )
-        on_first_rank(settle, run.launch.rank, backend.gather_objects)
+        on_first_rank(prepare, run.launch.rank, backend.gather_objects)
     if start.directory is not None:
         refuse_damaged(
             start.directory,
@@ -394,7 +394,7 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
         progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
         progress.last_saved = progress.iteration
         progress.data_state = saved.get("data")
-        tell_changes(saved.get("settings", {}), run_settings(run))
+        report_changes(saved.get("settings", {}), run_settings(run))
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     return start, progress
 

@@ -1,1 +1,1 @@
-"""How a model is spread over ranks, stepped and stored: the protocol and its implementations."""
+"""The backends: the protocol of the training loop and its implementations for Megatron-core and FSDP2."""

@@ -1,7 +1,7 @@
-"""Steps that all ranks take together and of whose failure all of them hear.
+"""Steps of all ranks together, which succeed or fail on all of them.
 
-A rank that fails alone, on a full disk for instance, would leave the others waiting for it. So after each step the
-ranks tell each other how it went: either it went well on all of them, or all of them raise the same error.
+A rank that fails alone, for example on a full disk, would leave the others waiting. So the ranks exchange the outcome
+of each step: either the step succeeded on all of them, or all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a step failed on a rank.
+    """The failure of a step on a rank.
 
     Attributes:
-        reason: one line; empty where the rank only knows that another one failed.
+        reason: one line; empty if the rank only knows that another one failed.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class StepFailed(Exception):
         known = [f for f in self.failures if f.reason] or self.failures
         by_reason: dict[str, list[int]] = {}
         for failure in known:
-            by_reason.setdefault(failure.reason or "for a reason that it did not say", []).append(failure.rank)
+            by_reason.setdefault(failure.reason or "for an unknown reason", []).append(failure.rank)
         parts = [
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {reason}"
             for reason, ranks in by_reason.items()
@@ -56,12 +56,12 @@ class StepFailed(Exception):
 
 
 class Agreement:
-    """The ranks of a group, taking steps together."""
+    """Runs steps on all ranks of a group together."""
 
     def __init__(self, group: dist.ProcessGroup, folder: Path) -> None:
         """
         Args:
-            folder: where the ranks write: how much space is left there is told, if there is none.
+            folder: folder that the ranks write to; the error of a full disk reports its free space.
         """
         self.group = group
         self._folder = folder
@@ -69,14 +69,15 @@ class Agreement:
         self.size = dist.get_world_size(group)
 
     def step(self, name: str, part: Callable[[], _T]) -> list[_T]:
-        """Run `part` on every rank and return what each returned, by rank.
+        """Run `part` on every rank and return the results of all ranks, ordered by rank.
 
         Args:
-            name: what is done, for the error, such as "writing the tensors".
-            part: what it returns must be picklable. It may use the group, if it does on every rank.
+            name: description of the step for the error, such as "writing the tensors".
+            part: called without arguments; its result must be picklable. It may use collectives of the group if it does
+                so on every rank.
 
         Raises:
-            StepFailed: on all ranks, if `part` raised on any; or here alone, if the others can't be heard.
+            StepFailed: on all ranks, if `part` raised on any; on this rank alone, if the others can't be reached.
         """
         value: _T | None = None
         failure: RankFailure | None = None
@@ -92,7 +93,7 @@ class Agreement:
             try:
                 dist.all_gather_object(answers, (value, failure), group=self.group)
             except RuntimeError as error:
-                lost = RankFailure(self.rank, f"the other ranks can't be heard ({first_line(error)})")
+                lost = RankFailure(self.rank, f"the other ranks can't be reached ({first_line(error)})")
                 raise StepFailed(name, [failure or lost]) from error
         failures = [failed for _, failed in answers if failed is not None]
         if failures:
@@ -101,7 +102,7 @@ class Agreement:
 
     def _failure(self, error: BaseException) -> RankFailure:
         shared = getattr(error, "failures", None)
-        if isinstance(shared, dict):  # torch's: what failed on which rank, known to all of them
+        if isinstance(shared, dict):  # torch's CheckpointException: rank → error, the same on all ranks
             if self.rank not in shared:
                 return RankFailure(self.rank, "")
             error = shared[self.rank][0]
@@ -115,7 +116,7 @@ def on_first_rank(part: Callable[[], object], rank: int, gather: GatherObjects) 
     """Run `part` on rank 0 while the others wait for it.
 
     Raises:
-        ConfigError: on all ranks, with what `part` raised on rank 0: a ConfigError, or an OSError.
+        ConfigError: on all ranks, with the message of the ConfigError or OSError that `part` raised on rank 0.
     """
     problem: str | None = None
     if rank == 0:
@@ -129,9 +130,9 @@ def on_first_rank(part: Callable[[], object], rank: int, gather: GatherObjects) 
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """The error that says that no space is left, if it is this one or what this one came from.
+    """Return the error for a full disk in the chain of `error` and its causes; None: there is none.
 
-    torch's writer stumbles over a full disk once more while it closes the file, and says something else then.
+    On a full disk, closing the file fails too, and torch's writer then raises another error.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -141,7 +142,7 @@ def no_space(error: BaseException | None) -> OSError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the first line of an error's message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     text = str(error).strip()
@@ -152,7 +153,7 @@ def first_line(error: BaseException) -> str:
 
 
 def free_space(path: Path) -> str:
-    """How much space is left where `path` is, in words."""
+    """Return a phrase with the free space of the file system of `path`."""
     try:
         free = shutil.disk_usage(path).free
     except OSError:

@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that goes on from it: the flags given now count, and it is said."""
+"""Settings that may change between a checkpoint and a run that resumes from it: new flags are used, and reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.log import notice
 
-# flag → what a change of it means, where it is more than its name says
+# flag → consequence of a change, if it isn't obvious
 _RECORDED = {
     "seed": "rows come in another order from here on: some may come twice in this epoch, others not at all",
     "global_batch_size": "the position in the data is kept in samples; going on at the next whole global batch",
@@ -31,7 +31,7 @@ _RECORDED = {
 
 
 def run_settings(run: Run) -> dict[str, Any]:
-    """The settings of a run that a checkpoint remembers, by flag."""
+    """Return the settings of a run that are saved in its checkpoints, by flag."""
     sections = (
         run.launch,
         run.process,
@@ -46,8 +46,8 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {name: found[name] for name in _RECORDED}
 
 
-def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Say once which settings differ from those that a checkpoint was saved with."""
+def report_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Log a notice with the settings that differ from those of the checkpoint."""
     changed = []
     for name, meaning in _RECORDED.items():
         if name in before and before[name] != now.get(name):

@@ -1,4 +1,4 @@
-"""A training state in torch's distributed checkpoint format, with everything that is no tensor beside it as JSON.
+"""Load a training state from torch's distributed checkpoint format; values that are no tensors are in JSON files.
 
 Layout of a folder: `.metadata` and `*.distcp` (tensors of model, optimizer and averages, by parameter name),
 `state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random states, one file a rank).
@@ -34,14 +34,18 @@ def load(
     strict: bool = True,
     ema: Ema | None = None,
 ) -> dict[str, Any]:
-    """Read into the tensors of `model`, `optimizer` and `ema`, whatever layout wrote them; returns `extra`.
+    """Load a checkpoint of any layout into `model`, `optimizer` and `ema`; returns `extra`.
 
     Args:
-        ema: averages that begin with the weights that are read where the checkpoint has none.
-        strict: every tensor must be there, and none be left over.
+        directory: the checkpoint folder.
+        optimizer: None: its state is not loaded.
+        load_rng: restore the random states.
+        strict: raise if a tensor is missing or left over.
+        ema: averages of the weights; those that the checkpoint lacks start with its weights.
 
     Raises:
-        CheckpointError: a file or a tensor is missing or left over, or shapes differ; nothing has been changed then.
+        CheckpointError: a file is missing, shapes differ, or with `strict` a tensor is missing or left over; nothing
+            has been changed then.
     """
     extra = read_state(directory, with_optimizer=optimizer is not None)
     reader = DcpReader(directory)
@@ -55,7 +59,7 @@ def load(
     )
     _read(reader, wanted)
     if ema is not None:
-        ema.restart()  # what a checkpoint lacks begins with its weights
+        ema.restart()  # averages that the checkpoint lacks start with its weights
         _read(reader, averages)
     if ema is not None and averages:
         ema.load_state_dict(extra["ema"])
@@ -83,16 +87,17 @@ def refuse_state_misfits(
     strict: bool,
     with_averages: bool = False,
 ) -> None:
-    """Raise or tell what does not fit between a checkpoint and a run.
+    """Raise an error, or without `strict` log a notice, if the tensors of a checkpoint and a run don't match.
 
     Args:
-        wanted: key and shape of each tensor of the run, whole.
+        wanted: key → whole shape of each tensor of the run.
         with_optimizer: whether the optimizer's tensors are read.
-        with_averages: whether the run keeps an average of the weights; one that it doesn't keep is left out, with a
-            notice.
+        strict: raise if a tensor is missing or left over.
+        with_averages: whether the run has averages of the weights; without them, those of the checkpoint are ignored,
+            with a notice.
 
     Raises:
-        CheckpointError: another shape; or `strict`, and a tensor is missing or left over.
+        CheckpointError: a shape differs; or with `strict`, a tensor is missing or left over.
     """
     where = f"checkpoint '{reader.directory}'"
     for name, shape in wanted.items():
@@ -106,21 +111,21 @@ def refuse_state_misfits(
     kinds = ("model.", *(("optimizer.",) if with_optimizer else ()), *(("ema.",) if with_averages else ()))
     missing = [n for n in wanted if n not in reader.tensors]
     unexpected = [n for n in reader.tensors if n.startswith(kinds) and n not in wanted]
-    said = []
+    misfits = []
     if missing:
-        said.append(f"lacks {len(missing)} tensors of this run: {shown(missing)}")
+        misfits.append(f"lacks {len(missing)} tensors of this run: {shown(missing)}")
     if unexpected:
-        said.append(f"holds {len(unexpected)} that this run has no place for: {shown(unexpected)}")
-    if not said:
+        misfits.append(f"holds {len(unexpected)} that this run has no place for: {shown(unexpected)}")
+    if not misfits:
         return
-    text = f"{where} " + " and ".join(said)
+    text = f"{where} " + " and ".join(misfits)
     if strict:
         raise CheckpointError(f"{text}; {_advice([*missing, *unexpected])}")
     notice(text, key=f"misfits {reader.directory}")
 
 
 def _advice(misfits: Sequence[str]) -> str:
-    """What to do about tensors that are missing or left over."""
+    """Return advice for tensors that are missing or left over."""
     if all(name.startswith("ema.") for name in misfits):
         return "other parts are frozen than before; add --no-strict-load to let their averages start with the weights"
     if all(name.startswith(("optimizer.", "ema.")) for name in misfits):

@@ -1,7 +1,7 @@
-"""Read tensors, or regions of them, from a folder of torch's distributed checkpoint format, safely and by itself.
+"""Read tensors, or regions of them, from a folder of torch's distributed checkpoint format, safely and per rank.
 
-Each rank reads just what it needs; nothing is agreed on between ranks. torch unpickles `.metadata` without asking what
-is in it; here only torch's own metadata classes are admitted.
+Each rank reads the regions that it needs, without collectives. torch unpickles `.metadata` without restriction; here
+only torch's own metadata classes are admitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mindspeed_mm.utils.errors import CheckpointError
 METADATA = ".metadata"
 
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-# what a `.metadata` file is made of: nothing here runs code of the file's own choosing
+# the classes in a `.metadata` file; none of them can run code of the file
 _ADMITTED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -47,7 +47,7 @@ _ADMITTED = {
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """Stands for `getattr`, with which Python 3.11.0 to 3.11.3 pickle members of enumerations; finds nothing else."""
+    """Replace `getattr`, which Python 3.11.0 to 3.11.3 use to pickle members of enumerations; only finds members."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which has no place in checkpoint metadata")
     return kind[name]
@@ -68,7 +68,7 @@ def read_metadata(directory: Path) -> Metadata:
     """Read `.metadata` of a folder, admitting torch's metadata classes only.
 
     Raises:
-        CheckpointError: it is missing, torn, holds anything else, or names files outside the folder.
+        CheckpointError: it is missing, damaged, contains other classes, or names files outside the folder.
     """
     path = directory / METADATA
     try:
@@ -78,7 +78,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(
             f"'{directory}' has no {METADATA}: it is no torch_dcp checkpoint, or was not finished"
         ) from None
-    except Exception as error:  # a torn pickle raises almost anything
+    except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"'{path}' is refused or damaged: {error or type(error).__name__}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(
@@ -94,7 +94,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _is_well_formed(metadata: Any) -> bool:
-    """Whether the parts are what they should be: unpickling sets attributes without looking."""
+    """Whether the entries have the right types: unpickling sets attributes without checking them."""
     try:
         tensors = [e for e in metadata.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata)]
         pieces = [piece for entry in tensors for piece in entry.chunks]
@@ -116,12 +116,12 @@ def _check_inside(directory: Path, relative: str) -> None:
 
 @dataclass
 class ReadRequest:
-    """A region of a stored tensor and where to put it.
+    """A region of a stored tensor and its target.
 
     Attributes:
         name: key in the checkpoint.
         region: (start, length) of each dimension.
-        out: receives the values, converted to its dtype and moved to its device.
+        out: target of the values, which are converted to its dtype and moved to its device.
     """
 
     name: str
@@ -135,7 +135,7 @@ class _SafeReader(FileSystemReader):
 
 
 class _Placer:
-    """The part of torch's load planner that a reader asks for: where a piece goes."""
+    """The methods of torch's load planner that a reader calls: the target of each piece."""
 
     def __init__(self, requests: list[ReadRequest]) -> None:
         self._requests = requests
@@ -157,7 +157,7 @@ class DcpReader:
     Attributes:
         directory: the folder.
         tensors: key → its metadata (`size`, `properties.dtype`, `chunks`).
-        other_keys: entries that are no tensors; they are pickles, and never read.
+        other_keys: entries that are no tensors; they are pickles, which are never read.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -170,15 +170,15 @@ class DcpReader:
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a stored tensor."""
+        """Return the shape of a stored tensor."""
         return tuple(self.tensors[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a stored tensor."""
+        """Return the dtype of a stored tensor."""
         return self.tensors[name].properties.dtype
 
     def read_into(self, requests: Iterable[ReadRequest]) -> None:
-        """Read regions; each file is opened once. At most one stored piece is in memory at a time.
+        """Read regions; each file is opened once, and at most one stored piece is in memory at a time.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -188,7 +188,7 @@ class DcpReader:
             items = [item for number, request in enumerate(requests) for item in self._pieces(number, request)]
             with torch.no_grad():
                 self._reader.read_data(LoadPlan(items), _Placer(requests))  # type: ignore[arg-type]
-        except Exception as error:  # damaged metadata and torn files raise almost anything
+        except Exception as error:  # damaged metadata and files raise almost anything
             raise CheckpointError(f"checkpoint '{self.directory}' can't be read: {first_line(error)}") from error
 
     def _pieces(self, number: int, request: ReadRequest) -> list[ReadItem]:

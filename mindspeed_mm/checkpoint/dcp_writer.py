@@ -1,4 +1,4 @@
-"""Write tensors that are read on demand as a torch_dcp folder, in one process: one of them in memory at a time."""
+"""Write lazily read tensors to a torch_dcp folder, in one process, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.lazy import Node, whole
 
 
 class _OnDemand(dcp.DefaultSavePlanner):
-    """Plans by shapes; reads a tensor when it is written."""
+    """Plans with shapes only, and reads each tensor when it is written."""
 
     def __init__(self, values: Mapping[str, Node], progress: Callable[[int], None] | None) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class _OnDemand(dcp.DefaultSavePlanner):
 
 
 def write_dcp(directory: Path, values: Mapping[str, Node], progress: Callable[[int], None] | None = None) -> list[str]:
-    """Write `values` under their keys into `directory`; returns the names of the files, which are on disk.
+    """Write `values` under their keys into `directory`; returns the names of the files, synced to disk.
 
     Args:
-        progress: called with the bytes of each tensor.
+        progress: called with the number of bytes of each tensor.
 
     Raises:
-        OSError: the folder can't be written; or whatever reading a value raised.
+        OSError: the folder can't be written. Errors of reading a value are raised unchanged.
     """
     shapes = {key: torch.empty(node.shape, dtype=node.dtype, device="meta") for key, node in values.items()}
     writer = dcp.FileSystemWriter(directory, sync_files=True)

@@ -1,4 +1,4 @@
-"""What an earlier run wrote into a run folder: a run goes on with it, removes it if it was told to, or refuses."""
+"""Files of an earlier run in a run folder: a new run resumes from them, removes them (--overwrite), or raises."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|{METRICS.replace('.jso
 
 
 def traces_of_run(root: Path) -> list[Path]:
-    """What a run has written into a folder, in the order in which it may be removed: checkpoints, exports, records.
+    """Return the files and folders of a run, in the order for removal: tracker, checkpoints, exports, records.
 
-    A tracker that names `release` is not one: a conversion wrote it, and a run may start from what it names.
+    A tracker that names `release` is not listed: a conversion wrote it, and a run may start from its weights.
     """
     if not root.is_dir():
         return []
@@ -35,7 +35,7 @@ def traces_of_run(root: Path) -> list[Path]:
     ]
 
 
-def settle_folder(
+def prepare_run_folder(
     save: str | Path,
     load: str | None,
     start: Start,
@@ -45,18 +45,18 @@ def settle_folder(
     restarts: int = 0,
     reads: Mapping[str, str] | None = None,
 ) -> None:
-    """Make sure that a run doesn't write over another one, unless it was told to. For one process: rank 0's.
+    """Prepare the --save folder so that a run doesn't overwrite another one unless --overwrite is set; rank 0 only.
 
     Args:
         save, load: --save and --load.
-        start: what `load` was found to be.
+        start: the starting point that `load` names.
         finetune: --finetune, for the message.
-        overwrite: remove what is there (--overwrite); `load` doesn't lie in there then.
-        restarts: how often torchrun has started this run again: what is there then is its own, and is not removed.
-        reads: key → path that the run's files name (`paths_of`): what it reads is not removed either.
+        overwrite: remove the files of an earlier run (--overwrite); `load` is outside of the folder then.
+        restarts: how often torchrun has restarted this run; the files are then its own and are not removed.
+        reads: key → path in the run's files (`paths_of`); files that the run reads are not removed either.
 
     Raises:
-        ConfigError: the folder holds what another run wrote, and this one does not go on with it.
+        ConfigError: the folder has files of another run, which this one does not resume.
     """
     root = Path(save)
     found = traces_of_run(root)
@@ -64,7 +64,7 @@ def settle_folder(
     if not found or (is_own and start.directory is None):
         return
     if start.resumes and start.directory is not None and is_same_path(start.directory.parent, root):
-        _tell_of_later_ones(root, start.directory)
+        _warn_of_later_checkpoints(root, start.directory)
     elif overwrite and not restarts:
         _refuse_needed(found, reads or {})
         remove(found)
@@ -80,7 +80,7 @@ def settle_folder(
 
 
 def remove(found: Sequence[Path]) -> None:
-    """Remove what `traces_of_run` found. Killed at any instant, no checkpoint is left that looks whole and is not."""
+    """Remove the files that `traces_of_run` returned; if killed, no incomplete checkpoint stays visible."""
     for path in found:
         if not path.is_dir() or path.is_symlink():
             path.unlink()
@@ -89,14 +89,14 @@ def remove(found: Sequence[Path]) -> None:
         else:
             shutil.rmtree(path)
         if path.name == TRACKER:
-            fsync_path(path.parent)  # it names nothing any more before that goes
+            fsync_path(path.parent)  # the tracker must be gone before the checkpoint that it names
 
 
 def paths_of(files: Mapping[str, Any]) -> dict[str, str]:
-    """Every text of a run's files, by its key ("model.json: init_from_hf_path").
+    """Return every string in a run's files, by its key ("model.json: init_from_hf_path").
 
     Args:
-        files: name → content; nested dicts and lists.
+        files: name → content, with nested dicts and lists.
     """
     found: dict[str, str] = {}
 
@@ -125,7 +125,7 @@ def _refuse_needed(found: Sequence[Path], reads: Mapping[str, str]) -> None:
                 )
 
 
-def _tell_of_later_ones(root: Path, directory: Path) -> None:
+def _warn_of_later_checkpoints(root: Path, directory: Path) -> None:
     iteration = int(directory.name.rpartition("_")[2])
     later = [c.directory for c in reversed(checkpoints(root)) if c.iteration is not None and c.iteration > iteration]
     if later:

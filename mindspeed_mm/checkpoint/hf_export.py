@@ -1,9 +1,9 @@
-"""Write a model as a HF directory in the hub's layout: hub names, shards with an index, and the small files beside.
+"""Write a model as a HF directory in the hub's layout: hub names, shards with an index, and the small files.
 
-A model of diffusers is written the same way in diffusers' layout, any other under its own names.
+A diffusers model is written the same way in diffusers' layout, any other model under its own names.
 
-Weights stream: tensors of the model are gathered one after the other, each to the rank that writes the file it belongs
-to. No rank holds more than its shard and a few tensors.
+Weights are streamed: tensors of the model are gathered one after the other, each on the rank that writes its file. No
+rank has more than its shard and a few tensors in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
-from mindspeed_mm.checkpoint.hub_config import state_dtypes, with_dtype, write_own_config
+from mindspeed_mm.checkpoint.hub_config import set_config_dtypes, with_dtype, write_own_config
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
 from mindspeed_mm.checkpoint.manifest import ReportBytes
 from mindspeed_mm.checkpoint.pipeline_folder import copy_parts, is_pipeline, size_in_words
@@ -44,20 +44,20 @@ from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0
 
-# what a HF directory holds beside weights and the files that are written anew
+# suffixes of weight files, which are not copied with the other files of a HF directory
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_FILE = 5_000_000_000  # as on the hub
 _SMALLEST_FILE = 1_000_000_000
 
 
 class Fetcher(Protocol):
-    """Makes tensors of the model readable, all ranks together."""
+    """Fetches whole tensors of the model."""
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """The model's tensors by name, in the same order on all ranks."""
+        """Return the model's tensors by name, in the same order on all ranks."""
 
     def fetch(self, names: set[str], owner: int) -> None:
-        """Before rank `owner` reads these; the tensors fetched before may be forgotten."""
+        """Fetch tensors to rank `owner`, before it reads them; a collective. Earlier ones may be discarded."""
 
 
 class _FromModel:
@@ -106,21 +106,21 @@ class _File:
 
     Attributes:
         tensors: hub name → (expression, dtype to write).
-        beside: names of those that no tensor of the model goes into.
+        copied: names of tensors that are copied from the source, as the model has no part of them.
     """
 
     name: str
     tensors: dict[str, tuple[LazyTensor, torch.dtype]]
-    beside: Set[str] = frozenset()
+    copied: Set[str] = frozenset()
 
     def runs(self) -> Iterator[tuple[set[str], list[str]]]:
-        """Hub names that follow each other and come from the same tensors of the model, with these."""
+        """Yield (names of the model's tensors, consecutive hub names that are computed from them)."""
         by_leaves = itertools.groupby(self.tensors, key=self._leaves)
         for leaves, names in by_leaves:
             yield leaves, list(names)
 
     def _leaves(self, name: str) -> set[str]:
-        return set() if name in self.beside else self.tensors[name][0].node.leaves()
+        return set() if name in self.copied else self.tensors[name][0].node.leaves()
 
 
 def export(
@@ -132,18 +132,19 @@ def export(
     conversions: list[Any] | None = None,
     layout: PipelineLayout | None = None,
 ) -> None:
-    """Write `model` to `directory`, with the source's tokenizer, processor and templates; all ranks call.
+    """Write `model` to `directory`, with the source's tokenizer, processor and templates; a collective.
 
     Args:
-        model: a model of transformers or diffusers, sharded or not; or any other, whose tensors keep their names.
-        source: the HF directory that the model was built from; its small files are copied, its dtypes kept.
-        group: for messages between hosts.
-        dtype: of written weights that the source has not; None: as trained.
-        conversions: transformers' weight conversions that applied when the model was loaded; None: found from `source`.
-        layout: the pipeline that the model is a part of, to be written whole; None: the model alone.
+        model: a transformers or diffusers model, sharded or not; or any other model, which is written under its names.
+        directory: target; an existing one is replaced.
+        source: the HF directory that the model was built from; its small files are copied, and its dtypes kept.
+        group: process group for tensors in host memory.
+        dtype: dtype of written weights that the source doesn't have; None: the dtype of training.
+        conversions: transformers' weight conversions that were applied on loading; None: derived from `source`.
+        layout: the pipeline of which the model is a component, written as a whole; None: the model alone.
 
     Raises:
-        CheckpointError: a rank could not write; nothing is visible then.
+        CheckpointError: a rank could not write; the directory is then unchanged.
     """
     fetcher = _FromModel(model, dist.get_rank(group))
     export_gathered(model, fetcher, directory, source, group, dtype, conversions, layout)
@@ -159,17 +160,17 @@ def export_gathered(
     conversions: list[Any] | None = None,
     layout: PipelineLayout | None = None,
 ) -> None:
-    """Write what `fetcher` gathers as `model` would be written; the other arguments and errors are `export`'s.
+    """Write the tensors of `fetcher` as a HF directory of `model`; the other arguments and errors are `export`'s.
 
     Args:
-        model: for its class and configuration only.
+        model: used for its class and configuration only.
     """
     agreement = Agreement(group, directory.parent)
     known = _weights_of(source)
     hub = _hub_layout(model, fetcher.tensors(), known, conversions)
-    beside = _other_parts(model, source, known)
-    dtypes = _dtypes({**hub, **beside}, known, dtype)
-    _write_directory(model, directory, source, hub, beside, dtypes, dtype, fetcher, agreement, layout=layout)
+    copied = _other_parts(model, source, known)
+    dtypes = _dtypes({**hub, **copied}, known, dtype)
+    _write_directory(model, directory, source, hub, copied, dtypes, dtype, fetcher, agreement, layout=layout)
     loads = isinstance(model, PreTrainedModel) or is_diffusers_class(type(model))
     how = "loads with from_pretrained" if loads else "under the model's own names"
     size = f"; {size_in_words(directory)}" if agreement.rank == 0 and is_pipeline(directory) else ""
@@ -184,13 +185,16 @@ def export_from(
     dtype: torch.dtype | None,
     progress: ReportBytes | None = None,
 ) -> int:
-    """Write what `source` holds as a HF directory, in one process and tensor by tensor; returns the number of tensors.
+    """Convert the weights of `source` to a HF directory, in one process and tensor by tensor.
 
     Args:
-        model: of the right class and configuration, on meta.
-        small_files: a HF directory whose tokenizer and so on are copied.
-        dtype: of the written weights; None: that of the same weight in `small_files`, else the model's.
-        progress: called with the bytes written.
+        model: a model of the right class and configuration, on the meta device.
+        small_files: a HF directory whose tokenizer, processor and templates are copied.
+        dtype: dtype of the written weights; None: that of the same weight in `small_files`, else the model's.
+        progress: called with the number of bytes written.
+
+    Returns:
+        the number of tensors.
     """
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=True)
@@ -198,10 +202,10 @@ def export_from(
     known = _weights_of(small_files)
     hub = _hub_layout(model, values, known, None)
     wanted = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    beside = _other_parts(model, small_files, known)
-    dtypes = _dtypes({**hub, **beside}, None if dtype else known, wanted)
-    _write_directory(model, directory, small_files, hub, beside, dtypes, dtype, _FromSource(values), None, progress)
-    return len(hub) + len(beside)
+    copied = _other_parts(model, small_files, known)
+    dtypes = _dtypes({**hub, **copied}, None if dtype else known, wanted)
+    _write_directory(model, directory, small_files, hub, copied, dtypes, dtype, _FromSource(values), None, progress)
+    return len(hub) + len(copied)
 
 
 def _weights_of(source: str | None) -> WeightSource | None:
@@ -211,7 +215,7 @@ def _weights_of(source: str | None) -> WeightSource | None:
 def _hub_layout(
     model: nn.Module, tensors: dict[str, LazyTensor], source: WeightSource | None, conversions: list[Any] | None
 ) -> dict[str, LazyTensor]:
-    """What the hub's tensors are made of, by hub name: transformers' conversions, run backwards."""
+    """Return the expressions of the hub's tensors, by hub name: transformers' conversions, reverted."""
     from transformers.core_model_loading import revert_weight_conversion
 
     meta_model = build_meta_copy(model)
@@ -230,18 +234,18 @@ def _hub_layout(
 
 
 def _whole_config(model: Any, source: str | None) -> dict[str, Any] | None:
-    """config.json of the source if the model is a part of what it describes (an Omni model's thinker); else None."""
+    """Return config.json of the source if the model is a part of its model (an Omni model's thinker); else None."""
     path = Path(source) / "config.json" if source is not None else None
     if path is None or not path.is_file() or not isinstance(model, PreTrainedModel):
         return None
-    said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     own = model.config.model_type
-    is_part = any(isinstance(part, dict) and part.get("model_type") == own for part in said.values())
-    return said if is_part and said.get("model_type") != own else None
+    is_part = any(isinstance(part, dict) and part.get("model_type") == own for part in content.values())
+    return content if is_part and content.get("model_type") != own else None
 
 
 def _other_parts(model: nn.Module, source: str | None, known: WeightSource | None) -> dict[str, LazyTensor]:
-    """The source's tensors of the parts that the model isn't, to be written as they are."""
+    """Return the source's tensors of the parts that the model doesn't have, which are copied."""
     if known is None or _whole_config(model, source) is None:
         return {}
     tensors = known.tensors()
@@ -249,9 +253,9 @@ def _other_parts(model: nn.Module, source: str | None, known: WeightSource | Non
 
 
 def _as_in_source(tensor: LazyTensor, shape: tuple[int, ...] | None) -> LazyTensor:
-    """Transpose what was transposed on loading because its shape said so (experts of Qwen3-VL-MoE).
+    """Transpose a tensor that was transposed on loading because of its shape (experts of Qwen3-VL-MoE).
 
-    Run backwards, transformers' own conversion compares with the model's shape again and leaves it.
+    Reverted, transformers' conversion compares with the model's shape again and doesn't transpose it.
     """
     if shape is None or tuple(tensor.shape) == shape or tensor.dim() < 2:
         return tensor
@@ -264,7 +268,7 @@ def _write_directory(
     directory: Path,
     source: str | None,
     hub: dict[str, LazyTensor],
-    beside: dict[str, LazyTensor],
+    copied: dict[str, LazyTensor],
     dtypes: Mapping[str, torch.dtype],
     dtype: torch.dtype | None,
     fetcher: Fetcher,
@@ -282,9 +286,9 @@ def _write_directory(
 
     working = directory.with_name(f".{directory.name}.saving")
     inside = working if layout is None else working / layout.component
-    files = _plan_files({**hub, **beside}, dtypes, size, _weights_name(model))
+    files = _plan_files({**hub, **copied}, dtypes, size, _weights_name(model))
     for file in files:
-        file.beside = beside.keys() & file.tensors.keys()
+        file.copied = copied.keys() & file.tensors.keys()
     try:
         step("preparing the folder", lambda: _make_empty(working, inside) if rank == 0 else None)
         step("writing weights", lambda: _write_files(files, fetcher, inside, rank, size, progress))
@@ -306,16 +310,16 @@ def _dtypes(
     hub: Mapping[str, LazyTensor], source: WeightSource | None, dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     known = {n: t.dtype for n, t in source.tensors().items()} if source is not None else {}
-    made = {}
+    dtypes = {}
     for name, tensor in hub.items():
         wanted = known.get(name, dtype)
         floats = wanted is not None and tensor.dtype.is_floating_point and wanted.is_floating_point
-        made[name] = wanted if floats and wanted is not None else tensor.dtype
-    return made
+        dtypes[name] = wanted if floats and wanted is not None else tensor.dtype
+    return dtypes
 
 
 def _weights_name(model: nn.Module) -> str:
-    """What the library of the model calls its weight files."""
+    """Return the base name of weight files in the model's library."""
     return "diffusion_pytorch_model" if is_diffusers_class(type(model)) else "model"
 
 
@@ -339,7 +343,7 @@ def _make_empty(working: Path, inside: Path) -> None:
 def _write_files(
     files: list[_File], fetcher: Fetcher, working: Path, rank: int, size: int, progress: ReportBytes | None
 ) -> None:
-    """File i is written by rank i modulo size. Ranks take turns at gathering, and write while others gather."""
+    """Write file i on rank i modulo size. Ranks gather in turn, and write while other ranks gather."""
     problem: BaseException | None = None
     for start in range(0, len(files), size):
         batch = files[start : start + size]
@@ -355,17 +359,17 @@ def _write_files(
                 try:
                     for name in names:
                         writer.put(name)
-                except BaseException as error:  # the others are still waiting for this rank's part in their gathers
+                except BaseException as error:  # keep gathering, as the other ranks need this rank's parts
                     problem = error
         if writer is not None:
-            closing = writer.close()  # always; after a problem, it finds tensors that were never written
+            closing = writer.close()  # always; after an error it also reports tensors that were never written
             problem = problem or closing
     if problem is not None:
         raise problem
 
 
 class _Writer:
-    """Writes a file in a thread of its own."""
+    """Writes a file in a separate thread."""
 
     def __init__(self, working: Path, file: _File, progress: ReportBytes | None) -> None:
         self._file, self._progress = file, progress
@@ -378,7 +382,7 @@ class _Writer:
     def put(self, name: str) -> None:
         lazy, dtype = self._file.tensors[name]
         if self._problem is None:
-            # converted here, as a copy: the model may go on being changed, and a gathered tensor let go
+            # a copy, as the model may change, and a gathered tensor may be released, before it is written
             self._queue.put((name, lazy.node.read(whole(lazy.node.shape)).to(dtype, copy=True)))
 
     def close(self) -> BaseException | None:
@@ -397,7 +401,7 @@ class _Writer:
                         self._progress(value.nbytes)
         except BaseException as error:
             self._problem = error
-            for _ in items:  # whoever puts must not wait for ever; nothing if the end has come already
+            for _ in items:  # drain the queue, so that `put` doesn't block for ever
                 pass
 
 
@@ -414,7 +418,7 @@ def _finish(
         write_own_config(model, working)
     elif of_whole is None:
         config = copy.deepcopy(described.config)
-        state_dtypes(config, source, dtype, _main_dtype(files))
+        set_config_dtypes(config, source, dtype, _main_dtype(files))
         config.architectures = [type_without_fsdp(model).__name__]
         config.save_pretrained(working)
         if described.can_generate():
@@ -441,7 +445,7 @@ def _finish(
 
 
 def _main_dtype(files: list[_File]) -> torch.dtype:
-    """The dtype that most values are written in."""
+    """Return the dtype of most written values."""
     counts: Counter[torch.dtype] = Counter()
     for file in files:
         for tensor, dtype in file.tensors.values():
@@ -450,7 +454,7 @@ def _main_dtype(files: list[_File]) -> torch.dtype:
 
 
 def _replace_folder(working: Path, final: Path) -> None:
-    """Let the new folder take the place of the old one, which may be mapped by who reads from it."""
+    """Replace the old folder with the new one; other processes may have files of the old one mapped."""
     if final.exists() and not exchange(working, final):
         aside = final.with_name(f".{final.name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""config.json of an export: what a model was built from, and the dtypes that its weights are written in."""
+"""config.json of an export: the configuration of the model, and the dtypes of its written weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 
 
 def write_own_config(model: nn.Module, working: Path) -> None:
-    """Write what a model that is none of transformers' was built from (its `config`), if JSON can hold it."""
+    """Write the `config` of a model that is no transformers model, if it can be written as JSON."""
     config = as_trainable(model).config
     if is_diffusers_class(type(model)):
         described: Any = model
-        # made by diffusers for the class as it is now, which may be one that fully_shard derived
+        # diffusers writes the name of the current class, which may be the one that fully_shard derived
         config = {**json.loads(described.to_json_string()), "_class_name": type_without_fsdp(model).__name__}
     content = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
     if isinstance(content, Mapping):
@@ -29,24 +29,31 @@ def write_own_config(model: nn.Module, working: Path) -> None:
             (working / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def state_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, main: torch.dtype) -> None:
-    """Let a config name `dtype`, or what the source's names (training has its own), or what most values have."""
+def set_config_dtypes(config: Any, source: str | None, dtype: torch.dtype | None, main: torch.dtype) -> None:
+    """Set the dtypes of a config to those of the written weights instead of those of training.
+
+    Args:
+        config: a transformers configuration; changed in place.
+        source: HF directory that the model was built from.
+        dtype: dtype of the written weights; None: the one in the source's config.json.
+        main: dtype of most values, for a source without a dtype.
+    """
     path = Path(source) / "config.json" if source is not None else None
-    said = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
-    of_source = said.get("dtype", said.get("torch_dtype"))
+    content = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    of_source = content.get("dtype", content.get("torch_dtype"))
     of_whole = str(dtype).removeprefix("torch.") if dtype is not None else of_source
     config.dtype = of_whole or str(main).removeprefix("torch.")
     for part in config.sub_configs:
         inner = getattr(config, part, None)
         if inner is not None:
-            of_part = said.get(part) or {} if of_whole == of_source else {}
+            of_part = content.get(part) or {} if of_whole == of_source else {}
             inner.dtype = of_part.get("dtype", of_part.get("torch_dtype"))
 
 
-def with_dtype(said: Any, name: str) -> Any:
-    """A configuration's JSON, every dtype in it replaced."""
-    if isinstance(said, list):
-        return [with_dtype(value, name) for value in said]
-    if not isinstance(said, dict):
-        return said
-    return {key: name if key in ("dtype", "torch_dtype") else with_dtype(value, name) for key, value in said.items()}
+def with_dtype(content: Any, name: str) -> Any:
+    """Return the JSON content of a configuration with every dtype replaced."""
+    if isinstance(content, list):
+        return [with_dtype(value, name) for value in content]
+    if not isinstance(content, dict):
+        return content
+    return {key: name if key in ("dtype", "torch_dtype") else with_dtype(value, name) for key, value in content.items()}

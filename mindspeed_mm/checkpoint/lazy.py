@@ -1,10 +1,10 @@
-"""Tensors that remember how they would be made, so that any part of them can be read without making the whole.
+"""Lazy tensors: expressions over the tensors of a source, of which any region can be read without the whole.
 
-transformers converts weights between the hub's layout and its modules' (renamed, stacked, concatenated, transposed)
-with operations on tensors. Run on `LazyTensor`s, these operations move no data: they leave an expression over the
-source's tensors. A rank then reads just the region that its shard needs: the region is pushed down through
-concatenations, stacks, slices and permutations to slices of files. An operation without such a rule is computed whole,
-from its inputs, when one of its regions is read.
+transformers converts weights between the hub's layout and that of its modules (renamed, stacked, concatenated,
+transposed) with operations on tensors. Applied to `LazyTensor`s, these operations move no data but build an expression
+over the source's tensors. A rank then reads only the region of its shard, which is pushed down through concatenations,
+stacks, slices and permutations to slices of files. An operation without such a rule is computed whole, from its inputs,
+when a region of its result is read.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Region = tuple[tuple[int, int], ...]
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """The region that is all of a tensor."""
+    """Return the region of a whole tensor."""
     return tuple((0, int(size)) for size in shape)
 
 
 class Node:
-    """An expression of one tensor.
+    """An expression with one tensor as value.
 
     Attributes:
-        shape, dtype: of its value.
+        shape, dtype: shape and dtype of the value.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, region: Region) -> torch.Tensor:
-        """The value of `region`; may share memory with a mapped file: don't write into it."""
+        """Return the value of `region`; it may share memory with a mapped file and must not be written to."""
         out = torch.empty([length for _, length in region], dtype=self.dtype)
         self.read_into(region, out)
         return out
@@ -46,12 +46,12 @@ class Node:
         out.copy_(self.read(region))
 
     def inputs(self) -> Sequence[Node]:
-        """The expressions that this one is made of."""
+        """Return the inputs of this expression."""
         parts: Sequence[Node] | None = getattr(self, "parts", None)
         return parts if parts is not None else [self.parent]  # type: ignore[attr-defined]
 
     def leaves(self) -> set[str]:
-        """Names of the source's tensors that this one is made of."""
+        """Return the names of the source's tensors that this expression depends on."""
         found, todo, seen = set(), [self], set()
         while todo:
             node = todo.pop()
@@ -76,9 +76,9 @@ class Leaf(Node):
     ) -> None:
         """
         Args:
-            reader: (name, region) → its value in host memory.
-            keeps_dtype: a cast of the tensor itself does nothing: whoever reads it in the end converts it. (A loader
-                casts what it reads to its model's dtype, which here nobody has asked for yet.)
+            reader: (name, region) → value of the region in host memory.
+            keeps_dtype: ignore casts of this tensor. (transformers' loader casts what it reads to its model's dtype;
+                here the final reader converts values.)
         """
         self.name, self.shape, self.dtype, self._reader = name, tuple(shape), dtype, reader
         self.keeps_dtype = keeps_dtype
@@ -215,7 +215,7 @@ class _Cast(Node):
 
 
 class _Call:
-    """An operation without a rule of its own: computed from whole inputs, a thread's last result kept."""
+    """An operation without a rule: computed from whole inputs; each thread caches its last result."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -231,7 +231,7 @@ _kept = threading.local()
 
 
 def forget() -> None:
-    """Let go of this thread's last computed value."""
+    """Release this thread's cached result."""
     _kept.__dict__.clear()
 
 
@@ -252,12 +252,12 @@ class _Result(Node):
 
 
 def _compute(value: object) -> Any:
-    # contiguous: whoever ran the operation on a LazyTensor saw contiguous strides
+    # contiguous, as the LazyTensor that the operation was applied to had contiguous strides
     return value.node.read(whole(value.node.shape)).contiguous() if isinstance(value, LazyTensor) else value
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without data: shape, dtype and the expression that makes it."""
+    """A tensor without data: a shape, a dtype and the expression of its value."""
 
     node: Node
 
@@ -282,8 +282,8 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        made = rule(*args, **kwargs) if rule is not None else None
-        return _unruled(func, args, kwargs) if made is None else made
+        result = rule(*args, **kwargs) if rule is not None else None
+        return _unruled(func, args, kwargs) if result is None else result
 
 
 def leaf(
@@ -293,12 +293,12 @@ def leaf(
     reader: Callable[[str, Region], torch.Tensor],
     keeps_dtype: bool = False,
 ) -> LazyTensor:
-    """A lazy tensor that is read from a source as it is; arguments as `Leaf`'s."""
+    """Return a lazy tensor that is read from a source; the arguments are those of `Leaf`."""
     return LazyTensor(Leaf(name, shape, dtype, reader, keeps_dtype))
 
 
 def rounded(node: Node, dtype: torch.dtype) -> Node:
-    """The expression with its values rounded through `dtype`, in its own dtype."""
+    """Return the expression with its values rounded to `dtype`, in its original dtype."""
     return _Cast(_Cast(node, dtype), node.dtype)
 
 
@@ -312,7 +312,7 @@ def _unruled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     try:
         shapes = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
     except (RuntimeError, NotImplementedError):
-        return call.value()  # it depends on values: computed now
+        return call.value()  # the result depends on values: computed at once
     if isinstance(shapes, torch.Tensor):
         return LazyTensor(_Result(call, None, shapes.shape, shapes.dtype))
     if isinstance(shapes, (list, tuple)) and all(isinstance(s, torch.Tensor) for s in shapes):

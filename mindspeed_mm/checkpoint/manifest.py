@@ -1,7 +1,7 @@
-"""manifest.json of a checkpoint folder: the size and the checksum of each of its files, and the check against it.
+"""manifest.json of a checkpoint folder: the size and the checksum of each file, and the check against it.
 
-A full disk, a copy that broke off or a flipped bit leave a folder that looks whole. With the manifest it can be told
-from one that is, by size in no time or by content, and the file that is damaged has a name.
+After a full disk, an interrupted copy or a flipped bit a folder may look complete. The manifest detects it, quickly by
+sizes or fully by checksums, and names the damaged file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ReportBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be.
+    """The expected size and checksum of a file.
 
     Attributes:
-        size: bytes.
+        size: number of bytes.
         checksum: XXH3 with 128 bits, 32 hexadecimal digits.
     """
 
@@ -39,7 +39,7 @@ class FileSum:
 
 
 def sum_file(path: Path, progress: ReportBytes | None = None) -> FileSum:
-    """Read a file block by block.
+    """Compute the size and the checksum of a file, read block by block.
 
     Args:
         progress: called with the number of bytes of each block.
@@ -56,23 +56,23 @@ def sum_file(path: Path, progress: ReportBytes | None = None) -> FileSum:
 
 
 def sum_files(directory: Path, names: Iterable[str]) -> dict[str, FileSum]:
-    """Sums of files in `directory`, by name."""
+    """Return size and checksum of files in `directory`, by name."""
     return {name: sum_file(directory / name) for name in names}
 
 
 def write_manifest(directory: Path, iteration: int, files: Mapping[str, FileSum]) -> None:
-    """Write manifest.json, durably.
+    """Write manifest.json and sync it to disk.
 
     Args:
-        iteration: the step after which the checkpoint was taken.
-        files: every other file of the folder.
+        iteration: the step after which the checkpoint was saved.
+        files: all other files of the folder.
     """
     entries = {name: {"bytes": files[name].size, ALGORITHM: files[name].checksum} for name in sorted(files)}
     write_json(directory / MANIFEST, {"format": _FORMAT, "iteration": iteration, "files": entries})
 
 
 def has_manifest(directory: Path) -> bool:
-    """Whether a checkpoint can be verified; folders that earlier versions wrote can't."""
+    """Whether a checkpoint has a manifest; those of earlier versions have none."""
     return (directory / MANIFEST).is_file()
 
 
@@ -105,7 +105,7 @@ def manifest_problems(
         progress: called with the number of bytes of each block that was read.
 
     Returns:
-        a sentence for each problem, empty if there is none. What is wrong with the manifest itself every rank says.
+        a sentence for each problem; empty if there is none. Problems of the manifest itself are returned on every rank.
     """
     try:
         files = read_manifest(directory)
@@ -120,7 +120,7 @@ def manifest_problems(
 
 
 def _share(files: Mapping[str, FileSum], rank: int, size: int) -> list[str]:
-    """Names that a rank checks: the largest file first, each to the rank that has least to read."""
+    """Return the names that a rank checks: files from the largest on, each to the rank with the least to read."""
     load = [0] * size
     mine = []
     for name in sorted(files, key=lambda n: (-files[n].size, n)):
@@ -147,7 +147,7 @@ def _compare(path: Path, expected: FileSum, checksums: bool, progress: ReportByt
 
 
 def _file_sum(manifest: Path, name: str, entry: Any) -> FileSum:
-    # a name is followed into the folder and nowhere else, whatever the system takes for a separator
+    # a name must not lead outside of the folder, whatever the system's path separator is
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"'{manifest}' names the file {name!r}, which is no name in its own folder; refused")
     size = entry.get("bytes") if isinstance(entry, dict) else None

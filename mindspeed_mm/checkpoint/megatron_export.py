@@ -1,4 +1,4 @@
-"""Gather transformers' tensors from the ranks that hold parts of them in Megatron-core chunks."""
+"""Gather transformers' tensors from the ranks that have parts of them in Megatron-core chunks."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from mindspeed_mm.checkpoint.megatron_parts import Shape, SourceRegion
 
 
 class GatheredParts:
-    """Lets a rank read whole tensors of which all ranks have parts; see `hf_export.Fetcher`.
+    """Gathers whole tensors from their parts on all ranks; see `hf_export.Fetcher`.
 
-    A tensor travels from rank to rank, part by part, and is put together where it is written.
+    Each rank sends its parts of a tensor to the rank that writes the tensor, which assembles it.
     """
 
     def __init__(
         self, parts: Iterable[tuple[SourceRegion, torch.Tensor]], shapes: Mapping[str, Shape], group: dist.ProcessGroup
     ) -> None:
         """
-        All ranks together.
+        A collective.
 
         Args:
-            parts: of this rank, with the tensors that hold them; each element of a tensor is in one part of one rank.
-            shapes: of the transformers model's tensors.
-            group: for tensors in host memory; of all ranks.
+            parts: parts on this rank, with the tensors that contain them; each element of a tensor is in exactly one
+                part of one rank.
+            shapes: shapes of the transformers model's tensors.
+            group: process group of all ranks, for tensors in host memory.
         """
         self._shapes, self._group, self._rank = shapes, group, dist.get_rank(group)
         self._parts: dict[str, list[tuple[SourceRegion, torch.Tensor]]] = {}
         for part, tensor in parts:
             self._parts.setdefault(part.source, []).append((part, tensor))
         own = {n: (found[0][1].dtype, [part.region for part, _ in found]) for n, found in self._parts.items()}
-        everyones: list[dict[str, tuple[torch.dtype, list[Region]]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, own, group=group)
+        gathered: list[dict[str, tuple[torch.dtype, list[Region]]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
         self._regions = {
-            n: {r: held[n][1] for r, held in enumerate(everyones) if n in held} for n in set().union(*everyones)
+            n: {r: parts_of[n][1] for r, parts_of in enumerate(gathered) if n in parts_of}
+            for n in set().union(*gathered)
         }
-        self._dtypes = {n: dtype for held in everyones for n, (dtype, _) in held.items()}
+        self._dtypes = {n: dtype for parts_of in gathered for n, (dtype, _) in parts_of.items()}
         self._whole: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> dict[str, LazyTensor]:

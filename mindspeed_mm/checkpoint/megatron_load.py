@@ -1,4 +1,4 @@
-"""Read a checkpoint of any layout into Megatron-core chunks and their optimizer: on each rank the regions it holds."""
+"""Read a checkpoint of any layout into Megatron-core chunks and their optimizer; each rank reads only its regions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import Held, SourceRegion, Stepped
+from mindspeed_mm.checkpoint.megatron_parts import LocalParameter, MainParameter, SourceRegion
 from mindspeed_mm.utils.log import notice
 
 
 @torch.no_grad()
 def read_tensors(
-    reader: DcpReader, held: Sequence[Held], stepped: Mapping[nn.Parameter, Stepped], *, with_optimizer: bool
+    reader: DcpReader,
+    local: Sequence[LocalParameter],
+    mains: Mapping[nn.Parameter, MainParameter],
+    *,
+    with_optimizer: bool,
 ) -> None:
-    """Fill parameters, copies in higher precision and the optimizer's state; what the checkpoint lacks stays as it is.
+    """Fill parameters, master weights and the optimizer's state; tensors missing in the checkpoint stay unchanged.
 
-    Parameters are read one after the other: no more than one of them is in memory beside what is filled.
+    Parameters are read one after the other, so that at most one of them is in memory in addition to the targets.
     """
     steps: dict[int, tuple[dict[str, Any], set[float]]] = {}
-    for h in held:
-        owned = stepped.get(h.param)
-        wanted = [(f"model.{part.source}", part, h.param.data) for part in h.parts()]
+    for p in local:
+        owned = mains.get(p.param)
+        wanted = [(f"model.{part.source}", part, p.param.data) for part in p.parts()]
         if owned is not None:
-            parts = h.parts(owned.span)
-            if owned.main.dtype != h.param.dtype:
+            parts = p.parts(owned.span)
+            if owned.main.dtype != p.param.dtype:
                 wanted += [(f"model.{part.source}", part, owned.main.data) for part in parts]
             if with_optimizer:
                 ensure_parameter_state(owned)
                 for name in state_names(owned.group):
                     wanted += [(f"optimizer.{part.source}.{name}", part, owned.state[name]) for part in parts]
-        counted = h.made.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
+        counted = p.made.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
         counts = _read(reader, wanted, [f"optimizer.{source}.step" for source in counted])
         if owned is not None:
             steps.setdefault(id(owned.group), (owned.group, set()))[1].update(counts)
@@ -42,7 +46,7 @@ def read_tensors(
         if len(found) > 1:
             notice(
                 f"checkpoint '{reader.directory}' holds parameters that took {min(found):g} to {max(found):g} steps; "
-                "Megatron's optimizer counts those of a group together: the most are taken"
+                "Megatron's optimizer has one step count for each group, which is set to the largest"
             )
         if found:
             group["step"] = int(max(found))
@@ -51,19 +55,19 @@ def read_tensors(
 def _read(
     reader: DcpReader, wanted: Sequence[tuple[str, SourceRegion, torch.Tensor]], steps: Sequence[str]
 ) -> list[float]:
-    """Read parts into the tensors that hold them; returns the values of the scalars `steps`."""
-    requests, apart = [], []
+    """Read parts into their tensors; returns the values of the scalars `steps`."""
+    requests, copied = [], []
     for key, part, tensor in wanted:
         if key not in reader.tensors:
             continue
         if len(part.pieces) == 1:
             out = part.value(tensor)
-        else:  # not in one piece: through a tensor of its own
+        else:  # several pieces: read into a temporary tensor
             out = torch.empty(part.sizes, dtype=reader.dtype(key))
-            apart.append((part, tensor, out))
+            copied.append((part, tensor, out))
         requests.append(ReadRequest(key, part.region, out))
     scalars = [ReadRequest(key, (), torch.empty((), dtype=torch.float32)) for key in steps if key in reader.tensors]
     reader.read_into([*requests, *scalars])
-    for part, tensor, out in apart:
+    for part, tensor, out in copied:
         part.put(tensor, out)
     return [float(request.out) for request in scalars]

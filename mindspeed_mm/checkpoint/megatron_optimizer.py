@@ -1,4 +1,4 @@
-"""What Megatron-core's optimizers step on this rank, and the state that they keep for it."""
+"""The main parameters of Megatron-core's optimizers on this rank, and their optimizer state."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_parts import FlatRange, Stepped
+from mindspeed_mm.checkpoint.megatron_parts import FlatRange, MainParameter
 
 
 def is_spread(optimizer: Any) -> bool:
-    """Whether each data-parallel rank steps a range of the elements of its own."""
+    """Whether each data-parallel rank steps its own range of elements (the distributed optimizer)."""
     return isinstance(optimizer, DistributedOptimizer)
 
 
-def stepped_parameters(optimizer: Any) -> dict[nn.Parameter, Stepped]:
-    """What an optimizer steps here, by parameter; nothing if this rank has nothing to train."""
+def main_parameters(optimizer: Any) -> dict[nn.Parameter, MainParameter]:
+    """Return the main parameters of an optimizer on this rank, by model parameter; empty for a stub optimizer."""
     if optimizer.is_stub_optimizer:
         return {}
     inner = optimizer.optimizer
     groups = {id(main): group for group in inner.param_groups for main in group["params"]}
     return {
-        param: Stepped(main, span, groups[id(main)], inner.state[main]) for param, main, span in _stepped(optimizer)
+        param: MainParameter(main, span, groups[id(main)], inner.state[main]) for param, main, span in _mains(optimizer)
     }
 
 
-def _stepped(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, FlatRange]]:
+def _mains(optimizer: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, FlatRange]]:
     pairs: Iterator[tuple[nn.Parameter, torch.Tensor]]
     if isinstance(optimizer, DistributedOptimizer):
         pairs = chain(
@@ -58,20 +58,20 @@ def _pairs(params: list[list[Any]], mains: list[list[Any]]) -> Iterator[tuple[nn
 
 
 @torch.no_grad()
-def ensure_parameter_state(stepped: Stepped) -> None:
-    """Give a parameter the state that its first step would create."""
-    for name in state_names(stepped.group):
-        if stepped.state.get(name) is None:
-            stepped.state[name] = torch.zeros_like(stepped.main)
+def ensure_parameter_state(parameter: MainParameter) -> None:
+    """Create the optimizer state of a parameter that has not been stepped yet, as its first step would."""
+    for name in state_names(parameter.group):
+        if parameter.state.get(name) is None:
+            parameter.state[name] = torch.zeros_like(parameter.main)
 
 
 def state_names(group: dict[str, Any]) -> tuple[str, ...]:
-    """The tensors that an optimizer keeps for each parameter of a group: Adam's averages, SGD's momentum."""
+    """Return the names of the state tensors of each parameter in a group: Adam's moments or SGD's momentum."""
     if counts_steps(group):
         return "exp_avg", "exp_avg_sq"
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
 def counts_steps(group: dict[str, Any]) -> bool:
-    """Whether the group's optimizer is an Adam, which counts its steps in the group."""
+    """Whether the group has a step count, as Adam's groups do."""
     return "betas" in group

@@ -1,7 +1,8 @@
-"""Which rectangles of transformers' tensors a rank holds in the parameters of Megatron-core chunks.
+"""The rectangles of transformers' tensors that a rank has in the parameters of Megatron-core chunks.
 
-A rank holds a part of a parameter's rows or columns (tensor parallelism), and may own a range of its elements only (the
-distributed optimizer, sharing the writing of a checkpoint). Either falls into rectangles of transformers' tensors.
+A rank has a part of a parameter's rows or columns (tensor parallelism), or only a range of its elements (the
+distributed optimizer, or data-parallel ranks that share the writing of a checkpoint). Both split into rectangles of
+transformers' tensors.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from mindspeed_mm.utils.errors import CheckpointError
 
 Shape = tuple[int, ...]
 FlatRange = tuple[int, int]
-"""First element and the one after the last, of a flattened parameter of this rank."""
+"""Start and end (exclusive) of a range of elements of this rank's flattened parameter."""
 
 
 @dataclass(frozen=True)
 class SourceRegion:
-    """A rectangle of a transformers' tensor that this rank holds.
+    """A rectangle of a transformers tensor on this rank.
 
     Attributes:
-        source: name of the transformers' tensor.
-        region: of it.
-        pieces: rectangles of the rank's parameter whose rows, one after the other, are `region`.
-        shape: of the rank's parameter.
-        span: elements of it that the tensors given below hold, flattened, where they don't have its shape.
+        source: name of the transformers tensor.
+        region: rectangle of the transformers tensor.
+        pieces: rectangles of the rank's parameter; their concatenation along the rows is `region`.
+        shape: shape of the rank's parameter.
+        span: range of the parameter's elements that a flat tensor argument of the methods contains.
     """
 
     source: str
@@ -48,16 +49,16 @@ class SourceRegion:
         return tuple(length for _, length in self.region)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rectangle's values in `tensor`: a view where they lie in one piece.
+        """Return the rectangle's values in `tensor`: a view if there is one piece.
 
         Args:
-            tensor: of the shape of the rank's parameter, or the flat elements of its span.
+            tensor: a tensor of shape `shape`, or the flat elements of `span`.
         """
         views = [self._view(tensor, piece) for piece in self.pieces]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the rectangle's values into `tensor`, converted to its dtype; arguments as `value`'s."""
+        """Write the rectangle's values into `tensor` (see `value`), converted to its dtype."""
         at = 0
         for piece in self.pieces:
             view = self._view(tensor, piece)
@@ -78,15 +79,16 @@ class SourceRegion:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class LocalParameter:
     """A parameter of a chunk on this rank.
 
     Attributes:
-        made: how the whole tensor is made.
-        offset: where the rank's rows (or columns) begin in the whole tensor, by dimension.
-        size: of the whole tensor.
+        param: the parameter.
+        made: the composition of the whole tensor from transformers tensors.
+        offset: offset of the rank's part in the whole tensor, by dimension.
+        size: shape of the whole tensor.
         rows: number of rows of each source; empty for a single source, which is the whole tensor.
-        is_copy: another stage holds the same tensor and answers for it: the head's copy of a tied embedding.
+        is_copy: whether another stage has and saves the same tensor: the head's copy of a tied embedding.
     """
 
     param: nn.Parameter
@@ -98,11 +100,11 @@ class Held:
 
     @property
     def is_split(self) -> bool:
-        """Whether the tensor-parallel ranks hold different parts."""
+        """Whether the tensor-parallel ranks have different parts."""
         return bool(getattr(self.param, "tensor_model_parallel", False))
 
     def parts(self, span: FlatRange | None = None) -> list[SourceRegion]:
-        """The rectangles that this rank's parameter, or elements `span` of it, consists of; neighbours are one."""
+        """Return the rectangles of this rank's parameter, or of its elements `span`; adjacent ones are joined."""
         shape = tuple(self.param.shape)
         first, end = span or (0, self.param.numel())
         found: dict[str, list[tuple[Region, Region]]] = {}
@@ -116,7 +118,7 @@ class Held:
         ]
 
     def _in_sources(self, piece: Region) -> list[tuple[str, Region, Region]]:
-        """(source, region of it, piece of the parameter) that a piece of the parameter falls into."""
+        """Split a piece of the parameter by sources: (source, region of the source, piece of the parameter)."""
         region = tuple((start + by, length) for (start, length), by in zip(piece, self.offset, strict=True))
         if not self.rows:
             return [(self.made.sources[0], region, piece)]
@@ -131,7 +133,7 @@ class Held:
 
 
 def rectangles(shape: Sequence[int], start: int, end: int) -> list[Region]:
-    """The rectangles that elements `start` to `end` of a contiguous tensor fall into, in their order."""
+    """Split elements `start` to `end` (exclusive) of a contiguous tensor into rectangles, in order."""
     shape = tuple(shape)
     if start >= end:
         return []
@@ -151,19 +153,20 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> list[Region]:
     return found
 
 
-def hold(
+def local_parameters(
     chunks: Sequence[nn.Module], shapes: Mapping[str, Shape] | None, tensor_rank: int, tensor_size: int
-) -> list[Held]:
-    """Say what this rank's chunks hold.
+) -> list[LocalParameter]:
+    """Return the parameters of this rank's chunks.
 
     Args:
-        chunks: with `made_of`, or without: then a tensor has the name that it has in the whole model.
-        shapes: of transformers' tensors, by name; None: tensors are none of transformers'.
+        chunks: a chunk without `made_of` stores its tensors under their names in the whole model.
+        shapes: shapes of transformers' tensors by name; None: the model is no transformers model.
+        tensor_rank, tensor_size: tensor-parallel rank and size.
 
     Raises:
-        CheckpointError: a chunk's tensor is made of tensors that the transformers model has not, or of another shape.
+        CheckpointError: the transformers model lacks a source of a chunk's tensor, or has it in another shape.
     """
-    held = []
+    found = []
     for chunk in chunks:
         made_of = Staged(chunk).made_of or own_names(chunk)
         for name, param in chunk.named_parameters():
@@ -174,8 +177,8 @@ def hold(
                 offset[dim], size[dim] = tensor_rank * size[dim], tensor_size * size[dim]
             rows = _rows_of(name, made, tuple(size), shapes)
             is_copy = bool(getattr(param, "shared", False))
-            held.append(Held(param, made, tuple(offset), tuple(size), rows, is_copy))
-    return held
+            found.append(LocalParameter(param, made, tuple(offset), tuple(size), rows, is_copy))
+    return found
 
 
 def _rows_of(name: str, made: Made, size: Shape, shapes: Mapping[str, Shape] | None) -> Shape:
@@ -183,7 +186,7 @@ def _rows_of(name: str, made: Made, size: Shape, shapes: Mapping[str, Shape] | N
         return ()
     missing = [s for s in made.sources if s not in shapes]
     if missing:
-        raise CheckpointError(f"{name} is made of {missing[0]}, which the transformers model does not have")
+        raise CheckpointError(f"{name} consists of {missing[0]}, which the transformers model does not have")
     single = len(made.blocks) == 1
     rows = () if single else tuple(shapes[s][0] for s in made.sources)
     expected = shapes[made.sources[0]] if single else (sum(rows), *shapes[made.sources[0]][1:])
@@ -196,7 +199,7 @@ def _rows_of(name: str, made: Made, size: Shape, shapes: Mapping[str, Shape] | N
 
 
 def own_names(chunk: nn.Module) -> Callable[[str], Made]:
-    """Names for a chunk of plain Megatron-core modules: its own, layers with their numbers in the whole model."""
+    """Return the naming of a chunk of plain Megatron-core modules: its names, with layer numbers of the whole model."""
     numbers = {
         name: module.layer_number - 1
         for name, module in chunk.named_modules()
@@ -216,7 +219,7 @@ def own_names(chunk: nn.Module) -> Callable[[str], Made]:
 
 
 def _joined(pairs: Sequence[tuple[Region, Region]]) -> list[tuple[Region, tuple[Region, ...]]]:
-    """(region of the source, piece of the parameter) → with regions that are neighbours by their rows put together."""
+    """Join regions of the source whose rows are adjacent, and collect their pieces of the parameter."""
     found: list[tuple[Region, list[Region]]] = []
     for region, piece in sorted(pairs, key=lambda pair: pair[0]):
         last = found[-1] if found else None
@@ -228,14 +231,14 @@ def _joined(pairs: Sequence[tuple[Region, Region]]) -> list[tuple[Region, tuple[
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """What the optimizer steps on this rank of a parameter.
+class MainParameter:
+    """The part of a parameter that the optimizer steps on this rank.
 
     Attributes:
-        main: the tensor that it steps, float32: the parameter, a part of it, or a copy in higher precision.
-        span: the elements of the parameter that `main` is.
+        main: the tensor that is stepped, float32: the parameter, a part of it, or its master weights.
+        span: range of the parameter's elements in `main`.
         group: its parameter group.
-        state: its state, by name.
+        state: its optimizer state, by name.
     """
 
     main: torch.Tensor
@@ -245,46 +248,50 @@ class Stepped:
 
 
 def to_write(
-    held: Sequence[Held],
-    stepped: Mapping[nn.Parameter, Stepped],
+    local: Sequence[LocalParameter],
+    mains: Mapping[nn.Parameter, MainParameter],
     *,
     spread: bool,
     tensor_rank: int,
     data_rank: int,
     data_size: int,
-) -> list[tuple[Held, FlatRange]]:
-    """What this rank writes, so that every element is written exactly once by all of them.
+) -> list[tuple[LocalParameter, FlatRange]]:
+    """Return the ranges that this rank writes, so that all ranks together write every element exactly once.
 
     Args:
-        stepped: by parameter.
-        spread: whether each data-parallel rank steps a range of elements of its own; else replicas share the writing.
+        local: parameters of this rank.
+        mains: what the optimizer steps, by parameter.
+        spread: whether the distributed optimizer gives each data-parallel rank a range of elements, which that rank
+            writes; False: data-parallel ranks split the writing evenly.
+        tensor_rank: tensor-parallel rank.
+        data_rank, data_size: data-parallel rank and size.
     """
-    mine = [h for h in held if not h.is_copy and (h.is_split or tensor_rank == 0)]
-    owned = [h for h in mine if spread and h.param.requires_grad]
-    spans = [(h, stepped[h.param].span) for h in owned if h.param in stepped]
-    shared = [h for h in mine if not (spread and h.param.requires_grad)]
-    total = sum(h.param.numel() for h in shared)
+    mine = [p for p in local if not p.is_copy and (p.is_split or tensor_rank == 0)]
+    owned = [p for p in mine if spread and p.param.requires_grad]
+    spans = [(p, mains[p.param].span) for p in owned if p.param in mains]
+    shared = [p for p in mine if not (spread and p.param.requires_grad)]
+    total = sum(p.param.numel() for p in shared)
     first, end, base = total * data_rank // data_size, total * (data_rank + 1) // data_size, 0
-    for h in shared:
-        low, high = max(first - base, 0), min(end - base, h.param.numel())
-        base += h.param.numel()
+    for p in shared:
+        low, high = max(first - base, 0), min(end - base, p.param.numel())
+        base += p.param.numel()
         if low < high:
-            spans.append((h, (low, high)))
+            spans.append((p, (low, high)))
     return spans
 
 
-def parameters(held: Sequence[Held]) -> list[tuple[SourceRegion, torch.Tensor]]:
-    """All that this rank holds of the parameters, part by part."""
-    return [(part, h.param.data) for h in held for part in h.parts()]
+def parameter_parts(local: Sequence[LocalParameter]) -> list[tuple[SourceRegion, torch.Tensor]]:
+    """Return the rectangles of this rank's parameters, with the tensors that contain them."""
+    return [(part, p.param.data) for p in local for part in p.parts()]
 
 
-def precise_copies(
-    held: Sequence[Held], stepped: Mapping[nn.Parameter, Stepped]
+def master_weight_parts(
+    local: Sequence[LocalParameter], mains: Mapping[nn.Parameter, MainParameter]
 ) -> list[tuple[SourceRegion, torch.Tensor]]:
-    """All that the optimizer holds here of parameters in a higher precision than theirs, part by part."""
+    """Return the rectangles of the master weights on this rank, with the tensors that contain them."""
     found = []
-    for h in held:
-        copy = stepped.get(h.param)
-        if copy is not None and copy.main.dtype != h.param.dtype:
-            found += [(part, copy.main.data) for part in h.parts(copy.span)]
+    for p in local:
+        main = mains.get(p.param)
+        if main is not None and main.main.dtype != p.param.dtype:
+            found += [(part, main.main.data) for part in p.parts(main.span)]
     return found

@@ -1,4 +1,4 @@
-"""What a rank of the Megatron backend writes into a checkpoint, under the names that any layout reads."""
+"""The tensors that a rank of the Megatron backend writes into a checkpoint, under layout-independent names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
 from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import FlatRange, Held, Shape, SourceRegion, Stepped
+from mindspeed_mm.checkpoint.megatron_parts import FlatRange, LocalParameter, MainParameter, Shape, SourceRegion
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.snapshot import Stored
 from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
@@ -19,24 +19,25 @@ _TRACKER = "tracker."
 
 
 def checkpoint_tensors(
-    mine: Iterable[tuple[Held, FlatRange]],
-    stepped: Mapping[nn.Parameter, Stepped],
+    mine: Iterable[tuple[LocalParameter, FlatRange]],
+    mains: Mapping[nn.Parameter, MainParameter],
     shapes: Mapping[str, Shape],
     *,
     with_optimizer: bool,
 ) -> dict[str, Stored]:
-    """This rank's pieces of the model's and the optimizer's tensors, by key.
+    """Return this rank's pieces of the model's and the optimizer's tensors, by key.
 
     Args:
-        mine: what this rank answers for.
-        stepped: what the optimizer steps, by parameter; its state is made if no step has made it yet.
-        shapes: of the whole tensors, by transformers' names.
+        mine: the ranges that this rank writes, from `to_write`.
+        mains: what the optimizer steps, by parameter; missing optimizer state is created.
+        shapes: shapes of the whole tensors, by transformers' names.
+        with_optimizer: whether the optimizer's state is written.
     """
     pieces: dict[str, list[tuple[SourceRegion, torch.Tensor]]] = {}
     stored: dict[str, Stored] = {}
-    for h, span in mine:
-        owned, parts = stepped.get(h.param), h.parts(span)
-        main = h.param.detach() if owned is None else owned.main.detach()
+    for p, span in mine:
+        owned, parts = mains.get(p.param), p.parts(span)
+        main = p.param.detach() if owned is None else owned.main.detach()
         for part in parts:
             pieces.setdefault(f"model.{part.source}", []).append((part, main))
         if owned is None or not with_optimizer:
@@ -46,23 +47,23 @@ def checkpoint_tensors(
             prefix = f"optimizer.{part.source}."
             for name in state_names(owned.group):
                 pieces.setdefault(prefix + name, []).append((part, owned.state[name]))
-            # a tensor's first element is in one part, of one rank
+            # the first element of a tensor is in one part of one rank, which writes the step count
             if counts_steps(owned.group) and not any(start for start, _ in part.region):
                 stored[f"{prefix}step"] = torch.tensor(float(owned.group.get("step", 0)))
     for key, found in pieces.items():
-        made = [StoredRegion(part.region, partial(part.value, tensor)) for part, tensor in found]
-        stored[key] = StoredPieces(shapes[found[0][0].source], found[0][1].dtype, made)
+        regions = [StoredRegion(part.region, partial(part.value, tensor)) for part, tensor in found]
+        stored[key] = StoredPieces(shapes[found[0][0].source], found[0][1].dtype, regions)
     return stored
 
 
 def model_parallel_random_state() -> dict[str, torch.Tensor]:
-    """`random_state`, and the states that Megatron-core draws from inside of model-parallel regions."""
+    """Return `random_state` and Megatron-core's random states for model-parallel regions."""
     tracked = get_cuda_rng_tracker().get_states()
     return {**random_state(), **{f"{_TRACKER}{name}": state for name, state in tracked.items()}}
 
 
 def restore_tracked_states(saved: Mapping[str, torch.Tensor]) -> None:
-    """Give Megatron-core the states that `model_parallel_random_state` had from it; without any, leave its own."""
+    """Restore Megatron-core's random states from `saved`; without any in it, they stay unchanged."""
     states = {name.removeprefix(_TRACKER): state for name, state in saved.items() if name.startswith(_TRACKER)}
     if states:
         get_cuda_rng_tracker().set_states(states)

@@ -1,4 +1,4 @@
-"""Weights of transformers' layout into Megatron-core models split over tensor-parallel ranks and stages."""
+"""Load weights of transformers' layout into Megatron-core chunks on tensor-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or fo
 def fill(
     targets: Iterable[tuple[SourceRegion, torch.Tensor]], values: Mapping[str, Node], *, in_order: bool = False
 ) -> None:
-    """Fill tensors, each rank reading its parts of `values` only.
+    """Fill tensors; each rank reads only its parts of `values`.
 
     Args:
-        targets: parts of transformers' tensors and the tensors that hold them.
-        values: name in transformers' model → what it is; what is made of a name that is missing stays as it is.
-        in_order: read one tensor after the other, as values that are drawn at random ask for.
+        targets: parts of transformers' tensors, with the tensors that contain them.
+        values: name in the transformers model → expression; targets without a value stay unchanged.
+        in_order: read one tensor after the other, as random values of a module are drawn together.
     """
     work = [(part, tensor, values[part.source]) for part, tensor in targets if part.source in values]
     if in_order:
@@ -38,7 +38,7 @@ def fill(
             pass
 
 
-@torch.no_grad()  # a thread of its own has a mode of its own
+@torch.no_grad()  # the mode is thread-local
 def _fill(part: SourceRegion, tensor: torch.Tensor, node: Node) -> None:
     if len(part.pieces) == 1:
         node.read_into(part.region, part.value(tensor))
@@ -46,13 +46,13 @@ def _fill(part: SourceRegion, tensor: torch.Tensor, node: Node) -> None:
         part.put(tensor, node.read(part.region))
 
 
-def drawn(meta_model: Any, seed: int) -> dict[str, Node]:
-    """Random values for the parameters of a transformers model, drawn when they are read, one module at a time.
+def random_weights(meta_model: Any, seed: int) -> dict[str, Node]:
+    """Return random values for the parameters of a transformers model, drawn module by module when they are read.
 
-    They are the ones that a model built and sharded in one piece draws: they depend on the seed and a module's name.
+    They equal the values that `initialize_from_names` draws, as they depend only on the seed and the module's name.
 
     Args:
-        meta_model: the transformers model, on meta.
+        meta_model: the transformers model, on the meta device.
     """
     draws = _Draws(meta_model, seed)
     values: dict[str, Node] = {}
@@ -62,7 +62,7 @@ def drawn(meta_model: Any, seed: int) -> dict[str, Node]:
 
 
 class _Draws:
-    """Draws the parameters of a module whole, in host memory, and keeps those of the last one."""
+    """Draws the parameters of a module whole, in host memory, and caches those of the last module."""
 
     def __init__(self, meta_model: Any, seed: int) -> None:
         self._meta_model, self._seed = meta_model, seed

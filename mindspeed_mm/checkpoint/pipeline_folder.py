@@ -1,4 +1,4 @@
-"""Directories of whole diffusers pipelines: model_index.json and a folder for each part."""
+"""Directories of whole diffusers pipelines: model_index.json and a folder for each component."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mindspeed_mm.models.common.pipeline_layout import INDEX, PipelineLayout
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import fsync_path
 
-# the same weights once more, where a folder has safetensors
+# weights in other formats, which are not copied if a folder has safetensors
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 def is_pipeline(directory: Path) -> bool:
-    """Whether `directory` is a whole pipeline's."""
+    """Whether `directory` contains a whole pipeline."""
     return (directory / INDEX).is_file()
 
 
 def component_directory(directory: Path, class_name: str) -> Path:
-    """The folder of a model's class in a pipeline's directory; `directory` itself if it is none.
+    """Return the folder of a model's class in a pipeline's directory; `directory` itself if it is no pipeline.
 
     Raises:
-        CheckpointError: model_index.json can't be read, or names no such part, or several.
+        CheckpointError: model_index.json can't be read, or names no component of this class, or several.
     """
     if not is_pipeline(directory):
         return directory
@@ -47,12 +47,12 @@ def component_directory(directory: Path, class_name: str) -> Path:
 
 
 def copy_parts(layout: PipelineLayout, target: Path, rank: int, size: int) -> None:
-    """Copy the files of the other parts, every rank its share, and on rank 0 write model_index.json.
+    """Copy the files of the other components, each rank a part of them, and write model_index.json on rank 0.
 
-    Copies are files of their own: neither links nor what links lead to.
+    Links are copied as regular files.
 
     Raises:
-        CheckpointError: a part has no directory.
+        CheckpointError: a component has no directory.
     """
     files = [(name, path) for name, source in sorted(layout.others.items()) for path in _files_of(name, source)]
     for name, path in files[rank::size]:
@@ -67,7 +67,7 @@ def copy_parts(layout: PipelineLayout, target: Path, rank: int, size: int) -> No
 
 
 def size_in_words(directory: Path) -> str:
-    """Bytes of each folder of a directory (or of itself, if it has none), for a log line."""
+    """Return the size of each folder in a directory (or of itself, if it has none), for a log line."""
     folders = sorted(p for p in directory.iterdir() if p.is_dir())
     if not folders:
         return _words(_bytes_of(directory))
@@ -75,13 +75,13 @@ def size_in_words(directory: Path) -> str:
 
 
 def _classes(directory: Path) -> dict[str, str]:
-    """The class of each part that model_index.json names."""
+    """Return the class of each component in model_index.json."""
     try:
         content: dict[str, Any] = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        parts = {name: said for name, said in content.items() if isinstance(said, list) and len(said) == 2}
+        parts = {name: part for name, part in content.items() if isinstance(part, list) and len(part) == 2}
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"'{directory / INDEX}' can't be read ({error}); expected a pipeline's parts") from error
-    return {name: said[1] for name, said in parts.items() if isinstance(said[1], str)}
+    return {name: part[1] for name, part in parts.items() if isinstance(part[1], str)}
 
 
 def _files_of(name: str, source: Path) -> Iterator[Path]:

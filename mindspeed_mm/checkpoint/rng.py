@@ -1,4 +1,4 @@
-"""Random states of a rank: torch's (host and device), Python's, numpy's."""
+"""Random states of a rank: those of torch (host and device), Python and numpy."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mindspeed_mm.utils.log import notice
 
 
 def random_state() -> dict[str, torch.Tensor]:
+    """Return this rank's random states as tensors, by name."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     del version, gauss, kind
@@ -31,14 +32,14 @@ def random_state() -> dict[str, torch.Tensor]:
 def restore_random_state(
     directory: Path, world: World, extra: Mapping[str, Any], layout: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Restore what `random_state` returned on this rank, if the checkpoint was saved by as many ranks alike.
+    """Restore this rank's random states if the checkpoint was saved with the same number of ranks and the same layout.
 
     Args:
-        extra: state.json's content.
-        layout: sizes of model parallelism other than 1, as the checkpoint's `layout` has them.
+        extra: content of state.json.
+        layout: model-parallel sizes of this run, as in the checkpoint's `layout`.
 
     Returns:
-        all that the rank's file holds; empty if nothing is restored.
+        all states in the rank's file; empty if none are restored.
     """
     path = directory / f"rng_{world.rank:05d}.safetensors"
     saved_by = _ranks(int(extra.get("world_size", world.size)), extra.get("layout"))

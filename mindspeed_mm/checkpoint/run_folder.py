@@ -1,8 +1,8 @@
-"""The layout of a run folder: iter_0000100/, and a tracker file that names the last durable one.
+"""The layout of a run folder: checkpoints iter_0000100/, and a tracker file that names the last durable one.
 
-A checkpoint is written into a hidden folder, synced to disk, renamed, and only then named by the tracker (itself
-replaced atomically). An old one is hidden before it is deleted. Killed at any instant, a run finds whole what it can
-see, and the tracker names something that is there.
+A checkpoint is written into a hidden folder, synced to disk and renamed; then the tracker is replaced atomically. An
+old checkpoint is renamed to a hidden name before it is deleted. So whenever a run is killed, all visible checkpoints
+are complete, and the tracker names one that exists.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FoundCheckpoint:
     """A checkpoint in a run folder.
 
     Attributes:
-        directory: where its files are.
-        iteration: the step after which it was taken; None for `release` (weights to start from).
+        directory: its folder.
+        iteration: the step after which it was saved; None for `release` (weights to start from).
     """
 
     directory: Path
@@ -39,20 +39,21 @@ class FoundCheckpoint:
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
-    """`<root>/iter_0000100` for iteration 100."""
+    """Return `<root>/iter_0000100` for iteration 100."""
     return root / f"iter_{iteration:07d}"
 
 
 def working_directory(root: Path, iteration: int) -> Path:
-    """The hidden folder in which a checkpoint is written."""
+    """Return the hidden folder into which a checkpoint is written."""
     return _hidden(iteration_directory(root, iteration), "saving")
 
 
 def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoint:
-    """Find the checkpoint that a run folder's tracker names, or that of `step`.
+    """Return the checkpoint of `step`, or without it the one that the run folder's tracker names.
 
     Raises:
-        CheckpointError: no tracker, an unreadable one, or the folder that it names is missing; lists what is there.
+        CheckpointError: the tracker is missing or unreadable, or the checkpoint is missing or incomplete; the message
+            lists the content of the folder.
     """
     root = Path(root)
     if not root.is_dir():
@@ -92,18 +93,18 @@ def has_checkpoint(root: str | Path | None) -> bool:
 
 
 def checkpoints(root: str | Path) -> list[FoundCheckpoint]:
-    """The checkpoints of a run folder that look whole, the newest first."""
+    """Return the checkpoints of a run folder that look complete, the newest first."""
     return [FoundCheckpoint(p, n) for n, p in _iteration_folders(Path(root)) if (p / ".metadata").is_file()]
 
 
 def _iteration_folders(root: Path) -> list[tuple[int, Path]]:
-    """Visible iteration folders by number, the newest first."""
+    """Return the visible iteration folders with their numbers, the newest first."""
     named = [(_ITERATION.match(p.name), p) for p in root.iterdir()] if root.is_dir() else []
     return sorted(((int(match[1]), p) for match, p in named if match and p.is_dir()), reverse=True)
 
 
 def hide(path: Path, what: str) -> Path:
-    """Rename a checkpoint's folder to the hidden name that says `what` becomes of it, and return that."""
+    """Rename a checkpoint's folder to a hidden name with the suffix `what` ("deleting", …), and return its path."""
     hidden = _hidden(path, what)
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
@@ -120,18 +121,18 @@ def _listing(root: Path) -> str:
 
 
 class RunFolder:
-    """Brings checkpoints into a run folder and old ones out of it. For one process: rank 0's."""
+    """Publishes checkpoints in a run folder and deletes old ones; used on rank 0 only."""
 
     def __init__(self, root: str | Path, keep: int | None = None) -> None:
         """
         Args:
-            keep: how many iteration folders stay (--save-total-limit); None or 0: all.
+            keep: number of checkpoints to keep (--save-total-limit); None or 0: all.
         """
         self.root = Path(root)
         self._keep = keep or 0
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed run left hidden; bring back what it was about to replace and did not."""
+        """Remove hidden folders of a killed run, and restore a checkpoint whose replacement was not completed."""
         if not self.root.is_dir():
             return
         try:
@@ -146,7 +147,7 @@ class RunFolder:
             logger.warning(f"what an earlier run left in '{self.root}' could not be removed: {error}")
 
     def open(self, iteration: int) -> Path:
-        """Make the empty hidden folder for a checkpoint's files."""
+        """Create the empty hidden folder for a checkpoint's files."""
         working = working_directory(self.root, iteration)
         self.root.mkdir(parents=True, exist_ok=True)
         if working.exists():
@@ -159,10 +160,10 @@ class RunFolder:
         shutil.rmtree(working_directory(self.root, iteration), ignore_errors=True)
 
     def publish(self, iteration: int) -> Path:
-        """Make the hidden folder, whose files are durable, visible as `iteration`, and let the tracker name it.
+        """Rename the hidden folder, whose files are durable, to that of `iteration`, and update the tracker.
 
         Raises:
-            OSError: nothing has become visible, and the tracker names what it named before.
+            OSError: the folder and the tracker are as before.
         """
         working, final = working_directory(self.root, iteration), iteration_directory(self.root, iteration)
         fsync_path(working)
@@ -177,10 +178,10 @@ class RunFolder:
         return final
 
     def forget_old(self) -> None:
-        """Delete what is more than --save-total-limit, the oldest first.
+        """Delete the checkpoints that exceed --save-total-limit, the oldest first.
 
-        What lies behind the iteration that the tracker names is not this run's: a run that went back with --ckpt-step
-        leaves it until it saves that iteration itself.
+        Checkpoints after the iteration in the tracker are from an earlier run that this one restarted with --ckpt-step:
+        they stay until this run saves the same iteration.
         """
         if not self._keep:
             return
@@ -194,7 +195,7 @@ class RunFolder:
             logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
 
     def _replace(self, iteration: int) -> None:
-        """Replace a visible folder in two steps, while the tracker names another one, or none."""
+        """Replace a visible folder in two renames; in between the tracker names another checkpoint, or none."""
         working, final = working_directory(self.root, iteration), iteration_directory(self.root, iteration)
         aside = _hidden(final, "replaced")
         shutil.rmtree(aside, ignore_errors=True)

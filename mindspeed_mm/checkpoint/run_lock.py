@@ -1,8 +1,8 @@
-"""One run at a time in a run folder: `run.lock` names the process that writes there.
+"""The lock of a run folder: `run.lock` names the process that writes there.
 
-The file's time of modification is that process's heartbeat. Nothing here relies on locks of the file system, which
-networked ones may lack: the file appears with its content in one step, by a hard link or, where there are none, by
-exclusive creation. Clocks of two machines are never compared: whether a heartbeat goes on is found out by watching it.
+The file's modification time is that process's heartbeat. File system locks are not used, as networked file systems may
+lack them: the file is created with its content atomically, by a hard link or, if these are not supported, by exclusive
+creation. Clocks of two machines are never compared: another machine's heartbeat is observed for some time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ LOCK = "run.lock"
 
 
 @contextmanager
-def hold_run_folder(save: str | None, rank: int, gather: GatherObjects) -> Iterator[RunLock | None]:
-    """Hold --save's folder while a run writes there, and remove what a killed one left half written.
-
-    All ranks together.
+def lock_run_folder(save: str | None, rank: int, gather: GatherObjects) -> Iterator[RunLock | None]:
+    """Lock the --save folder while a run writes there, and remove incomplete files of a killed run; a collective.
 
     Yields:
         the lock on rank 0, None elsewhere and without `save`.
@@ -48,26 +46,26 @@ def hold_run_folder(save: str | None, rank: int, gather: GatherObjects) -> Itera
     with ExitStack() as stack:
         lock = RunLock(save) if rank == 0 else None
 
-        def hold() -> None:
+        def acquire() -> None:
             assert lock is not None
             stack.enter_context(lock)
             RunFolder(save).remove_leftovers()
 
-        on_first_rank(hold, rank, gather)
+        on_first_rank(acquire, rank, gather)
         yield lock
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run folder.
+    """The process that holds the lock of a run folder.
 
     Attributes:
-        host: name of the machine, for people.
-        machine: tells machines, their boots and their containers apart; process ids mean the same within one only.
-        pid, started: of the process; `started` tells it from a later one of the same number ("" where that is unknown).
-        launcher: the process that started it; what torchrun starts again has the same.
-        since: when it took the folder.
-        token: different for each run.
+        host: name of the machine, for messages.
+        machine: identifies the machine, its boot and its container; process ids are comparable within one only.
+        pid, started: process id and start time; the latter distinguishes processes with the same id ("": unknown).
+        launcher: the process that started it; the same for processes that torchrun restarts.
+        since: when it acquired the lock.
+        token: unique identifier of the run.
     """
 
     host: str
@@ -80,7 +78,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """This process, from now on."""
+        """Return this process as holder, from now on."""
         parent = os.getppid()
         now = datetime.datetime.now(datetime.UTC)
         return cls(
@@ -97,15 +95,15 @@ class Holder:
         return f"process {self.pid} on {self.host}, which took it at {self.since}"
 
     def is_alive(self) -> bool:
-        """Whether its process runs, to be asked on its own machine."""
+        """Whether its process is running; valid on the same machine only."""
         started = process_start(self.pid)
         return started is not None and (started == self.started or not self.started)
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine started, "" where the system doesn't tell; None: there is none."""
+    """Return the start time of a process of this machine; "": unknown; None: there is no such process."""
     try:
-        # the name of the program, in brackets, may hold anything; zombies have ended, and nobody has waited for them
+        # the program name, in brackets, may contain any character; zombies have ended already
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *fields = text.rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]
@@ -130,19 +128,19 @@ def _machine() -> str:
 
 
 class RunLock:
-    """Holds a run folder from `__enter__` to `__exit__`, for one process: rank 0's.
+    """The lock of a run folder, held from `__enter__` to `__exit__`; used on rank 0 only.
 
-    A holder that was killed is replaced: at once if it ran on this machine, else after its heartbeat has not changed
-    for some time. A process that was stopped for so long that another one took over notices before it writes a
+    The lock of a killed process is taken over: at once on the same machine, on another machine after its heartbeat has
+    not changed for some time. A process that was suspended while another one took over notices it before it writes a
     checkpoint (`check`).
     """
 
     def __init__(self, folder: str | Path, *, beat_seconds: float = 10.0, patience_seconds: float = 60.0) -> None:
         """
         Args:
-            folder: made if it isn't there.
-            beat_seconds: between two heartbeats.
-            patience_seconds: a holder on another machine without a heartbeat for so long is taken for dead.
+            folder: the run folder; created if it doesn't exist.
+            beat_seconds: time between two heartbeats.
+            patience_seconds: time without a heartbeat after which a holder on another machine is considered dead.
         """
         self.folder = Path(folder)
         self._path = self.folder / LOCK
@@ -158,21 +156,21 @@ class RunLock:
         return self._successor is not None
 
     def __enter__(self) -> RunLock:
-        """Take the folder.
+        """Acquire the lock.
 
         Raises:
             ConfigError: another run holds it.
-            OSError: it can't be written.
+            OSError: the folder can't be written.
         """
-        made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._made = made[:1]
+        self._created = created[:1]
         while not self._create():
             found = self._read()
             if found is None:
                 continue
             holder, beat = found
-            if holder.token == self._me.token:  # a networked file system said that it failed, and it had not
+            if holder.token == self._me.token:  # a networked file system reported a failure after it had succeeded
                 break
             self._wait_for_death(holder, beat)
             if self._take_over(holder):
@@ -183,18 +181,18 @@ class RunLock:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Give the folder back; one that this run has made, and nobody has written to, goes again."""
+        """Release the lock; a folder that this run has created, and that is empty, is removed."""
         self._stopped.set()
         self._thread.join()
         with contextlib.suppress(OSError):
             found = self._read()
             if found is not None and found[0].token == self._me.token:
                 self._path.unlink()
-            for folder in self._made:
+            for folder in self._created:
                 folder.rmdir()
 
     def check(self) -> None:
-        """Make sure that the folder is still this run's, before something is written there.
+        """Check that this run still holds the lock, before files are written.
 
         Raises:
             CheckpointError: another run has taken it over.
@@ -207,10 +205,10 @@ class RunLock:
             )
 
     def _wait_for_death(self, holder: Holder, beat: int) -> None:
-        """Return if the holder has ended.
+        """Return once the holder is known to have ended.
 
         Raises:
-            ConfigError: it lives.
+            ConfigError: it is alive.
         """
         if holder.machine == self._me.machine:
             if holder.is_alive():
@@ -242,13 +240,13 @@ class RunLock:
         )
 
     def _create(self) -> bool:
-        """Make the file, with its content, unless there is one."""
+        """Create the lock file with its content; returns False if it exists."""
         draft = self._draft()
         try:
             os.link(draft, self._path)
-        except (FileExistsError, FileNotFoundError):  # not found: whoever has just taken the folder removed the draft
+        except (FileExistsError, FileNotFoundError):  # not found: a run that has just acquired it removed the draft
             return False
-        except OSError:  # no hard links here
+        except OSError:  # the file system has no hard links
             return self._create_exclusively()
         finally:
             draft.unlink(missing_ok=True)
@@ -263,7 +261,7 @@ class RunLock:
         return True
 
     def _take_over(self, dead: Holder) -> bool:
-        """Replace the file of a holder that has ended, unless another run does so; the last one to do it wins."""
+        """Replace the file of a holder that has ended; False if another run does so too and is the last one."""
         draft = self._draft()
         try:
             found = self._read()
@@ -287,7 +285,7 @@ class RunLock:
         return json.dumps(dataclasses.asdict(self._me), indent=1) + "\n"
 
     def _read(self) -> tuple[Holder, int] | None:
-        """Who holds the folder, and the last heartbeat [ns]; None: nobody."""
+        """Return the holder and its last heartbeat [ns]; None: the lock is free."""
         try:
             with open(self._path, encoding="utf-8", errors="replace") as file:  # opened, as attributes are cached
                 content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -304,9 +302,9 @@ class RunLock:
                 self._renew()
 
     def _renew(self) -> None:
-        """A heartbeat, if the folder is still this run's."""
+        """Write a heartbeat, or record the run that has taken the lock over."""
         found = self._read()
-        if found is None:  # somebody removed the file; where the whole folder is gone this fails, and nothing is held
+        if found is None:  # the file was removed; if the whole folder was, this raises
             self._create()
         elif found[0].token == self._me.token:
             os.utime(self._path)

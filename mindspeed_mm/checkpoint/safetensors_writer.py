@@ -1,6 +1,6 @@
-"""Write a safetensors file tensor by tensor: what is in it must be known before, but never be in memory at once.
+"""Write a safetensors file tensor by tensor: names, shapes and dtypes are needed in advance, but not the values.
 
-The library's own writer takes all tensors of a file together.
+The writer of the safetensors library needs all tensors of a file in memory together.
 Source: the format as the safetensors library documents it: 8 bytes little-endian length, a JSON header padded with
 spaces to a multiple of 8, then the tensors' bytes, row-major, without holes.
 """
@@ -32,12 +32,12 @@ _NAMES = {
 
 
 class SafetensorsWriter:
-    """An open safetensors file; tensors may be written in any order, each once."""
+    """An open safetensors file; tensors may be written in any order, each exactly once."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """
         Args:
-            tensors: name → (shape, dtype) of all that the file will hold.
+            tensors: name → (shape, dtype) of all tensors of the file.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._left: dict[str, tuple[int, int, torch.dtype]] = {}
@@ -60,7 +60,7 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor's values in their place, converted to the dtype that was announced."""
+        """Write a tensor's values at their position, converted to the announced dtype."""
         position, size, dtype = self._left.pop(name)
         value = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8)
         if value.numel() != size:
@@ -69,10 +69,10 @@ class SafetensorsWriter:
         self._file.write(value.numpy().data)
 
     def close(self) -> None:
-        """Force the file to disk.
+        """Sync the file to disk and close it.
 
         Raises:
-            ValueError: a tensor that was announced has not been written.
+            ValueError: an announced tensor has not been written.
         """
         if self._left:
             raise ValueError(f"'{self._file.name}': {sorted(self._left)[0]} was never written")
@@ -91,7 +91,7 @@ class SafetensorsWriter:
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Size of a tensor's values."""
+    """Return the size of a tensor's values in bytes."""
     count = 1
     for length in shape:
         count *= length

@@ -1,8 +1,8 @@
-"""How a snapshot becomes a visible checkpoint, at once or in the background, and what happens if it doesn't.
+"""Saving a snapshot as a checkpoint, in the foreground or in the background, and handling failures.
 
-The steps: snapshot → hidden folder → every rank writes its files → every rank sums them → manifest → rename → tracker →
-old ones are forgotten. All ranks take each step together (see `agreement`): a save works on all of them or fails on all
-of them, and one that fails leaves nothing behind.
+The steps: snapshot → hidden folder → every rank writes its files → every rank computes their checksums → manifest →
+rename → tracker → deletion of old checkpoints. All ranks run each step together (see `agreement`): a save succeeds or
+fails on all of them, and a failed save leaves no files behind.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TakeSnapshot = Callable[[bool], Snapshot]
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on all ranks.
+    """The outcome of a save; the same on all ranks.
 
     Attributes:
         iteration: the step after which the snapshot was taken.
-        failure: None: the checkpoint is visible.
+        failure: why the save failed; None: the checkpoint is visible.
     """
 
     iteration: int
@@ -43,12 +43,12 @@ class SaveOutcome:
 
 
 class CheckpointSaver:
-    """Saves checkpoints into a run folder, all ranks together, one at a time.
+    """Saves checkpoints into a run folder, on all ranks together, one at a time.
 
     Attributes:
-        last_saved: iteration of the last checkpoint that became visible, as far as this rank has looked.
-        asks_to_stop: a save in the background has failed and --on-save-failure is exit. A rank may see it a step before
-            another one does, so it has to be told to all of them before anybody stops.
+        last_saved: iteration of the last visible checkpoint, as of this rank's last `poll` or `wait`.
+        asks_to_stop: whether a background save has failed and --on-save-failure is exit. A rank may notice it a step
+            before another one, so all ranks must synchronize the request before they stop.
     """
 
     def __init__(
@@ -63,15 +63,16 @@ class CheckpointSaver:
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """
-        All ranks together: makes a process group, beside the one that training uses.
+        A collective: creates a process group in addition to that of training.
 
         Args:
-            in_background: training goes on as soon as the state is copied.
-            keep: newest checkpoints that stay; None: all.
-            exit_on_failure: a save that fails ends the run.
-            timeout_minutes: how long ranks wait for one that is writing; at least an hour.
-            last_saved: iteration of the checkpoint that the run goes on from.
-            check_folder: called on rank 0 before anything is written; raises if the folder is another run's.
+            root: the run folder.
+            in_background: training continues as soon as the state is copied.
+            keep: number of newest checkpoints to keep; None: all.
+            exit_on_failure: a failed save ends the run.
+            timeout_minutes: how long ranks wait for a rank that is writing; at least an hour.
+            last_saved: iteration of the checkpoint that the run resumes from.
+            check_folder: called on rank 0 before files are written; raises if the folder belongs to another run.
         """
         self.root = Path(root)
         self.last_saved = last_saved
@@ -83,17 +84,17 @@ class CheckpointSaver:
         self._running: _Running | None = None
 
     def save(self, iteration: int, take: TakeSnapshot, *, is_last: bool = False) -> SaveOutcome | None:
-        """Save what `take` returns as `iteration`.
+        """Save the snapshot that `take` returns as the checkpoint of `iteration`.
 
         Args:
             take: (detached) → snapshot; see `Backend.snapshot`.
-            is_last: training does not go on: wait for the end of the save, and let nothing less than success do.
+            is_last: training has ended: wait for the end of the save, and raise if it fails.
 
         Returns:
-            how it ended; None: it goes on in the background, and `poll` will tell.
+            the outcome; None: the save continues in the background, and `poll` will return its outcome.
 
         Raises:
-            CheckpointError: it failed, and was the last or --on-save-failure is exit. On all ranks.
+            CheckpointError: on all ranks: the save failed, and it is the last one or --on-save-failure is exit.
         """
         running = _Running(iteration, in_background=self._in_background and not is_last)
         if self._running is not None and self._running.thread.is_alive():
@@ -105,36 +106,39 @@ class CheckpointSaver:
         running.take(take)
         if running.in_background:
             self._running = running
-            running.thread = threading.Thread(target=self._bring, args=(running,), name="checkpoint-saver", daemon=True)
+            running.thread = threading.Thread(target=self._run, args=(running,), name="checkpoint-saver", daemon=True)
             running.thread.start()
             return None
-        self._bring(running)
-        return self._settle(running, is_last=is_last)
+        self._run(running)
+        return self._conclude(running, is_last=is_last)
 
     def poll(self) -> SaveOutcome | None:
-        """Look, without waiting, whether the save in the background has ended; tell of its failure.
+        """Check without waiting whether the background save has ended, and log its failure.
 
-        Never raises: see `asks_to_stop`.
+        Returns:
+            its outcome; None: it has not ended, or there is none.
+
+        It never raises: see `asks_to_stop`.
         """
         if self._running is None or self._running.thread.is_alive():
             return None
-        return self._look()
+        return self._join()
 
     def wait(self) -> SaveOutcome | None:
-        """Wait for the save in the background, if there is one.
+        """Wait for the background save, if there is one.
 
         Raises:
-            CheckpointError: it, or one before, failed, and --on-save-failure is exit. On all ranks.
+            CheckpointError: on all ranks: this save or an earlier one failed, and --on-save-failure is exit.
         """
-        outcome = self._look()
+        outcome = self._join()
         if self.asks_to_stop:
             raise CheckpointError(self._why)
         return outcome
 
     def close(self) -> None:
-        """Wait for the save in the background, and give the process group back; however the run ends."""
-        self._look()
-        with contextlib.suppress(RuntimeError):  # the end of the run may have torn it
+        """Wait for the background save and destroy the process group, also after an error."""
+        self._join()
+        with contextlib.suppress(RuntimeError):  # the group may be broken at the end of a run
             dist.destroy_process_group(self._group)
 
     def __enter__(self) -> CheckpointSaver:
@@ -143,19 +147,19 @@ class CheckpointSaver:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _look(self) -> SaveOutcome | None:
+    def _join(self) -> SaveOutcome | None:
         running, self._running = self._running, None
         if running is None:
             return None
         running.thread.join()
         try:
-            return self._settle(running, is_last=False)
+            return self._conclude(running, is_last=False)
         except CheckpointError as error:
             self.asks_to_stop, self._why = True, str(error)
             return SaveOutcome(running.iteration, running.failure)
 
-    def _settle(self, running: _Running, *, is_last: bool) -> SaveOutcome:
-        """Draw the consequences of a save that has ended."""
+    def _conclude(self, running: _Running, *, is_last: bool) -> SaveOutcome:
+        """Return the outcome of a save that has ended; log its failure, or raise it if it ends the run."""
         if running.failure is None:
             self.last_saved = running.iteration
             return SaveOutcome(running.iteration)
@@ -167,8 +171,8 @@ class CheckpointSaver:
         return SaveOutcome(running.iteration, running.failure)
 
     def last_good(self) -> str:
-        """A clause that names the last checkpoint that is visible, after the save in the background has ended."""
-        self._look()
+        """Wait for the background save, and return a clause that names the last visible checkpoint."""
+        self._join()
         try:
             return f"the last good checkpoint is '{find_checkpoint(self.root).directory}'"
         except CheckpointError:
@@ -177,13 +181,13 @@ class CheckpointSaver:
     def _describe(self, iteration: int, failure: StepFailed) -> str:
         return f"the checkpoint of iteration {iteration} could not be saved: {failure}; {self.last_good()}"
 
-    def _bring(self, running: _Running) -> None:
-        """All steps, on this thread."""
+    def _run(self, running: _Running) -> None:
+        """Run all steps of a save on this thread."""
         try:
             folder = self._write(running)
         except StepFailed as failure:
             running.failure = failure
-        except Exception as error:  # on this thread nobody else would hear of it
+        except Exception as error:  # a background thread would lose it otherwise
             running.failure = StepFailed("saving", [RankFailure(self._ranks.rank, first_line(error))])
         else:
             running.failure = None
@@ -220,11 +224,11 @@ class CheckpointSaver:
 
 @dataclass
 class _Running:
-    """A save on its way.
+    """A save in progress.
 
     Attributes:
-        snapshot: what is saved, or why it could not be taken; let go of when the save has ended.
-        failure: None: the checkpoint is visible.
+        snapshot: the snapshot, or the error of taking it; released when the save has ended.
+        failure: why the save failed; None: the checkpoint is visible.
     """
 
     iteration: int
@@ -236,7 +240,7 @@ class _Running:
     thread: threading.Thread = field(default_factory=threading.Thread)
 
     def take(self, take: TakeSnapshot) -> None:
-        """Take the snapshot; training is blocked until then, or to the end of a save that is not in the background."""
+        """Take the snapshot, or record the error of taking it."""
         try:
             self.snapshot.set_result(take(self.in_background))
         except Exception as error:
@@ -244,7 +248,7 @@ class _Running:
         self.blocked = time.perf_counter() - self.started
 
     def times(self) -> str:
-        """How long it took."""
+        """Return a phrase with the durations for the log line."""
         total = time.perf_counter() - self.started
         blocked = self.blocked if self.in_background else total
         return f"training waited {blocked:.2f} s, {total:.2f} s in all"

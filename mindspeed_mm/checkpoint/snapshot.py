@@ -1,8 +1,8 @@
-"""A training state at one moment, and how it is written.
+"""Snapshots of the training state, and their writing.
 
 Layout of a folder: `.metadata` and `*.distcp` (tensors of model, optimizer and averages, by parameter name, in torch's
 distributed checkpoint format), `state.json` (iteration, consumed samples, schedule …), `rng_00000.safetensors` (random
-states, one file a rank). What is no tensor stays out of torch's format, which would pickle it.
+states, one file a rank). Values that are no tensors are not written in torch's format, which would pickle them.
 """
 
 from __future__ import annotations
@@ -39,28 +39,27 @@ Stored: TypeAlias = torch.Tensor | StoredPieces
 
 
 class Snapshot(Protocol):
-    """A training state that waits to be written."""
+    """A training state that has not been written yet."""
 
     def write(self, directory: Path, group: dist.ProcessGroup) -> list[str]:
-        """Write this rank's part into `directory`; all ranks of `group` together.
+        """Write this rank's part into `directory`; a collective of `group`.
 
         Args:
-            group: for what the ranks must tell each other; nobody else uses it meanwhile.
+            group: process group for this call's collectives; not used elsewhere meanwhile.
 
         Returns:
-            names of the files that this rank wrote; they are on disk, not only handed to the system.
+            names of the files that this rank wrote, synced to disk.
 
         Raises:
-            OSError, RuntimeError: something could not be written. A rank that fails takes part in all collectives
-                nevertheless.
+            OSError, RuntimeError: a file could not be written. A rank that fails still takes part in all collectives.
         """
 
 
 class TensorSnapshots:
     """Takes snapshots of tensors.
 
-    It keeps from one snapshot to the next what is costly to make: the host memory for copies, whose pages the system
-    hands out at the first write only, and torch's plan of who writes what.
+    Two costly things are reused from one snapshot to the next: the host memory for copies, whose pages the system
+    allocates on the first write, and torch's plan of which rank writes which tensors.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class TensorSnapshots:
     ) -> None:
         """
         Args:
-            tensors: gives what this rank writes, by its key in the checkpoint.
-            random_states: gives this rank's; None: they are not saved.
-            content: JSON values for state.json that are the same in every snapshot.
+            tensors: returns the tensors that this rank writes, by checkpoint key.
+            random_states: returns this rank's random states; None: they are not saved.
+            content: JSON values of state.json that are the same in every snapshot.
         """
         self._tensors, self._random_states, self._content, self._world = tensors, random_states, content, world
         self._buffers: dict[Any, torch.Tensor] = {}
@@ -86,8 +85,8 @@ class TensorSnapshots:
 
         Args:
             extra: JSON values for state.json.
-            detached: copy the tensors, so that training may go on before the snapshot is written. The next detached
-                snapshot overwrites the copies. False: the tensors must be left alone until it is written.
+            detached: copy the tensors, so that training may continue before the snapshot is written. The next detached
+                snapshot overwrites the copies. False: the tensors must not change until the snapshot is written.
         """
         tensors = self._tensors()
         content = {
@@ -107,12 +106,14 @@ class TensorSnapshots:
 
     @torch.no_grad()
     def _copies(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Copy this rank's parts into host memory that is kept."""
+        """Copy this rank's parts into host buffers that are reused."""
         copies: dict[str, Stored] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, StoredPieces):
-                made = [StoredRegion(p.region, partial(_same, self._copy((name, p.region), p.value()))) for p in tensor]
-                copies[name] = StoredPieces(tensor.shape, tensor.dtype, made)
+                regions = [
+                    StoredRegion(p.region, partial(_same, self._copy((name, p.region), p.value()))) for p in tensor
+                ]
+                copies[name] = StoredPieces(tensor.shape, tensor.dtype, regions)
             else:
                 copies[name] = self._copy(name, _local(tensor))
         accelerator.current().synchronize()
@@ -139,16 +140,17 @@ class Snapshots(TensorSnapshots):
     ) -> None:
         """
         Args:
-            model: names of its parameters are the keys.
-            optimizer: None: not saved.
-            ema: None: there is none.
+            model: the model; the names of its parameters are the checkpoint keys.
+            optimizer: None: its state is not saved.
+            save_rng: save the random states.
+            ema: averages of the weights; None: the run has none.
         """
 
         def tensors() -> dict[str, Stored]:
-            made: dict[str, Stored] = dict(model_tensors(model))
+            found: dict[str, Stored] = dict(model_tensors(model))
             if optimizer is not None:
-                made |= optimizer_tensors(model, optimizer)
-            return made if ema is None else made | ema.tensors()
+                found |= optimizer_tensors(model, optimizer)
+            return found if ema is None else found | ema.tensors()
 
         super().__init__(
             tensors,
@@ -159,7 +161,7 @@ class Snapshots(TensorSnapshots):
 
 
 class TensorSnapshot:
-    """Tensors (or host copies of this rank's parts), random states and JSON values of one moment."""
+    """A snapshot of tensors (or host copies of this rank's parts), random states and JSON values."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class TensorSnapshot:
         writer = _Writer(directory, sync_files=True, per_thread_copy_ahead=0 if self._copies else 10_000_000)
         self._planner.copies = self._copies
         try:
-            # the ranks tell each other about failures in here, so nothing of our own that can fail comes before it
+            # dcp.save synchronizes failures over ranks, so nothing that can fail on one rank alone may come before it
             dcp.save(dict(self._tensors), storage_writer=writer, planner=self._planner, process_group=group)
         except BaseException:
             self._planner.forget()
@@ -196,9 +198,9 @@ class TensorSnapshot:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Torch's planner, which remembers its plan; the data come from host copies where there are any.
+    """Torch's planner with a cached plan; it reads the data from host copies if there are any.
 
-    Plans are made from the tensors that the model has, whatever device and mesh they are on.
+    Plans are computed from the tensors of the model, on their device and mesh.
     """
 
     _number = itertools.count()
@@ -215,19 +217,19 @@ class _Planner(dcp.DefaultSavePlanner):
         return super().lookup_object(index) if self.copies is None else stored
 
     def forget(self) -> None:
-        """Drop what is remembered: after a failure ranks may remember different things."""
+        """Clear the cached plan: after a failure the ranks may have cached different plans."""
         for name, value in vars(SavePlanner).items():
             if name.startswith("_cached_") and isinstance(value, dict):
                 value.pop(self._cached_plans_key, None)
         self._new_key()
 
     def _new_key(self) -> None:
-        # torch keeps plans by the planner's class, for the whole process: two models would share one
+        # torch caches plans by the planner's class, for the whole process: two models would share one
         self._cached_plans_key = f"{type(self).__module__}.{next(self._number)}"
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Torch's writer, which remembers the names of the files that this rank wrote and raises plain errors."""
+    """Torch's writer, which records the names of the files that this rank wrote and raises picklable errors."""
 
     def __init__(self, directory: Path, *, sync_files: bool, per_thread_copy_ahead: int) -> None:
         super().__init__(directory, sync_files=sync_files, per_thread_copy_ahead=per_thread_copy_ahead)
@@ -251,7 +253,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _plain(error: Exception) -> Exception:
-    """An error that survives the way to other ranks: its type and arguments arrive there, not what it came from."""
+    """Return an error that can be sent to other ranks: pickling keeps its type and arguments, but not its cause."""
     full = no_space(error)
     return RuntimeError(first_line(error)) if full is None else OSError(full.errno, full.strerror)
 

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, torch_dcp folders, `.bin` files, each read region by region."""
+"""Sources of weights: safetensors files, torch_dcp folders and `.bin` files, each read region by region."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPES = {
 # in the order in which transformers and diffusers look for them
 _SAFETENSORS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _BIN = ("pytorch_model.bin", "diffusion_pytorch_model.bin")
-# rounded or averaged once more beside the weights proper: diffusion_pytorch_model.fp16[-00001-of-00002].safetensors
+# a rounded or averaged copy of the weights: diffusion_pytorch_model.fp16[-00001-of-00002].safetensors
 _VARIANT = re.compile(r"(?:diffusion_pytorch_|pytorch_)?model\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.(safetensors|bin)")
 _AVERAGE = "ema."
 
@@ -46,22 +46,22 @@ class WeightSource(Protocol):
     """Tensors by name.
 
     Attributes:
-        path: for messages.
-        in_hub_layout: whether names and shapes are those of the hub, to be converted, or a model's own.
+        path: file or directory, for messages.
+        in_hub_layout: whether names and shapes are those of the hub and need conversion; False: those of the model.
     """
 
     path: Path
     in_hub_layout: bool
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Every tensor, none of them read yet."""
+        """Return all tensors by name, without reading them."""
 
 
 class SafetensorsWeights:
     """The safetensors files of a directory; regions are views of the mapped files.
 
     Attributes:
-        absent: names that the index lists and no file holds.
+        absent: names in the index that no file contains.
     """
 
     in_hub_layout = True
@@ -69,7 +69,7 @@ class SafetensorsWeights:
     def __init__(self, path: Path, files: list[Path], index: dict[str, str] | None = None) -> None:
         """
         Args:
-            index: name → file name; None: all that the files hold.
+            index: name → file name; None: take all tensors of the files.
         """
         self.path = path
         self._place: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class SafetensorsWeights:
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
-        made = {}
+        found = {}
         for name, opened in self._place.items():
             part = opened.get_slice(name)
             dtype = _DTYPES.get(part.get_dtype())
@@ -97,8 +97,8 @@ class SafetensorsWeights:
                     f"'{self.path}': weight '{name}' has dtype {part.get_dtype()}, which can't be read; expected one "
                     f"of {', '.join(_DTYPES)}"
                 )
-            made[name] = leaf(name, part.get_shape(), dtype, self._read, keeps_dtype=True)
-        return made
+            found[name] = leaf(name, part.get_shape(), dtype, self._read, keeps_dtype=True)
+        return found
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
         part = self._place[name].get_slice(name)
@@ -108,17 +108,17 @@ class SafetensorsWeights:
 
 
 class DcpWeights:
-    """The tensors of a torch_dcp folder, without its optimizer's and its averages."""
+    """The tensors of a torch_dcp folder, without those of the optimizer and the averages."""
 
     in_hub_layout = False
 
     def __init__(self, path: Path, *, averaged: bool = False) -> None:
         """
         Args:
-            averaged: take the averages (--ema-decay) in the place of the weights that they are of.
+            averaged: take the averages (--ema-decay) instead of their weights.
 
         Raises:
-            CheckpointError: `averaged`, and there are none.
+            CheckpointError: `averaged` is set and there are no averages.
         """
         self.path = path
         self.reader = DcpReader(path)
@@ -129,13 +129,13 @@ class DcpWeights:
 
     def tensors(self) -> dict[str, LazyTensor]:
         """See WeightSource."""
-        made = {}
+        found = {}
         for name in self.reader.tensors:
             if not name.startswith(("optimizer.", "opt_param_scheduler.", _AVERAGE)):
                 stored = self._averages.get(name, name)
                 shape, dtype = self.reader.shape(stored), self.reader.dtype(stored)
-                made[name] = leaf(stored, shape, dtype, self._read, keeps_dtype=True)
-        return made
+                found[name] = leaf(stored, shape, dtype, self._read, keeps_dtype=True)
+        return found
 
     def _read(self, name: str, region: Region) -> torch.Tensor:
         out = torch.empty([length for _, length in region], dtype=self.reader.dtype(name))
@@ -144,7 +144,7 @@ class DcpWeights:
 
 
 class BinWeights:
-    """`.bin` files: pickles of tensors, mapped where torch can."""
+    """`.bin` files: pickles of tensors, memory-mapped if torch supports it for the file."""
 
     in_hub_layout = True
 
@@ -181,16 +181,15 @@ def has_weight_files(path: Path) -> bool:
 
 
 def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSource:
-    """Open a HF directory (safetensors, or `.bin` without) or a torch_dcp folder.
+    """Open a HF directory (safetensors, or without them `.bin` files) or a torch_dcp folder.
 
-    Files of a variant (`diffusion_pytorch_model.fp16.safetensors`) are taken only if there are no others, and that is
-    said.
+    Files of a variant (`diffusion_pytorch_model.fp16.safetensors`) are read only if there are no others, with a notice.
 
     Args:
-        allow_pickle: also unpickle `.bin` files that hold more than tensors (--allow-unsafe-pickle).
+        allow_pickle: also unpickle `.bin` files with other objects than tensors (--allow-unsafe-pickle).
 
     Raises:
-        CheckpointError: there are no weights, or a file is missing, damaged or refused.
+        CheckpointError: there are no weights, or a file is missing, damaged or unsafe.
     """
     path = Path(path)
     if not path.is_dir():
@@ -223,7 +222,7 @@ def open_weights(path: str | Path, *, allow_pickle: bool = False) -> WeightSourc
 
 
 def _variants(path: Path) -> dict[str, list[Path]]:
-    """Files by variant; of one that is there as safetensors and as `.bin`, the former."""
+    """Return files by variant; safetensors files are preferred to `.bin` files of the same variant."""
     found: dict[str, dict[str, list[Path]]] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         match = _VARIANT.fullmatch(file.name)
@@ -247,7 +246,7 @@ def _only_variant(path: Path) -> list[Path]:
 
 
 def listing(path: Path) -> str:
-    """The first names in a directory, for messages."""
+    """Return the first names in a directory, for messages."""
     if not path.is_dir():
         return "nothing (no such directory)"
     names = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
@@ -286,7 +285,7 @@ def _indexed_files(path: Path, name: str, index: dict[str, str]) -> list[Path]:
 
 
 def _load_pickle(file: Path, allow_pickle: bool) -> dict[str, Any]:
-    mappable = zipfile.is_zipfile(file)  # what torch.save writes since torch 1.6
+    mappable = zipfile.is_zipfile(file)  # the format of torch.save since torch 1.6
     with open(file, "rb") as opened:
         if not mappable and opened.read(1) != pickle.PROTO:
             raise CheckpointError(
@@ -311,6 +310,6 @@ def _load_pickle(file: Path, allow_pickle: bool) -> dict[str, Any]:
 
 
 def shown(names: Iterable[str], limit: int = 5) -> str:
-    """The first few of many names, for messages."""
+    """Return the first few of many names, for messages."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" … ({len(names)} in all)" if len(names) > limit else "")

@@ -1,4 +1,4 @@
-"""What --load was given: a run to go on with, weights to start from, or nothing."""
+"""The starting point of a run by --load: a run to resume, weights to start from, or neither."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts from.
+    """The starting point of a run.
 
     Attributes:
-        directory: a checkpoint folder or a HF directory; None: model.json says where the weights are.
-        resumes: whether the training state is taken too: iteration, optimizer, position in the data.
+        directory: a checkpoint folder or a HF directory; None: model.json names the weights.
+        resumes: whether the training state is restored too: iteration, optimizer, position in the data.
     """
 
     directory: Path | None = None
@@ -32,14 +32,20 @@ class Start:
 
 
 def find_start(load: str | None, save: str | None = None, step: int | None = None, finetune: bool = False) -> Start:
-    """Find out what `load` is.
+    """Return the starting point that `load` names.
 
-    A run folder (its tracker names the checkpoint, or `step` does), a torch_dcp folder (`release/`, `iter_*`), or a
-    HF directory, be it a model's or a diffusers pipeline's. "" and None are nothing; so is --save's own folder as
-    long as it holds no checkpoint: one command starts a run and goes on with it.
+    `load` may be a run folder (the tracker or `step` selects the checkpoint), a torch_dcp folder (`release/`,
+    `iter_*`), or a HF directory of a model or a diffusers pipeline. "", None and the --save folder without a checkpoint
+    select nothing, so that one command can both start a run and resume it.
+
+    Args:
+        load: --load.
+        save: --save.
+        step: --ckpt-step.
+        finetune: --finetune: take the weights only.
 
     Raises:
-        CheckpointError: there is no such directory, or nothing in it that weights can be taken from.
+        CheckpointError: the directory doesn't exist, or has no weights.
     """
     if not load:
         return Start()
@@ -48,7 +54,7 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         return _start(find_checkpoint(path, step).directory, finetune)
     if step is not None:
         raise CheckpointError(f"--ckpt-step {step}: --load '{load}' holds no checkpoint; it holds {listing(path)}")
-    if is_own and (left := checkpoints(path)):  # killed after its first checkpoint was written, before it was named
+    if is_own and (left := checkpoints(path)):  # killed between writing the first checkpoint and writing the tracker
         notice(f"--load '{load}' has no {TRACKER}; going on with '{left[0].directory}', the newest that looks whole")
         return _start(left[0].directory, finetune)
     if is_dcp(path):
@@ -84,7 +90,7 @@ def _start(directory: Path, finetune: bool) -> Start:
 
 
 def _nearest(path: Path) -> str:
-    """A nearby name that exists."""
+    """Return a hint with a similar name that exists, or ""."""
     names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
     return did_you_mean(path.name, names)
 
@@ -100,14 +106,14 @@ def _older_format(path: Path) -> str:
 
 
 def refuse_damaged(directory: Path, rank: int, size: int, gather: GatherObjects, *, checksums: bool = True) -> None:
-    """Check a checkpoint against its manifest, all ranks together, each a part of the files.
+    """Check a checkpoint against its manifest; a collective in which each rank checks a part of the files.
 
     Args:
-        gather: (value) → what every rank gave, by rank.
-        checksums: read the files; else only their sizes are looked at.
+        gather: returns the values of all ranks, ordered by rank.
+        checksums: read the files; False: check only their sizes.
 
     Raises:
-        CheckpointError: on all ranks: what is damaged, and which older checkpoint is whole.
+        CheckpointError: on all ranks: the checkpoint is damaged; the message names an older one that is whole.
     """
     if not has_manifest(directory):
         if (directory / STATE).is_file():

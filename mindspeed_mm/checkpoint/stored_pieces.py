@@ -1,4 +1,4 @@
-"""Pieces of a tensor that a rank writes into a torch_dcp folder: any number of rectangles, made when asked for."""
+"""Pieces of a tensor that a rank writes into a torch_dcp folder: rectangles whose values are computed on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class StoredRegion:
     """A rectangle of a tensor.
 
     Attributes:
-        value: gives its values; may be a view of what training goes on to change.
+        region: its place in the whole tensor.
+        value: returns its values; they may be a view of a tensor that training changes.
     """
 
     region: Region
@@ -29,13 +30,14 @@ class StoredRegion:
 
 
 class StoredPieces:
-    """What this rank writes of a tensor; torch's planner asks for it by the names with underscores."""
+    """The pieces of a tensor that this rank writes; torch's planner calls `__create_write_items__`."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[StoredRegion]) -> None:
         """
         Args:
-            shape: of the whole tensor.
-            pieces: disjoint.
+            shape: shape of the whole tensor.
+            dtype: dtype of the whole tensor.
+            pieces: disjoint rectangles.
         """
         self.shape, self.dtype = tuple(shape), dtype
         self.pieces = {tuple(start for start, _ in piece.region): piece for piece in pieces}
@@ -44,7 +46,7 @@ class StoredPieces:
         return iter(self.pieces.values())
 
     def at(self, index: MetadataIndex) -> torch.Tensor:
-        """The values of the piece that begins where `index` says."""
+        """Return the values of the piece at the offset of `index`."""
         return self.pieces[tuple(index.offset or ())].value()
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and under which names."""
+"""The tensors of a checkpoint and their names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mindspeed_mm.optimizer.build import ensure_state
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once) and persistent buffers, under the keys of a checkpoint."""
+    """Return parameters (a tied one once) and persistent buffers by their checkpoint keys."""
     return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(model).items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor of the optimizer's state, by parameter name; state that no step has made yet is made."""
+    """Return every tensor of the optimizer's state by its checkpoint key; missing state is created."""
     ensure_state(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
@@ -28,10 +28,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def persistent_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, as they are: sharded ones stay sharded.
+    """Return parameters and persistent buffers by name; sharded ones stay sharded.
 
     Args:
-        tied_once: name a tied parameter once, or under each of its names.
+        tied_once: list a tied parameter once; False: under each of its names.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=tied_once))
     for module_name, module in model.named_modules(remove_duplicate=tied_once):
@@ -43,9 +43,9 @@ def persistent_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str,
 
 @torch.no_grad()
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
-    """This rank's part of a tensor, to be written into, and which region of the whole it is."""
+    """Return this rank's part of a tensor, which may be written into, and its region in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # the very tensor: to_local() makes a new one, whose storage could not be exchanged
+    # not to_local(): it returns a new tensor, and replacing that one's storage would not change the DTensor
     return tensor._local_tensor, tuple(zip(offset, shape))

@@ -1,4 +1,4 @@
-"""Weights into a model that is already sharded: each rank reads its own part of what the files hold."""
+"""Load weights into a model that is already sharded: each rank reads only its part of the files."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 
 _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
-# what writers of torch_dcp folders put before a model's own names; the best fit is taken
+# prefixes of a model's names in torch_dcp folders of various programs; the best match is used
 _PREFIXES = ("model.", "", "module.", "model.module.", "model.model.", "state_dict.")
 
 
 @dataclass
 class WeightPlan:
-    """How a model's tensors come out of a source's.
+    """The mapping of a source's tensors to a model's tensors.
 
     Attributes:
-        values: name in the model → expression over the source's tensors; shapes are the whole tensors'.
-        missing: names in the model that the source has nothing for.
-        unexpected: names in the source that the model has no place for.
-        left_out: names in the source that belong to other parts of a whole that the model is a part of.
+        values: name in the model → expression over the source's tensors, with the shape of the whole tensor.
+        missing: names in the model without a tensor in the source.
+        unexpected: names in the source without a tensor in the model.
+        left_out: names in the source of components that the model's class doesn't have (an Omni model's talker).
         mismatched: (name, shape in the source, shape in the model).
-        conversions: transformers' weight conversions that applied, for the way back to the hub's layout.
+        conversions: transformers' weight conversions that were applied, needed to export in the hub's layout.
     """
 
     values: dict[str, Node] = field(default_factory=dict)
@@ -50,16 +50,16 @@ class WeightPlan:
 
     @property
     def problems(self) -> int:
-        """How many tensors don't fit."""
+        """Number of tensors that don't match."""
         return len(self.missing) + len(self.unexpected) + len(self.mismatched)
 
 
 def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
-    """Find for every tensor of `model` what it is made from.
+    """Find the expression of every tensor of `model` over the source's tensors.
 
-    A source in the hub's layout goes through transformers' conversions for the model's class (renamed, stacked, tied).
-    One in a model's own layout is taken name by name, under the prefix that fits best; names of an older layout of the
-    class are converted as well.
+    A source in the hub's layout is converted with transformers' conversions for the model's class (renamed, stacked,
+    tied). A source in the model's layout is matched by name, under the prefix that matches best; names of an older
+    layout of the class are converted as well.
     """
     found = source.tensors()
     if source.in_hub_layout and not _has_conversions(model):
@@ -75,7 +75,7 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
         return _plan(model, meta_model, found)
     stripped = [{k.removeprefix(p): v for k, v in found.items() if k.startswith(p)} for p in _PREFIXES]
     best: WeightPlan | None = None
-    # its own names first, under every prefix: transformers adds and drops prefixes too, and would find a part of them
+    # exact names first, under every prefix: transformers adds and drops prefixes too, and would match a part of them
     for convert in (False, True) if meta_model is not None else (False,):
         for part in filter(None, stripped):
             plan = _plan(model, build_meta_copy(model), part) if convert else _plan_exact(model, part)
@@ -89,15 +89,15 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
 def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True, downcast: bool = False) -> WeightPlan:
     """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`.
 
-    On the host, a parameter whose region lies in one piece in a safetensors file of the same dtype becomes a private
-    mapping of it (pages are copied when training first writes to them), as transformers' own loading does.
+    On the host, a parameter whose region is contiguous in a safetensors file of the same dtype becomes a private memory
+    map of it (pages are copied when training first writes to them), as in transformers' loading.
 
     Args:
-        strict: refuse if a tensor is missing or left over; else both are told, and missing ones keep their values.
+        strict: raise if a tensor is missing or left over; False: log a notice, and missing ones keep their values.
         downcast: round floating-point values through bfloat16 (--downcast-to-bf16).
 
     Raises:
-        CheckpointError: tensors missing, left over, or of another shape; nothing has been changed then.
+        CheckpointError: a shape differs, or with `strict` a tensor is missing or left over; nothing has been changed.
     """
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=strict)
@@ -114,7 +114,11 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
 
 
 def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, strict: bool) -> None:
-    """Raise or tell what does not fit between a source and a model."""
+    """Raise an error, or without `strict` log a notice, if the tensors of a source and a model don't match.
+
+    Raises:
+        CheckpointError: a shape differs; or with `strict`, a tensor is missing or left over.
+    """
     name = type(model).__name__.removeprefix("FSDP")
     if plan.mismatched:
         key, found, expected = plan.mismatched[0]
@@ -124,16 +128,16 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
         )
     if plan.left_out:
         parts = Counter(key.partition(".")[0] for key in plan.left_out)
-        held = ", ".join(f"{part} ({number})" for part, number in sorted(parts.items()))
-        notice(f"'{source.path}' holds weights that {name} has no part for, which are not read: {held}")
-    said = []
+        unread = ", ".join(f"{part} ({number})" for part, number in sorted(parts.items()))
+        notice(f"'{source.path}' holds weights that {name} has no part for, which are not read: {unread}")
+    misfits = []
     if plan.missing:
-        said.append(f"lacks {len(plan.missing)} of {name}'s tensors: {shown(plan.missing)}")
+        misfits.append(f"lacks {len(plan.missing)} of {name}'s tensors: {shown(plan.missing)}")
     if plan.unexpected:
-        said.append(f"holds {len(plan.unexpected)} that {name} has no place for: {shown(plan.unexpected)}")
-    if not said:
+        misfits.append(f"holds {len(plan.unexpected)} that {name} has no place for: {shown(plan.unexpected)}")
+    if not misfits:
         return
-    text = f"'{source.path}' " + " and ".join(said)
+    text = f"'{source.path}' " + " and ".join(misfits)
     if strict and is_diffusers_class(type(model)) and len(plan.missing) > len(plan.values):
         raise CheckpointError(text + _other_layout(model, source))
     if strict:
@@ -142,7 +146,7 @@ def refuse_misfits(plan: WeightPlan, model: nn.Module, source: WeightSource, *, 
 
 
 def _other_layout(model: nn.Module, source: WeightSource) -> str:
-    """What to do with weights of which a diffusers model knows few: they are another model's, or in another layout."""
+    """Return advice for weights that a diffusers model mostly doesn't have: another model's, or in another layout."""
     cls = type_without_fsdp(model)
     if not hasattr(cls, "from_single_file"):
         return f"; these are the weights of another model than {cls.__name__}, or not in diffusers' layout"
@@ -154,13 +158,13 @@ def _other_layout(model: nn.Module, source: WeightSource) -> str:
 
 
 def names_left_out(model: Any, names: Iterable[str]) -> list[str]:
-    """Those names that the model's library leaves out without a word when it loads the class (an Omni's talker)."""
+    """Return the names that the model's library silently ignores when it loads the class (an Omni model's talker)."""
     patterns = as_trainable(model).left_out
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _has_conversions(model: nn.Module) -> bool:
-    """Whether transformers converts anything between the hub's layout and this model's, or a part's of it."""
+    """Whether transformers has weight conversions for this model or a part of it."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -180,15 +184,15 @@ def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan
         elif tuple(found[name].shape) != tuple(target.shape):
             plan.mismatched.append((names[0], tuple(found[name].shape), tuple(target.shape)))
         else:
-            held = [n for n in names if n in found]
-            _refuse_different_ties(held, [found[n].node for n in held])
+            present = [n for n in names if n in found]
+            _refuse_different_ties(present, [found[n].node for n in present])
             plan.values[names[0]] = found[name].node
     plan.unexpected = sorted(k for k in found if k not in taken and not k.endswith("_extra_state"))
     return plan
 
 
 def _plan(model: nn.Module, meta_model: Any, found: Mapping[str, LazyTensor]) -> WeightPlan:
-    """Let transformers convert lazy tensors into a meta model; what its modules then hold are expressions."""
+    """Let transformers load and convert lazy tensors into a meta model; its parameters are then expressions."""
     if meta_model is None:
         return _plan_exact(model, found)
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -218,10 +222,10 @@ def _plan(model: nn.Module, meta_model: Any, found: Mapping[str, LazyTensor]) ->
     plan.mismatched = [(n, tuple(a), tuple(b)) for n, a, b in sorted(info.mismatched_keys)]
     lazy = {n: t for n, t in persistent_tensors(meta_model, tied_once=False).items() if isinstance(t, LazyTensor)}
     for names, target in _targets(model):
-        made = [n for n in names if n in lazy]
-        if made:
-            _refuse_different_ties(names, [lazy[n].node for n in made])
-            plan.values[names[0]] = lazy[made[0]].node
+        loaded = [n for n in names if n in lazy]
+        if loaded:
+            _refuse_different_ties(names, [lazy[n].node for n in loaded])
+            plan.values[names[0]] = lazy[loaded[0]].node
         elif names[0] in info.missing_keys or target.is_meta:
             plan.missing.append(names[0])
     return plan
@@ -240,14 +244,14 @@ def _refuse_different_ties(names: Sequence[str], nodes: Sequence[Node]) -> None:
 
 def _rows(node: Node) -> Iterator[torch.Tensor]:
     rows = node.shape[0] if node.shape else 1
-    count = max(4096, -(-rows // 8))  # few blocks: of a torch_dcp folder, each reads a stored piece whole
+    count = max(4096, -(-rows // 8))  # few blocks, as each read from a torch_dcp folder reads a whole stored piece
     for start in range(0, rows, count):
         region = ((start, min(count, rows - start)), *whole(node.shape)[1:]) if node.shape else ()
         yield node.read(region)
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Each parameter and persistent buffer once, with all of its names."""
+    """Yield each parameter and persistent buffer once, with all of its names."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in persistent_tensors(model, tied_once=False).items():
@@ -257,13 +261,13 @@ def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
         yield names[key], tensor
 
 
-@torch.no_grad()  # a thread of its own has a mode of its own
+@torch.no_grad()  # the mode is thread-local
 def _fill(target: torch.Tensor, node: Node, adopted: dict[int, torch.Tensor]) -> None:
-    """Give `target` the value of `node`.
+    """Load the value of `node` into `target`.
 
     Args:
-        adopted: address of a value → the parameter that it has become; it becomes no other (tensors of a `.bin` file
-            may share storage).
+        adopted: address of a value → the parameter that uses its storage; no second parameter may use it (tensors of a
+            `.bin` file may share storage).
     """
     local, region = local_part(target)
     if 0 in local.shape:
@@ -280,5 +284,5 @@ def _fill(target: torch.Tensor, node: Node, adopted: dict[int, torch.Tensor]) ->
 
 
 def report_loaded(source: WeightSource, plan: WeightPlan) -> None:
-    """Say on rank 0 what was loaded from where."""
+    """Log the number of loaded tensors and their source on rank 0."""
     info_rank0(f"weights: {len(plan.values)} tensors from '{source.path}'")

@@ -1,1 +1,1 @@
-"""Meshes, module-path patterns, and what is applied to a model so that it runs on many ranks."""
+"""Meshes, module-path patterns, and the transformations that run a model on many ranks."""

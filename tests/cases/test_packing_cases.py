@@ -32,7 +32,7 @@ def load_reference(hf_dir: Path) -> Any:
 def build_megatron(hf_dir: Path, reference: Any) -> Any:
     """VLModel in one process, with the reference's weights."""
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
+    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.modelzoo import ModelHub
@@ -51,7 +51,7 @@ def build_megatron(hf_dir: Path, reference: Any) -> Any:
         return weights[name][tuple(slice(s, s + n) for s, n in region)]
 
     values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
-    fill(parameters(hold([model], {n: tuple(w.shape) for n, w in weights.items()}, 0, 1)), values)
+    fill(parameter_parts(local_parameters([model], {n: tuple(w.shape) for n, w in weights.items()}, 0, 1)), values)
     return model
 
 

@@ -175,19 +175,19 @@ class Run:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every tensor of the training state, whole, by its key in a checkpoint; the same on all ranks."""
-        from mindspeed_mm.checkpoint.megatron_optimizer import stepped_parameters
+        from mindspeed_mm.checkpoint.megatron_optimizer import main_parameters
 
         own: list[Any] = []
-        stepped = stepped_parameters(self.optimizer)
+        mains = main_parameters(self.optimizer)
         for chunk in self.chunks:
             for name, param in chunk.named_parameters():
                 dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
                 place = (chunk.made_of(name), tuple(param.shape), dim, self.tensor_rank)
-                if param not in stepped:
+                if param not in mains:
                     if not (self.layout.distributed and param.requires_grad):
                         own.append((*place, "", (0, param.numel()), param.detach().flatten().float().numpy()))
                     continue
-                s = stepped[param]
+                s = mains[param]
                 tensors = {"": s.main, **{k: v for k, v in s.state.items() if isinstance(v, torch.Tensor)}}
                 own += [(*place, kind, s.span, t.detach().flatten().numpy()) for kind, t in tensors.items()]
                 if "step" in s.group:

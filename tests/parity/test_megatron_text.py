@@ -27,7 +27,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from megatron.core import tensor_parallel as mcore
 
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
+    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.loss import select_targets
@@ -56,7 +56,8 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
     rank = parallel_state.get_tensor_model_parallel_rank()
     model.made_of = lambda name: decoder_tensor(name, shape)  # type: ignore[assignment]
-    fill(parameters(hold([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)), values)
+    local = local_parameters([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)
+    fill(parameter_parts(local), values)
 
     ids = torch.randint(0, 96, (2, 16))
     labels = torch.randint(0, 96, (2, 16))

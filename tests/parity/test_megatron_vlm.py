@@ -89,7 +89,7 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
     from megatron.core import parallel_state
 
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import hold, parameters
+    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.transformers.meta_model import build_meta_model
@@ -114,8 +114,8 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
 
     values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
     rank = parallel_state.get_tensor_model_parallel_rank()
-    held = hold([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)
-    fill(parameters(held), values)
+    local = local_parameters([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)
+    fill(parameter_parts(local), values)
 
     found = {}
     for name, media in BATCHES.items():

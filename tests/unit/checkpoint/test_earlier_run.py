@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.checkpoint import earlier_run
-from mindspeed_mm.checkpoint.earlier_run import paths_of, settle_folder, traces_of_run
+from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder, traces_of_run
 from mindspeed_mm.checkpoint.run_folder import TRACKER, RunFolder, checkpoints, has_checkpoint
 from mindspeed_mm.checkpoint.start import find_start
 from mindspeed_mm.utils.errors import ConfigError
@@ -41,7 +41,7 @@ def used(root: Path, *iterations: int, others: tuple[str, ...] = ("metrics.jsonl
 
 def settle(save: Path, load: Path | None = None, step: int | None = None, **how: Any) -> None:
     start = find_start(load and str(load), str(save), step, how.get("finetune", False))
-    settle_folder(str(save), load and str(load), start, **how)
+    prepare_run_folder(str(save), load and str(load), start, **how)
 
 
 def names(root: Path) -> list[str]:

@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_parts import Held, Stepped, hold, own_names, rectangles, to_write
+from mindspeed_mm.checkpoint.megatron_parts import (
+    LocalParameter,
+    MainParameter,
+    local_parameters,
+    own_names,
+    rectangles,
+    to_write,
+)
 from mindspeed_mm.models.common.megatron_names import Made, interleaved, regrouped, same
 from mindspeed_mm.utils.errors import CheckpointError
 
@@ -34,7 +41,7 @@ MADE: dict[str, tuple[Made, dict[str, tuple[int, ...]], tuple[int, ...], int | N
 }
 
 
-def held_by_rank(name: str, tensor_size: int) -> tuple[list[Held], dict[str, torch.Tensor]]:
+def parameters_by_rank(name: str, tensor_size: int) -> tuple[list[LocalParameter], dict[str, torch.Tensor]]:
     """What each tensor-parallel rank holds, and the sources: every element is another number."""
     made, shapes, whole_shape, dim = MADE[name]
     values: dict[str, torch.Tensor] = {}
@@ -53,7 +60,7 @@ def held_by_rank(name: str, tensor_size: int) -> tuple[list[Held], dict[str, tor
         chunk: Any = nn.Module()
         chunk.weight = param
         chunk.made_of = lambda _: made
-        found += hold([chunk], shapes, rank, tensor_size)
+        found += local_parameters([chunk], shapes, rank, tensor_size)
     return found, values
 
 
@@ -67,18 +74,18 @@ def cut(total: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", MADE)
 def test_ranges_of_elements_become_rectangles_of_the_sources(name: str, tensor_size: int, cuts: Sequence[int]) -> None:
     """Out of a rank's flat elements and back, in every layout; and no element twice."""
-    ranks, values = held_by_rank(name, tensor_size)
+    ranks, values = parameters_by_rank(name, tensor_size)
     writers = ranks if ranks[0].is_split else ranks[:1]
     counts = {source: torch.zeros(value.shape) for source, value in values.items()}
-    for held in writers:
-        for span in cut(held.param.numel(), cuts):
-            flat = held.param.detach().flatten()[span[0] : span[1]]
+    for parameter in writers:
+        for span in cut(parameter.param.numel(), cuts):
+            flat = parameter.param.detach().flatten()[span[0] : span[1]]
             filled = torch.full_like(flat, torch.nan)
-            for part in held.parts(span):
+            for part in parameter.parts(span):
                 where = tuple(slice(start, start + length) for start, length in part.region)
                 expected = values[part.source][where]
                 counts[part.source][where] += 1
-                assert torch.equal(part.value(held.param.detach()), expected)
+                assert torch.equal(part.value(parameter.param.detach()), expected)
                 assert torch.equal(part.value(flat), expected)
                 part.put(filled, expected)
             assert torch.equal(filled, flat)
@@ -88,11 +95,11 @@ def test_ranges_of_elements_become_rectangles_of_the_sources(name: str, tensor_s
 
 def test_rows_that_are_neighbours_are_one_part() -> None:
     """Queries of all groups lie together in their tensor; a checkpoint holds them as one piece."""
-    (held,), values = held_by_rank("queries, keys, values", 1)
-    parts = held.parts()
+    (parameter,), values = parameters_by_rank("queries, keys, values", 1)
+    parts = parameter.parts()
     assert [(p.source, p.region[0]) for p in parts] == [("q", (0, 24)), ("k", (0, 8)), ("v", (0, 8))]
     assert [len(p.pieces) for p in parts] == [4, 4, 4]
-    assert torch.equal(parts[0].value(held.param.detach()), values["q"])
+    assert torch.equal(parts[0].value(parameter.param.detach()), values["q"])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,7 @@ def test_rectangles(shape: tuple[int, ...], start: int, end: int, expected: list
     assert torch.cat(found or [index[:0].view(-1)]).tolist() == list(range(start, end))
 
 
-def model(tied_copy: bool = False) -> list[Held]:
+def model(tied_copy: bool = False) -> list[LocalParameter]:
     """A large, a replicated, a frozen and, on a last stage, a copied tensor."""
     chunk: Any = nn.Module()
     chunk.large, chunk.norm, chunk.frozen = (nn.Parameter(torch.zeros(s)) for s in ((90, 7), (7,), (40, 3)))
@@ -125,31 +132,31 @@ def model(tied_copy: bool = False) -> list[Held]:
         chunk.head = nn.Parameter(torch.zeros(5, 7))
         chunk.head.shared = True
     chunk.made_of = same
-    return hold([chunk], None, 0, 2)
+    return local_parameters([chunk], None, 0, 2)
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 def test_replicas_share_the_writing_evenly(data_size: int) -> None:
-    held = model(tied_copy=True)
-    written = {h: torch.zeros(h.param.numel()) for h in held}
+    parameters = model(tied_copy=True)
+    written = {h: torch.zeros(h.param.numel()) for h in parameters}
     loads = []
     for rank in range(data_size):
-        mine = to_write(held, {}, spread=False, tensor_rank=0, data_rank=rank, data_size=data_size)
+        mine = to_write(parameters, {}, spread=False, tensor_rank=0, data_rank=rank, data_size=data_size)
         for h, (start, end) in mine:
             written[h][start:end] += 1
         loads.append(sum(end - start for _, (start, end) in mine))
     assert max(loads) - min(loads) <= 1
     assert [bool((count == 1).all()) for count in written.values()] == [True, True, True, False]
-    assert not written[held[3]].any()  # the stage with the embedding answers for it
-    (only, _), *others = to_write(held, {}, spread=False, tensor_rank=1, data_rank=0, data_size=1)
-    assert only is held[0] and not others  # what is alike on tensor-parallel ranks is the first one's
+    assert not written[parameters[3]].any()  # the stage with the embedding answers for it
+    (only, _), *others = to_write(parameters, {}, spread=False, tensor_rank=1, data_rank=0, data_size=1)
+    assert only is parameters[0] and not others  # what is alike on tensor-parallel ranks is the first one's
 
 
 def test_what_the_distributed_optimizer_owns_its_owner_writes() -> None:
-    large, norm, frozen = held = model()
-    stepped = {large.param: Stepped(torch.zeros(600), (30, 630), {}, {})}
-    mine = to_write(held, stepped, spread=True, tensor_rank=0, data_rank=1, data_size=2)
-    assert mine == [(large, (30, 630)), (frozen, (60, 120))]  # the norm is stepped by the other rank
+    large, norm, frozen = parameters = model()
+    mains = {large.param: MainParameter(torch.zeros(600), (30, 630), {}, {})}
+    mine = to_write(parameters, mains, spread=True, tensor_rank=0, data_rank=1, data_size=2)
+    assert mine == [(large, (30, 630)), (frozen, (60, 120))]  # the other rank steps the norm
     assert norm not in dict(mine)
 
 
@@ -158,9 +165,9 @@ def test_chunks_and_model_that_do_not_belong_together_are_refused() -> None:
     chunk.weight = nn.Parameter(torch.zeros(4, 3))
     chunk.made_of = lambda _: same("a")
     with pytest.raises(CheckpointError, match=r"a give a tensor of shape \(5, 3\), and weight is \(4, 3\) as a whole"):
-        hold([chunk], {"a": (5, 3)}, 0, 1)
-    with pytest.raises(CheckpointError, match="weight is made of a, which the transformers model does not have"):
-        hold([chunk], {"b": (4, 3)}, 0, 1)
+        local_parameters([chunk], {"a": (5, 3)}, 0, 1)
+    with pytest.raises(CheckpointError, match="weight consists of a, which the transformers model does not have"):
+        local_parameters([chunk], {"b": (4, 3)}, 0, 1)
 
 
 def test_models_of_their_own_keep_their_names_with_global_layer_numbers() -> None:

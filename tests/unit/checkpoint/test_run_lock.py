@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.checkpoint.run_lock import LOCK, Holder, RunLock, hold_run_folder, process_start
+from mindspeed_mm.checkpoint.run_lock import LOCK, Holder, RunLock, lock_run_folder, process_start
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
@@ -214,15 +214,15 @@ def test_of_many_that_want_it_one_gets_it(
 
 def test_a_refusal_is_heard_on_all_ranks_and_leftovers_go(tmp_path: Path) -> None:
     (tmp_path / ".iter_0000002.saving").mkdir()
-    with hold_run_folder(str(tmp_path), 0, lambda value: [value, None]) as lock:
+    with lock_run_folder(str(tmp_path), 0, lambda value: [value, None]) as lock:
         assert lock is not None and [p.name for p in tmp_path.iterdir()] == [LOCK]
-    with pytest.raises(ConfigError, match="is in use"), hold_run_folder(str(tmp_path), 1, lambda value: ["is in use"]):
+    with pytest.raises(ConfigError, match="is in use"), lock_run_folder(str(tmp_path), 1, lambda value: ["is in use"]):
         pass
-    with hold_run_folder(None, 0, lambda value: [value]) as lock:
+    with lock_run_folder(None, 0, lambda value: [value]) as lock:
         assert lock is None
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Not a directory: .*file"):
-        hold_run_folder(str(tmp_path / "file" / "run"), 0, lambda value: [value]).__enter__()
+        lock_run_folder(str(tmp_path / "file" / "run"), 0, lambda value: [value]).__enter__()
