@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,11 +41,22 @@ def dry_run(recipe: Recipe, words: Sequence[str]) -> int:
         recipe: what the script trains.
         words: those of the command line, after the script's name.
     """
+    return print_answer(lambda: outline_of(describe(words, recipe), recipe))
+
+
+def print_answer(outline: Callable[[], Mapping[str, object]]) -> int:
+    """Print the JSON object about a launch: `accepted`, `notices`, and the outline or the refusal.
+
+    Args:
+        outline: describes the launch; an MMError that it raises is the refusal.
+
+    Returns:
+        the exit status, 1 of a refused launch.
+    """
     with _notices() as notices, errors_as_sentences():
         try:
             with missing_library_as_sentence():
-                outline = outline_of(describe(words, recipe), recipe)
-            answer = {"accepted": True, **outline, "notices": notices}
+                answer = {"accepted": True, **outline(), "notices": notices}
         except MMError as error:
             answer = {"accepted": False, "refusal": f"{kind_of(error)}: {error}", "notices": notices}
     if is_first_rank():

@@ -15,7 +15,6 @@ import contextlib
 import io
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ _DIRECTORIES = (
 #: names of files; every other path is that of a directory
 #: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script
 #: convert_wan_to_diffusers.py writes them
-_AUTOENCODERS = (
+_AUTOENCODERS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         r"Wan2\.2-TI2V-5B.*/vae/?$",
         {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "in_channels": 12, "out_channels": 12}
@@ -56,7 +55,11 @@ _AUTOENCODERS = (
     ),
     (r"Wan2\.\d.*/vae/?$", {}),
 )
-_FEATURES = tuple(f"mindspeed_mm/tools/feature_extraction/get_{of}_feature.py" for of in ("sora", "wan", "vace"))
+#: scripts that extract features → the predictor of a model.json without one
+_FEATURES = {
+    f"mindspeed_mm/tools/feature_extraction/get_{name}_feature.py": family
+    for name, family in (("sora", None), ("wan", "wan"), ("vace", "wan"))
+}
 _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|mp4|png|jpe?g|py)$")
 
 
@@ -145,6 +148,9 @@ def prepare(source: Path, folder: Path, launches: Sequence[Mapping[str, Any]]) -
         for word, value in zip(words, [*words[1:], ""], strict=True):
             if word == "--load":
                 stand_in(folder, value)
+    for pictures in sorted(folder.rglob("*images.txt")):
+        for picture in pictures.read_text(encoding="utf-8").split():
+            stand_in(folder, picture)
     for file in sorted(folder.rglob("*")):
         if file.suffix in (".json", ".yaml") and file.is_relative_to(folder / "examples"):
             for path in paths_in(read(file)):
@@ -160,70 +166,22 @@ def world_size(words: Sequence[str]) -> int:
 def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
     """The answer of a launch's dry run."""
     from mindspeed_mm.dry_run import dry_run
+    from mindspeed_mm.tasks.generation import inference
     from mindspeed_mm.tasks.train.generation import SORA
     from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
-
-    recipe = {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA, "pretrain_transformers.py": TRANSFORMERS}[entry]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        dry_run(recipe, [*words, "--dry-run", "--world-size", str(processes)])
-    answer: dict[str, Any] = json.loads(printed.getvalue())
-    return answer
-
-
-def _inference(words: list[str], script: str) -> dict[str, Any]:
-    """The answer of a launch that makes samples: whether its flags and files are accepted."""
-    from mindspeed_mm.configs.sora_inference import SoRAInferenceConfig
-    from mindspeed_mm.tasks.generation.options import parse_flags, read_images, read_prompts, sampling_options
-
-    def read_all() -> None:
-        flags = parse_flags(words)
-        config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data)
-        prompts = read_prompts(flags.prompts or config.sampling.prompt)
-        images = flags.images or config.sampling.image
-        for picture in Path(images).read_text().split() if images else []:
-            stand_in(Path.cwd(), picture)
-        read_images(images, len(prompts))
-        sampling_options(flags, config.sampling)
-
-    return _accepted_by(read_all)
-
-
-def _features(words: list[str], script: str) -> dict[str, Any]:
-    """The answer of a launch that extracts features: whether its flags and files are accepted."""
-    from mindspeed_mm.configs.generation_data import GenerationDataConfig
-    from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.tools.feature_extraction import command
 
-    def read_all() -> None:
-        options = command._parse(words, Path(script).name)
-        for section, file in ((SoRAModelConfig, options.mm_model), (GenerationDataConfig, options.mm_data)):
-            section.from_dict(read(Path(file)), file=file)
-
-    return _accepted_by(read_all)
-
-
-def _accepted_by(read_all: Callable[[], None]) -> dict[str, Any]:
-    """The answer of a launch of which flags and files are read, and no more."""
-    from mindspeed_mm.utils import log
-    from mindspeed_mm.utils.errors import MMError
-
-    notices: list[str] = []
-    log.logger.handlers[:] = [_Keeper(notices)]
-    try:
-        read_all()
-    except MMError as error:
-        return {"accepted": False, "refusal": str(error), "notices": notices}
-    return {"accepted": True, "notices": notices}
-
-
-class _Keeper(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    recipes = {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA, "pretrain_transformers.py": TRANSFORMERS}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if entry in recipes:
+            dry_run(recipes[entry], [*words, "--dry-run", "--world-size", str(processes)])
+        elif entry == "inference_sora.py":
+            inference.main([*words, "--dry-run"])
+        else:
+            command.main([*words, "--dry-run"], script=Path(entry).name, family=_FEATURES[entry])
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    return answer
 
 
 def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
@@ -235,9 +193,8 @@ def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
     os.chdir(folder)
     words, processes = list(launch["words"]), world_size(launch["launcher_words"])
     os.environ.update(launch["environment"])
-    others = {"inference_sora.py": _inference, **dict.fromkeys(_FEATURES, _features)}
     try:
-        answer = others[entry](words, entry) if entry in others else answer_of(entry, words, processes)
+        answer = answer_of(entry, words, processes)
     except Exception as error:  # a defect, which is a row of the table, too
         answer = {"accepted": False, "refusal": f"CRASHED: {type(error).__name__}: {error}", "notices": []}
     return Outcome(_with_unknown_size(answer), time.perf_counter() - started)
@@ -253,14 +210,9 @@ def _with_unknown_size(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def first_sentence(refusal: str) -> str:
-    """The first line of a refusal, up to what to write instead."""
-    return refusal.splitlines()[0]
-
-
 def reason(refusal: str) -> str:
     """What a refusal is about, without the names of files and the values found."""
-    line = re.sub(r"^(\./)?\S+\.(json|yaml)[^:]*: ", "", first_sentence(refusal))
+    line = re.sub(r"^(\./)?\S+\.(json|yaml)[^:]*: ", "", refusal)
     line = re.sub(r"^'[\w.]+' is \S+; ", "", line)
     return re.sub(r"^--[\w-]+ .*?: ", "", line)
 
@@ -309,9 +261,9 @@ def print_table(found: Mapping[str, Outcome]) -> None:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row, outcome in zip(rows, [None, *found.values()], strict=True):
-        refused = outcome is not None and outcome.refusal is not None
-        cells = [*row[:2], first_sentence(outcome.refusal)] if refused else row
+    refusals = [None, *(outcome.refusal for outcome in found.values())]
+    for row, refusal in zip(rows, refusals, strict=True):
+        cells = row if refusal is None else (*row[:2], refusal)
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
+from mindspeed_mm.tasks.generation import inference
 from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.tasks.train.language import VLM
+from mindspeed_mm.tools.feature_extraction import command
 from mindspeed_mm.utils.log import forget_notices
 from tests.support.runs import OWN
 from tests.support.tiny import tiny_qwen2_5_vl_dir
@@ -126,3 +128,23 @@ def test_a_script_of_ones_own_has_it(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_only_the_command_line_asks_for_it() -> None:
     assert asks_for_dry_run(["--lr", "1", "--dry-run"]) and not asks_for_dry_run(["--lr", "1"])
+
+
+def test_samples_and_features(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what isn't a training, flags and files are read; nothing is opened or written."""
+    (folder / "prompts.txt").write_text("A digit.\nAnother one.\n")
+    (folder / "model.json").write_text(json.dumps({"predictor": {"model_id": "wan"}}))
+    rows = {"dataset_type": "t2v", "basic_parameters": {"data_path": "gone.jsonl"}}
+    (folder / "data.json").write_text(json.dumps({"dataset_param": rows}))
+    sampling = "--mm-model model.json --prompts prompts.txt --save-path made --size 5 16 16 --lr 1 --dry-run".split()  # noqa: SIM905
+    assert inference.main(sampling) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accepted"], found["prompts"], found["samples"], found["size"]) == (True, 2, 2, [5, 16, 16])
+    assert len(found["notices"]) == 1 and "no effect here: --lr:" in found["notices"][0]
+    extraction = "--mm-model model.json --mm-data data.json --output features --dry-run".split()  # noqa: SIM905
+    assert command.main(extraction) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accepted"], found["dataset_type"], found["text"], found["notices"]) == (True, "t2v", True, [])
+    assert command.main([*extraction, "--micro-batch-size", "0"]) == 1
+    assert "--micro-batch-size is 0" in json.loads(capsys.readouterr().out)["refusal"]
+    assert not list(folder.glob("made*")) and not list(folder.glob("features*"))

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
-from mindspeed_mm.configs.flags.spec import flag
+from mindspeed_mm.configs.flags.spec import flag, flags_of
+from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.tasks.generation.options import needed
-from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 FlagsT = TypeVar("FlagsT")
@@ -164,4 +166,17 @@ def _parse(group: type[FlagsT], words: Sequence[str], about: str) -> FlagsT | No
     raise_all(unknown_flags(parser, words))
     parsed, extras = parser.parse_known_args(words)
     raise_all(stray_words(parser, words, extras))
-    return group(**vars(parsed))
+    flags = group(**vars(parsed))
+    _check_paths(flags)
+    return flags
+
+
+def _check_paths(flags: object) -> None:
+    """Refuse paths to read that don't exist, before torch is imported."""
+    for item in flags_of(type(flags)):
+        path = getattr(flags, item.name)
+        if item.path not in ("file", "directory") or path is None or Path(path).exists():
+            continue
+        if item.name in ("clip", "model"):
+            raise CheckpointError(f"{item.spelling}: {describe_missing_model(path)}")
+        raise ConfigError(f"{item.spelling}: {describe_missing(path)}")

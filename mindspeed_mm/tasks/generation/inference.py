@@ -9,32 +9,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys, SoRAInferenceConfig
-from mindspeed_mm.tasks.generation.contact_sheet import write_contact_sheet
+from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
 from mindspeed_mm.tasks.generation.options import needed, parse_flags, read_images, read_prompts, sampling_options
-from mindspeed_mm.tasks.generation.outputs import SAMPLES, SampleFolder, file_name
-from mindspeed_mm.tasks.generation.pipeline import GenerationPipeline, build_pipeline, open_pipeline
-from mindspeed_mm.tasks.generation.sampling import (
-    Request,
-    SamplingOptions,
-    check_size,
-    default_steps_and_guidance,
-    generate,
-)
+from mindspeed_mm.tasks.generation.requests import Request, SamplingOptions
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import info_rank0
 
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.generation.outputs import SampleFolder
+    from mindspeed_mm.tasks.generation.pipeline import GenerationPipeline
+
 _FPS = 16
 _WAIT = timedelta(days=30)  # processes may have very different amounts of work
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Content of the flags and files of a launch."""
+
+    flags: InferenceFlags
+    config: SoRAInferenceConfig | None
+    keys: SamplingKeys
+    prompts: list[str]
+    images: list[Path] | None
+    save_path: Path
+    options: SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -58,30 +64,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.description = "Make pictures or videos of prompts (docs/inference.md)."
         parser.print_help()
         return 0
+    if asks_for_dry_run(words):
+        return print_answer(lambda: _outline(_describe(words)))
+    _run(_describe(words))
+    return 0
+
+
+def _describe(words: Sequence[str]) -> _Launch:
+    """Read flags and files; torch isn't imported, so that a mistake is reported in a fraction of a second."""
     flags = parse_flags(words)
     require_extra("generation", "a model that makes images or videos")
-    _quiet()
     config = SoRAInferenceConfig.from_file(flags.mm_model, flags.mm_data) if flags.mm_model else None
     keys = config.sampling if config is not None else SamplingKeys()
     prompts = read_prompts(flags.prompts or keys.prompt)
     images = read_images(flags.images or keys.image, len(prompts))
-    folder = SampleFolder(Path(needed(flags.save_path or keys.save_path, "--save-path", "the folder to write to")))
-    refuse_unwritable(folder.root, "--save-path")
-    pipeline = _open(config, flags)
+    save_path = Path(needed(flags.save_path or keys.save_path, "--save-path", "the folder to write to"))
+    refuse_unwritable(save_path, "--save-path")
     options = sampling_options(flags, keys)
-    check_size(options.size, pipeline.rule)
     if options.size[0] > 1:
         require_extra("video", f"a sample of {options.size[0]} frames, which is written as a video,")
+    return _Launch(flags, config, keys, prompts, images, save_path, options)
+
+
+def _outline(launch: _Launch) -> dict[str, object]:
+    """The answer of a dry run: no model is built, and no size compared with what a model can make."""
+    options, prompts = launch.options, len(launch.prompts)
+    samples = prompts * launch.flags.num_samples_per_prompt
+    return {"prompts": prompts, "samples": samples, "size": list(options.size), "steps": options.steps}
+
+
+def _run(launch: _Launch) -> None:
+    """Open the pipeline and generate the samples."""
+    from mindspeed_mm.tasks.generation.outputs import SampleFolder
+    from mindspeed_mm.tasks.generation.sampling import check_size
+
+    _quiet()
+    flags, images, options = launch.flags, launch.images, launch.options
+    pipeline = _open(launch.config, flags)
+    check_size(options.size, pipeline.rule)
     if pipeline.needs_image != (images is not None):
         raise ConfigError(
             "this model begins with a picture; give --images, one path a line beside each prompt"
             if pipeline.needs_image
             else "this model begins with no picture; leave --images (or 'image') out, or write 'task': 'i2v'"
         )
-    fps = flags.fps or keys.fps or _FPS
-    work = _work(prompts, images, flags.num_samples_per_prompt, pipeline, options, fps)
-    _generate_missing(work, folder, pipeline, options, flags, fps)
-    return 0
+    fps = flags.fps or launch.keys.fps or _FPS
+    work = _work(launch.prompts, images, flags.num_samples_per_prompt, pipeline, options, fps)
+    _generate_missing(work, SampleFolder(launch.save_path), pipeline, options, flags, fps)
 
 
 def _quiet() -> None:
@@ -95,6 +124,9 @@ def _quiet() -> None:
 
 
 def _open(config: SoRAInferenceConfig | None, flags: InferenceFlags) -> GenerationPipeline:
+    from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
+    from mindspeed_mm.tasks.generation.pipeline import build_pipeline, open_pipeline
+
     if config is not None:
         return build_pipeline(
             config,
@@ -122,6 +154,9 @@ def _work(
     options: SamplingOptions,
     fps: int,
 ) -> list[_Work]:
+    from mindspeed_mm.tasks.generation.outputs import file_name
+    from mindspeed_mm.tasks.generation.sampling import default_steps_and_guidance
+
     steps, guidance = default_steps_and_guidance(pipeline)
     common = {
         "seed": options.seed,
@@ -154,6 +189,12 @@ def _generate_missing(
     fps: int,
 ) -> None:
     """Generate missing samples, each process its share; rank 0 then writes the index and the contact sheet."""
+    import torch.distributed as dist
+
+    from mindspeed_mm.tasks.generation.contact_sheet import write_contact_sheet
+    from mindspeed_mm.tasks.generation.outputs import SAMPLES
+    from mindspeed_mm.tasks.generation.sampling import generate
+
     launch = this_launch()
     rank, size = launch.rank, launch.world_size
     folder.root.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from mindspeed_mm.configs.flags.spec import flags_of
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys
-from mindspeed_mm.tasks.generation.sampling import SamplingOptions
+from mindspeed_mm.tasks.generation.requests import SamplingOptions
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -33,7 +33,7 @@ def parse_flags(words: Sequence[str]) -> InferenceFlags:
     raise_all(stray_words(parser, words, extras))
     own = {item.name: item for item in flags_of(InferenceFlags)}
     given = vars(parsed)
-    others = sorted(given.keys() - own.keys() - {"bf16", "fp16"})
+    others = sorted(given.keys() - own.keys() - {"bf16", "fp16", "dry_run"})
     if others:
         names = ", ".join("--" + name.replace("_", "-") for name in others)
         notice(f"no effect here: {names}: they belong to training")

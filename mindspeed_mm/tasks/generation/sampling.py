@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,47 +11,12 @@ import torch
 
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.tasks.generation.pipeline import GenerationPipeline
+from mindspeed_mm.tasks.generation.requests import Request, SamplingOptions
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.sample_random import generator, normals, sample_key
 
 _NOISE = "noise"
 _TAKES_LATENTS = ("WanPipeline",)  # its check of sizes is stricter than the model requires
-
-
-@dataclass(frozen=True)
-class Request:
-    """A sample to generate.
-
-    Attributes:
-        prompt: its prompt.
-        index: number of the prompt.
-        sample: number of the sample among those of the prompt.
-        image: its first frame (PIL), for models that begin with one.
-    """
-
-    prompt: str
-    index: int = 0
-    sample: int = 0
-    image: Any = None
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Options of sampling.
-
-    Attributes:
-        size: frames, height and width in pixels.
-        steps: denoising steps; None: the pipeline's default.
-        guidance: scale of classifier-free guidance, one for each expert; None: the pipeline's default.
-        negative_prompt: prompt from which guidance leads away; None: the empty caption.
-        seed: seed of the noise.
-    """
-
-    size: tuple[int, int, int]
-    steps: int | None = None
-    guidance: tuple[float, ...] | None = None
-    negative_prompt: str | None = None
-    seed: int = 42
 
 
 def check_size(size: Sequence[int], rule: GenerationRule, *, makes_videos: bool = True) -> None:

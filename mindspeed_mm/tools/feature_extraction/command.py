@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from mindspeed_mm.configs.arguments import GROUPS
+from mindspeed_mm.configs.config import MMConfig, settle_caption_length, settle_remote_code
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.flags.parser import build_parser, spell_as_declared, stray_words, unknown_flags
+from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sections import Bool, Section, build_section, plain, raise_all
+from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.tools_config import ToolsConfig
+from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
 from mindspeed_mm.utils.errors import ConfigError, MMError, kind_of
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
@@ -24,6 +29,16 @@ if TYPE_CHECKING:
     from mindspeed_mm.configs.config import ConfigReader
 
 _MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Content of the flags and files: nothing has been opened that they name."""
+
+    output: str
+    needs_text: bool
+    model: SoRAModelConfig
+    data: GenerationDataConfig
 
 
 class SoraFeature(Section):
@@ -63,6 +78,8 @@ def main(argv: Sequence[str] | None = None, *, script: str = "get_sora_feature.p
         the exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if asks_for_dry_run(words):
+        return print_answer(lambda: _outline(_describe(_parse(words, script), family)))
     try:
         return extract_features(_parse(words, script), family)
     except MMError as error:
@@ -82,8 +99,8 @@ def _parse(words: Sequence[str], script: str) -> argparse.Namespace:
     options, others = parser.parse_known_args(words)
     given, extras = training.parse_known_args(others)
     raise_all(stray_words(training, others, extras))
-    if vars(given):
-        names = ", ".join("--" + name.replace("_", "-") for name in vars(given))
+    if unused := vars(given).keys() - {"dry_run"}:
+        names = ", ".join("--" + name.replace("_", "-") for name in vars(given) if name in unused)
         notice(f"no effect here, as nothing is trained: {names}")
     return options
 
@@ -102,28 +119,14 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
         ConfigError, DataError, CheckpointError: something can't be used; or the folder has features of other
             settings already.
     """
-    require_extra("generation", "the extraction of features")
-    from mindspeed_mm import accelerator
-    from mindspeed_mm.configs.config import MMConfig, settle_caption_length, settle_remote_code
-    from mindspeed_mm.configs.generation_data import GenerationDataConfig
-    from mindspeed_mm.configs.sora_config import SoRAModelConfig
+    described = _describe(options, family)
+    output, needs_text, model, data = described.output, described.needs_text, described.model, described.data
+    from mindspeed_mm import accelerator  # imports torch: a mistake in flags and files is reported before
     from mindspeed_mm.models.sora_encode import SampleEncoder
     from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
     from mindspeed_mm.tools.feature_extraction.extract import Extraction, open_clips
     from mindspeed_mm.tools.feature_extraction.made_from import made_from
 
-    for name in ("micro_batch_size", "shard_megabytes"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
-    output, needs_text = _settle(options)
-    refuse_unwritable(output, "--output")
-    files = MMConfig({"model": options.mm_model, "data": options.mm_data})
-    settle_remote_code(False, files)  # the command has no flag for it
-    settle_caption_length(files.model, files.data)
-    data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
-    if family is not None:
-        _settle_predictor(files.model, family, data.dataset_param.dataset_type)
-    model = SoRAModelConfig.from_dict(files.model, file=options.mm_model)
     predictor, _, _ = resolve_predictor(model)
     dataset = open_clips(data, generation_rule(model, options.seed), options.validation)
     tokenizers = data.dataset_param.tokenizer_dirs
@@ -144,6 +147,28 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
     )
     extraction.run()
     return 0
+
+
+def _describe(options: argparse.Namespace, family: str | None) -> _Described:
+    require_extra("generation", "the extraction of features")
+    for name in ("micro_batch_size", "shard_megabytes"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
+    output, needs_text = _settle(options)
+    refuse_unwritable(output, "--output")
+    files = MMConfig({"model": options.mm_model, "data": options.mm_data})
+    settle_remote_code(False, files)  # the command has no flag for it
+    settle_caption_length(files.model, files.data)
+    data = GenerationDataConfig.from_dict(files.data, file=options.mm_data)
+    if family is not None:
+        _settle_predictor(files.model, family, data.dataset_param.dataset_type)
+    return _Described(output, needs_text, SoRAModelConfig.from_dict(files.model, file=options.mm_model), data)
+
+
+def _outline(described: _Described) -> dict[str, object]:
+    """The answer of a dry run: nothing is opened that flags and files name."""
+    param = described.data.dataset_param
+    return {"output": described.output, "dataset_type": param.dataset_type, "text": described.needs_text}
 
 
 def _settle_predictor(model: ConfigReader, family: str, dataset_type: str) -> None:
