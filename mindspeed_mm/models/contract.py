@@ -1,4 +1,4 @@
-"""What a model is to the rest of the framework, whoever wrote it.
+"""The contract between a model, whoever wrote it, and the rest of the framework.
 
 A model that is trained may state any of the attributes and methods below; none is required but what its backend needs.
 `as_trainable`, `as_shardable` and `as_staged` are the only places that ask for them: everything else reads the typed
@@ -42,12 +42,12 @@ class WeightOrigin(NamedTuple):
 
     @property
     def absolute_source(self) -> str | None:
-        """`source` as a path that holds from any working folder."""
+        """`source` as a path that is valid from any working folder."""
         return str(Path(self.source).absolute()) if self.source else None
 
 
 class Trainable:
-    """What every backend, checkpoint and figure may know of a model.
+    """Properties of a model for every backend, checkpoint and metric.
 
     Attributes:
         model: the user's own module, without wrappers.
@@ -98,14 +98,14 @@ class Trainable:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Patterns of tensors that its library leaves out without a word when it loads the class."""
+        """Patterns of tensors that its library silently leaves out when it loads the class."""
         return tuple(_stated(self.model, "_keys_to_ignore_on_load_unexpected") or ())
 
     def check_packing(self) -> None:
         """Let it refuse packed rows, where it has `check_packing`.
 
         Raises:
-            ConfigError: what the model says.
+            ConfigError: the model's own refusal.
         """
         check = _stated(self.model, "check_packing")
         if check is not None:
@@ -124,7 +124,7 @@ class Trainable:
 
 
 class Shardable(Trainable):
-    """What the FSDP2 backend knows of a model: one that has `fully_shard`."""
+    """Properties for the FSDP2 backend of a model with `fully_shard`."""
 
     @property
     def sharded_module(self) -> nn.Module:
@@ -133,7 +133,7 @@ class Shardable(Trainable):
         return self.model if stated is None else stated
 
     def waiting(self) -> Iterator[tuple[nn.Module, Path]]:
-        """The modules that wait for weights, itself or ones inside, each with the directory that holds them.
+        """The modules that wait for weights, itself or ones inside, each with the directory of these.
 
         A module that delegates its sharding is given by what it delegates to.
         """
@@ -153,7 +153,7 @@ class Shardable(Trainable):
         )
 
     def plan_sharding(self, world_size: int, fsdp2_config_path: str | None) -> ShardingOutline | None:
-        """What `plan_sharding` says of the sharding over so many ranks; None: it has a way of its own."""
+        """Return the result of `plan_sharding` for a number of ranks; None: the model shards itself in its own way."""
         plan = _stated(self.model, "plan_sharding")
         return None if plan is None else plan(world_size, fsdp2_config_path)
 
@@ -170,11 +170,11 @@ class Shardable(Trainable):
 
 
 class Staged(Trainable):
-    """What the Megatron backend knows of a pipeline stage's chunk: one that has `set_input_tensor` and a `config`."""
+    """Properties for the Megatron backend of a pipeline stage's chunk, with `set_input_tensor` and a `config`."""
 
     @property
     def meta_model(self) -> Any:
-        """`meta_model()`: the transformers model without storage that it is a part of; None: it is of no such model."""
+        """`meta_model()`: the meta model of the transformers model that it is a part of; None: there is none."""
         build = _stated(self.model, "meta_model")
         return None if build is None else build()
 

@@ -1,4 +1,4 @@
-"""Encoding several micro-batches at once, so that the frozen encoders can leave the device while training goes on."""
+"""Prefetching of micro-batches: several are encoded at once, so that frozen encoders can be offloaded between."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.utils.log import notice
 
 
-class EncodeAhead:
-    """Hands out a run's micro-batches, ready for the model.
+class PrefetchEncoder:
+    """Prefetches a run's micro-batches and prepares them for the model.
 
     Micro-batches are taken from the data and prepared several at a time, but never more than the optimizer step has
-    left: what was counted and the position in the data belong to the step that trains them, and a checkpoint between
-    two steps holds neither more nor less. Each is encoded by itself, so that the interval changes no value.
+    left: counts and the position in the data belong to the step that trains them, so that a checkpoint between two
+    steps stores exactly its own. Each is encoded by itself, so that the interval changes no value.
 
     Args:
-        prepare: makes a collated micro-batch ready for the model.
-        encoder: what leaves the device in between.
-        interval: micro-batches that are encoded at once; 1: each when it is needed, and the encoders stay.
-        num_microbatches: of an optimizer step, or of an evaluation's global batch.
+        prepare: prepares a collated micro-batch for the model.
+        encoder: frozen parts, offloaded to the host in between.
+        interval: micro-batches that are encoded at once; 1: each when it is needed, without offloading.
+        num_microbatches: micro-batches of an optimizer step, or of an evaluation's global batch.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class EncodeAhead:
 
     def _fill(self, source: Iterator[Any], number: int) -> None:
         if self._interval > 1:
-            self._encoder.bring()
+            self._encoder.load()
         for _ in range(number):
             batch = dict(next(source))
             drop_host_fields(batch)
             self._ready.append(self._prepare(batch))
         if self._interval > 1:
-            self._encoder.leave()
+            self._encoder.offload()

@@ -1,4 +1,4 @@
-"""What the frozen parts make of clips and captions, for training and for the extraction of features alike."""
+"""Encoding of clips and captions by the frozen parts, for training and for feature extraction alike."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SampleEncoder:
 
     Args:
         config: model.json.
-        family: of the predictor.
-        tokenizers: directories that data.json names, in the order of the text encoders.
+        family: family of the predictor.
+        tokenizers: directories named in data.json, in the order of the text encoders.
         needs_video, needs_text: False where features take the place of clips, or of captions.
-        stays: they stay on the device; else they wait on the host until `bring`.
+        stays: whether they stay on the device; else they stay on the host until `load`.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class SampleEncoder:
                 ]
         return self._parts
 
-    def bring(self) -> None:
-        """Put parts that don't stay onto the device; where that is the host, nothing moves."""
+    def load(self) -> None:
+        """Copy offloaded parts to the device; if the device is the host, nothing is copied."""
         assert self.parts is not None
         current = accelerator.current()
         if not current.is_host:
-            for tensor, held in self._on_host:
-                tensor.data = held.to(current.device(), non_blocking=True, copy=True)
+            for tensor, on_host in self._on_host:
+                tensor.data = on_host.to(current.device(), non_blocking=True, copy=True)
 
-    def leave(self) -> None:
-        """Free the device of parts that don't stay: what they are made of has been on the host all along."""
-        for tensor, held in self._on_host:
-            tensor.data = held
+    def offload(self) -> None:
+        """Free the device memory of parts that don't stay there; their values have been on the host all along."""
+        for tensor, on_host in self._on_host:
+            tensor.data = on_host
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the frozen parts make of a micro-batch, and what came with it made before.
+        """Encode a micro-batch with the frozen parts; features in it are taken as they are.
 
         Args:
             batch: `video` [batch, 3, frames, height, width] float32 or `latents` (with `latents_std`, where they are
@@ -90,7 +90,7 @@ class SampleEncoder:
             `conditions`, name → [batch, …].
 
         Raises:
-            ConfigError: the batch holds what model.json says it doesn't.
+            ConfigError: the batch has raw samples where model.json states that features come with the data.
         """
         text = {k.removeprefix("text."): v for k, v in batch.items() if k.startswith("text.")}
         clips = self.encode_clips(batch)
@@ -98,10 +98,10 @@ class SampleEncoder:
 
     @torch.no_grad()
     def encode_clips(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """`latents`, `latents_std` and `conditions` of `encode`.
+        """Return `latents`, `latents_std` and `conditions` of `encode`.
 
         Raises:
-            ConfigError: there is no autoencoder, as model.json says that latents come with the data.
+            ConfigError: there is no autoencoder, as model.json states that latents come with the data.
         """
         if "latents" in batch:
             conditions = {k.removeprefix("cond."): v for k, v in batch.items() if k.startswith("cond.")}
@@ -119,10 +119,10 @@ class SampleEncoder:
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Text states, name → [captions, …].
+        """Encode captions into text states, name → [captions, …].
 
         Raises:
-            ConfigError: there are no text encoders, as model.json says that text states come with the data.
+            ConfigError: there are no text encoders, as model.json states that text states come with the data.
         """
         encoder = self.parts.captions
         if encoder is None:

@@ -25,16 +25,16 @@ def pipeline_layout(
     family: PredictorFamily,
     objective: Objective,
     tokenizers: list[str | None],
-    made: Path,
+    built: Path,
 ) -> PipelineLayout | None:
-    """Return where each part of the pipeline lies; None, and a notice, where model.json doesn't name them all.
+    """Return where each part of the pipeline lies; None, and a notice, if model.json doesn't name them all.
 
     Args:
         config: model.json.
-        family: of the predictor.
-        objective: gives the scheduler, where no whole pipeline brings one.
-        tokenizers: directories that data.json names.
-        made: an empty folder; parts that lie nowhere (a scheduler, an autoencoder of pixels) are written into it.
+        family: family of the predictor.
+        objective: its scheduler is exported if no whole pipeline has one.
+        tokenizers: directories named in data.json.
+        built: an empty folder for parts without a directory (a scheduler, an autoencoder of pixels).
     """
     import diffusers
 
@@ -48,16 +48,16 @@ def pipeline_layout(
     others: dict[str, Path] = {}
     for name, parameter in takes.items():
         entry = index.get(name)
-        found = _part(name, config, family, tokenizers, made, whole)
+        found = _part(name, config, family, tokenizers, built, whole)
         if name == "transformer":
             index[name] = ["diffusers", family.model_class_name]
         elif name == "scheduler" and found is None:
             scheduler = objective.sampling_scheduler()
-            scheduler.save_pretrained(made / name)
-            others[name], index[name] = made / name, ["diffusers", type(scheduler).__name__]
+            scheduler.save_pretrained(built / name)
+            others[name], index[name] = built / name, ["diffusers", type(scheduler).__name__]
         elif name == "guider" and found is None:
-            diffusers.ClassifierFreeGuidance().save_pretrained(made / name)
-            others[name], index[name] = made / name, ["diffusers", "ClassifierFreeGuidance"]
+            diffusers.ClassifierFreeGuidance().save_pretrained(built / name)
+            others[name], index[name] = built / name, ["diffusers", "ClassifierFreeGuidance"]
         elif name == "expand_timesteps":
             index[name] = family.task == "ti2v"
         elif found is not None:
@@ -80,24 +80,24 @@ def _part(
     config: SoRAModelConfig,
     family: PredictorFamily,
     tokenizers: list[str | None],
-    made: Path,
+    built: Path,
     whole: Path | None,
 ) -> Path | None:
-    """The directory of a part, as model.json, data.json or the whole pipeline say it."""
+    """Return the directory of a part as model.json, data.json or the whole pipeline names it."""
     beside = whole / name if whole is not None and (whole / name).is_dir() else None
     if name == "vae" and config.ae is not None:
         if config.ae.model_id == "pixel":
             from mindspeed_mm.models.ae.pixel import PixelAutoencoder
 
             with torch.device("cpu"):
-                PixelAutoencoder(**(config.ae.config or {})).save_pretrained(made / name)
-            return made / name
+                PixelAutoencoder(**(config.ae.config or {})).save_pretrained(built / name)
+            return built / name
         if config.ae.from_pretrained is None:
             return beside
         place = directory_of(Path(config.ae.from_pretrained))
         if is_lone_file(place):
-            open_file(place, config.ae, config.file, default_class=family.defaults.ae).save_pretrained(made / name)
-            return made / name
+            open_file(place, config.ae, config.file, default_class=family.defaults.ae).save_pretrained(built / name)
+            return built / name
         return place
     for number, encoder in enumerate(config.text_encoder):
         directory = encoder.from_pretrained or (str(whole / component_name("text_encoder", number)) if whole else None)
@@ -106,8 +106,8 @@ def _part(
         if name == component_name("text_encoder", number):
             return Path(directory)
         if name == component_name("tokenizer", number):
-            said = encoder.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
-            return tokenizer_directory(said, Path(directory), name, config.file, number)
+            stated = encoder.tokenizer or (tokenizers[number] if number < len(tokenizers) else None)
+            return tokenizer_directory(stated, Path(directory), name, config.file, number)
     if name in ("image_encoder", "image_processor", "feature_extractor"):
         described = config.first_frame_encoder
         if described is not None and described.from_pretrained:
@@ -117,16 +117,18 @@ def _part(
 
 
 def _class_of(directory: Path, name: str) -> list[str]:
-    """Library and class of a part, as its files say it."""
+    """Return library and class of a part as its files state them."""
     if name.startswith("tokenizer"):
         from transformers import AutoTokenizer
 
         return ["transformers", type(AutoTokenizer.from_pretrained(str(directory))).__name__]
     if name in ("image_processor", "feature_extractor"):
-        said = json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8"))
-        return ["transformers", said.get("image_processor_type") or said["feature_extractor_type"]]
+        stated = json.loads((directory / "preprocessor_config.json").read_text(encoding="utf-8"))
+        return ["transformers", stated.get("image_processor_type") or stated["feature_extractor_type"]]
     file = next(p for p in (directory / "config.json", directory / "scheduler_config.json") if p.is_file())
-    said = json.loads(file.read_text(encoding="utf-8"))
-    if said.get("_class_name") == "PixelAutoencoder":
+    stated = json.loads(file.read_text(encoding="utf-8"))
+    if stated.get("_class_name") == "PixelAutoencoder":
         return ["mindspeed_mm.models.ae.pixel", "PixelAutoencoder"]
-    return ["diffusers", said["_class_name"]] if "_class_name" in said else ["transformers", said["architectures"][0]]
+    if "_class_name" in stated:
+        return ["diffusers", stated["_class_name"]]
+    return ["transformers", stated["architectures"][0]]

@@ -25,7 +25,7 @@ from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.encode_ahead import EncodeAhead
+from mindspeed_mm.models.encode_ahead import PrefetchEncoder
 from mindspeed_mm.models.predictor.family import PredictorFamily, find_predictor_family
 from mindspeed_mm.models.sora_encode import SampleEncoder
 from mindspeed_mm.models.sora_layout import pipeline_layout
@@ -48,13 +48,13 @@ class SoRAModel(MultiModalModule):
 
     Attributes:
         predictor: the diffusers transformer; paths of fsdp2.yaml begin with `predictor.`.
-        family: what is special about it.
+        family: the predictor's family.
         encoder: the frozen parts, loaded when the first sample needs them.
-        ahead: hands out micro-batches, ready for `forward`.
-        objective: noise schedule and target.
+        prefetch: prefetches micro-batches and prepares them for `forward`.
+        objective: its noise schedule and target.
         source: diffusers directory of the predictor, for exports; None if it starts from scratch.
-        source_dtype: that exports are written in.
-        ema_decay: what model.json asks for; None: nothing.
+        source_dtype: dtype of exports.
+        ema_decay: decay of the averaged weights that model.json asks for; None: no average.
         weights_come_later: see FSDP2Mixin.
     """
 
@@ -64,8 +64,8 @@ class SoRAModel(MultiModalModule):
         """
         Args:
             config: model.json's content.
-            tokenizers: directories that data.json names, in the order of the text encoders.
-            num_microbatches: of a rank in an optimizer step; so many are encoded at once at most.
+            tokenizers: directories named in data.json, in the order of the text encoders.
+            num_microbatches: micro-batches of a rank in an optimizer step, and the most that are encoded at once.
         """
         super().__init__(config)
         self.described = SoRAModelConfig.from_dict(config)
@@ -99,7 +99,7 @@ class SoRAModel(MultiModalModule):
             needs_text=not self.described.load_text_features,
             stays=interval == 1,
         )
-        self.ahead = EncodeAhead(self.prepare, self.encoder, interval, num_microbatches)
+        self.prefetch = PrefetchEncoder(self.prepare, self.encoder, interval, num_microbatches)
         self.objective = build_objective(self.described.diffusion, self.family.defaults, self.described.file)
         self.source_dtype = to_torch_dtype(self.described.predictor.dtype)
         self.ema_decay = 0.9999 if self.described.use_ema else None
@@ -111,44 +111,44 @@ class SoRAModel(MultiModalModule):
 
     @property
     def sharded_module(self) -> Any:
-        """What is sharded, saved and exported."""
+        """The module that is sharded, saved and exported."""
         return self.predictor
 
     @property
     def pending_weights(self) -> str | None:
-        """The directory whose weights the predictor waits for; None: it draws random ones."""
+        """The directory from which the predictor's weights are loaded; None: they are initialised randomly."""
         return self.source
 
     def next_batch(self, source: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """Return the next micro-batch of `source`, made ready by the frozen parts for `forward`."""
-        return self.ahead.next_batch(source)
+        """Return the next micro-batch of `source`, encoded by the frozen parts and ready for `forward`."""
+        return self.prefetch.next_batch(source)
 
     @torch.no_grad()
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a collated micro-batch ready: latents, text states and conditions by the frozen parts, noise and draws.
+        """Encode a collated micro-batch with the frozen parts, and draw its noise and timesteps.
 
         Args:
             batch: `video` [batch, 3, frames, height, width] or `latents` (with `latents_std`, where they are drawn);
                 `captions` or `text.*`; `cond.*`; `sample_keys` [batch] int64, `sample_weights` [batch] float32.
 
         Returns:
-            what `forward` takes, on the device.
+            the arguments of `forward`, on the device.
         """
         device = accelerator.current().device()
         keys = batch["sample_keys"]
-        made = self.encoder.encode(batch)
-        latents = made["latents"].to(device, torch.float32)
-        if made.get("latents_std") is not None:
+        encoded = self.encoder.encode(batch)
+        latents = encoded["latents"].to(device, torch.float32)
+        if encoded.get("latents_std") is not None:
             drawn = normals(keys, "posterior", latents.shape[1:]).to(device)
-            latents = latents + made["latents_std"].to(device, torch.float32) * drawn
+            latents = latents + encoded["latents_std"].to(device, torch.float32) * drawn
         latents = self.family.padded(latents)
         return {
             "latents": latents,
             "noise": normals(keys, "noise", latents.shape[1:]).to(device),
             "draws": uniforms(keys, "timestep"),
             "weights": batch["sample_weights"].to(device),
-            "text": move_to_device(made["text"], device),
-            "conditions": move_to_device(made["conditions"], device, torch.float32),
+            "text": move_to_device(encoded["text"], device),
+            "conditions": move_to_device(encoded["conditions"], device, torch.float32),
         }
 
     def forward(
@@ -160,13 +160,13 @@ class SoRAModel(MultiModalModule):
         text: Mapping[str, torch.Tensor],
         conditions: Mapping[str, torch.Tensor],
     ) -> LossOutput:
-        """The loss of a micro-batch.
+        """Compute the loss of a micro-batch.
 
         Args:
             latents, noise: [batch, channels, frames, height, width] float32.
             draws: [batch] float64 in [0, 1), on the host.
-            weights: [batch] float32: 1 of a sample, 0 of a filler.
-            text, conditions: of `SampleEncoder.encode`.
+            weights: [batch] float32: 1 for a sample, 0 for a filler.
+            text, conditions: as `SampleEncoder.encode` returns them.
 
         Returns:
             the sum of the samples' losses, each a mean over its latent, and the number of samples.
@@ -182,13 +182,13 @@ class SoRAModel(MultiModalModule):
         if known is None:
             of_samples = errors.flatten(1).mean(1)
         else:
-            asked = (1 - known).expand_as(errors).flatten(1)
-            of_samples = (errors.flatten(1) * asked).sum(1) / asked.sum(1).clamp(min=1)
+            predicted_part = (1 - known).expand_as(errors).flatten(1)
+            of_samples = (errors.flatten(1) * predicted_part).sum(1) / predicted_part.sum(1).clamp(min=1)
         loss = (of_samples * noised.weights * weights).sum()
         return {"loss": loss, "denominator": weights.sum(), "metrics": {}}
 
     def tokens(self, latents: torch.Tensor) -> int:
-        """Tokens that the predictor sees of a sample."""
+        """Return the predictor's number of tokens for a sample with these latents."""
         frames, height, width = latents.shape[2:]
         patch = self.family.spatial_patch
         return -(-frames // self.family.temporal_patch) * (height // patch) * (width // patch)
@@ -223,9 +223,9 @@ class SoRAModel(MultiModalModule):
         self._computes_in = to_torch_dtype(config.param_dtype) or torch.float32
 
     def _paths(self, config: Fsdp2Config) -> dict[str, Any]:
-        """The path lists of fsdp2.yaml, relative to the predictor.
+        """Return the path lists of fsdp2.yaml, relative to the predictor.
 
-        Paths of frozen parts, which stay whole, are left out. All that match nothing are in one error.
+        Paths of frozen parts, which aren't sharded, are left out. One error lists all paths without a match.
         """
         keys = ("sub_modules_to_wrap", "recompute_modules", "ignored_modules")
         found: dict[str, Any] = dict.fromkeys(keys)
@@ -255,7 +255,7 @@ class SoRAModel(MultiModalModule):
         return found
 
     def _fill(self, load: bool) -> None:
-        """Give a predictor outside of a run its values."""
+        """Initialise or load the weights of a predictor built outside of a run."""
         from mindspeed_mm.parallel.materialize import materialize
 
         device = torch.device("cpu")
@@ -268,21 +268,21 @@ class SoRAModel(MultiModalModule):
             self.predictor.load_state_dict(loaded.state_dict())
 
     def export_layout(self) -> PipelineLayout | None:
-        """The pipeline around the predictor, for an export that loads with `DiffusionPipeline.from_pretrained`."""
-        self._made = tempfile.TemporaryDirectory(prefix="pipeline-parts-")  # until the export has copied it
-        made = Path(self._made.name)
-        return pipeline_layout(self.described, self.family, self.objective, self._tokenizers, made)
+        """Return the pipeline around the predictor, for exports that `DiffusionPipeline.from_pretrained` loads."""
+        self._built_parts = tempfile.TemporaryDirectory(prefix="pipeline-parts-")  # until the export has copied it
+        built = Path(self._built_parts.name)
+        return pipeline_layout(self.described, self.family, self.objective, self._tokenizers, built)
 
 
 def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[str, Any], str | None]:
-    """The family, the diffusers configuration, and the directory with weights (None: from scratch).
+    """Return the family, the diffusers configuration, and the directory with weights (None: from scratch).
 
     Raises:
-        ConfigError: nothing says what the predictor is, or what is said doesn't fit together.
+        ConfigError: the predictor's class isn't stated anywhere, or the stated values contradict each other.
     """
     described, file = config.predictor, config.file
     directory = weights_place(config)
-    said: dict[str, Any] | None = None
+    stated: dict[str, Any] | None = None
     if directory is not None:
         path = Path(directory) / "config.json"
         if not path.is_file():
@@ -290,17 +290,17 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
                 f"{file}: 'predictor.from_pretrained' '{directory}' has no config.json; expected a diffusers directory "
                 f"(the folder transformer of a pipeline){hub_advice(directory)}"
             )
-        said = read_json(path)
-    class_name = said.get("_class_name") if said is not None else None
+        stated = read_json(path)
+    class_name = stated.get("_class_name") if stated is not None else None
     family_class = find_predictor_family(described.model_id, class_name, file)
     task = _task(config, family_class)
     if described.config is not None:
         structure = dict(described.config)
-    elif said is not None:
-        structure = {k: v for k, v in said.items() if not k.startswith("_")}
+    elif stated is not None:
+        structure = {k: v for k, v in stated.items() if not k.startswith("_")}
     else:
         structure = family_class.translate(described.structure, task, file)
-    if described.structure and (described.config is not None or said is not None):
+    if described.structure and (described.config is not None or stated is not None):
         keys = ", ".join(f"predictor.{key}" for key in described.structure if key not in ("model_type", "task_type"))
         if keys:
             whose = "'predictor.config'" if described.config is not None else f"'{directory}'"
@@ -310,7 +310,7 @@ def resolve_predictor(config: SoRAModelConfig) -> tuple[PredictorFamily, dict[st
 
 
 def weights_place(config: SoRAModelConfig) -> str | None:
-    """The directory of the predictor's weights, of a pipeline or its own; None: none is named."""
+    """Return the directory of the predictor's weights, of a pipeline or its own; None: none is named."""
     described = config.predictor
     if described.from_pretrained is None and config.init_from_diffusers is not None and described.config is None:
         return str(Path(config.init_from_diffusers) / "transformer")
@@ -320,18 +320,18 @@ def weights_place(config: SoRAModelConfig) -> str | None:
 def _task(config: SoRAModelConfig, family: type[PredictorFamily]) -> str:
     model_type = str(config.predictor.structure.get("model_type", ""))
     by_type = "i2v" if model_type in ("i2v", "wan2.2-i2v") else next(iter(family.pipelines))
-    said = config.task or config.predictor.structure.get("task_type") or by_type
-    if model_type == "ti2v" and said == "i2v":
-        said = "ti2v"
-    if said not in family.pipelines:
+    stated = config.task or config.predictor.structure.get("task_type") or by_type
+    if model_type == "ti2v" and stated == "i2v":
+        stated = "ti2v"
+    if stated not in family.pipelines:
         raise ConfigError(
-            f"{config.file}: 'task' is '{said}'; {family.names[0]} is trained for {', '.join(family.pipelines)}"
+            f"{config.file}: 'task' is '{stated}'; {family.names[0]} is trained for {', '.join(family.pipelines)}"
         )
-    return str(said)
+    return str(stated)
 
 
 def _complete(family: type[PredictorFamily], structure: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """The structure with the class's defaults, every key of it known."""
+    """Complete the structure with the class's defaults, and refuse unknown keys."""
     import inspect
 
     import diffusers
@@ -350,9 +350,9 @@ def _complete(family: type[PredictorFamily], structure: Mapping[str, Any], file:
 def _require_image_encoder(config: SoRAModelConfig, family: PredictorFamily) -> None:
     if family.needs_image_encoder and not config.load_video_features and config.first_frame_encoder is None:
         raise ConfigError(
-            f"{config.file}: 'image_encoder' is missing: this {family.model_class_name} is told of the first frame by "
-            "an encoder of pictures; write its directory as image_encoder.from_pretrained (the folder image_encoder of "
-            "a diffusers pipeline)"
+            f"{config.file}: 'image_encoder' is missing: this {family.model_class_name} is conditioned on the first "
+            "frame by an image encoder; write its directory as image_encoder.from_pretrained (the folder image_encoder "
+            "of a diffusers pipeline)"
         )
 
 
@@ -366,16 +366,16 @@ def _build(family: PredictorFamily, structure: Mapping[str, Any]) -> Any:
 
 
 def block_paths(predictor: Any) -> list[str]:
-    """Patterns of a diffusers model's repeated blocks."""
+    """Return patterns of the repeated blocks of a diffusers model."""
     return [f"{path}.{{*}}" for path in block_lists(predictor)]
 
 
 def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:
-    """What a model asks of its samples, without building it.
+    """Return the requirements of a model on its samples, without building it.
 
     Args:
         config: model.json.
-        seed: of the run.
+        seed: seed of the run.
     """
     family, _, _ = resolve_predictor(config)
     whole = Path(config.init_from_diffusers) / "vae" if config.init_from_diffusers else None
@@ -394,7 +394,7 @@ def generation_rule(config: SoRAModelConfig, seed: int) -> GenerationRule:
 
 
 def _features_of(config: SoRAModelConfig, family: PredictorFamily) -> dict[str, Any]:
-    """What must be the same where features were made: names as in their features.json."""
+    """Return the settings that must match those of extracted features, named as in their features.json."""
     named: dict[str, Any] = {"predictor": family.names[0]}
     if config.ae is not None:
         keys = ("norm_latents", "norm_mode", "do_sample", "scaling_factor", "shift_factor")

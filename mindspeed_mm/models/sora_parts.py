@@ -1,4 +1,4 @@
-"""The frozen parts of a generation model: they make latents, text states and conditions, and are never trained."""
+"""The frozen parts of a generation model: they encode latents, text states and conditions, and are never trained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FrozenImageEncoder:
 
     @torch.no_grad()
     def hidden_states(self, frames: torch.Tensor, layer: int = -2) -> torch.Tensor:
-        """States of a layer, [batch, patches, width].
+        """Return the states of a layer, [batch, patches, width].
 
         Args:
             frames: [batch, 3, height, width] in [-1, 1].
@@ -40,7 +40,7 @@ class FrozenImageEncoder:
 
     @torch.no_grad()
     def last_hidden_state(self, frames: torch.Tensor) -> torch.Tensor:
-        """States of the last layer, after its norm."""
+        """Return the states of the last layer after its norm, [batch, patches, width]."""
         return self.model(self._pixels(frames)).last_hidden_state
 
     def _pixels(self, frames: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,12 @@ class FrozenImageEncoder:
 
 @dataclass
 class FrozenParts:
-    """The frozen parts; None where features made before take their place.
+    """The frozen parts; None where features extracted in advance take their place.
 
     Attributes:
         ae: autoencoder.
         captions: text encoders.
-        image_encoder: of the first frame.
+        image_encoder: encoder of the first frame.
     """
 
     ae: Autoencoder | None = None
@@ -65,13 +65,13 @@ class FrozenParts:
     image_encoder: FrozenImageEncoder | None = None
 
     def to(self, device: torch.device) -> None:
-        """Move everything."""
+        """Move all parts to a device."""
         for part in (self.ae, self.captions, self.image_encoder.model if self.image_encoder else None):
             if part is not None:
                 part.to(device)
 
     def modules(self) -> list[torch.nn.Module]:
-        """All of their modules."""
+        """Return the modules of all parts."""
         found = [self.ae.model] if self.ae is not None else []
         found += self.captions.encoders if self.captions is not None else []
         return found + ([self.image_encoder.model] if self.image_encoder is not None else [])
@@ -89,13 +89,13 @@ def open_parts(
 
     Args:
         config: model.json.
-        family: of the predictor.
-        tokenizers: directories that data.json names.
+        family: family of the predictor.
+        tokenizers: directories named in data.json.
         needs_video, needs_text: False where features take the place of clips, or captions.
 
     Raises:
         ConfigError: a directory that isn't named or isn't there.
-        CheckpointError: one can't be loaded.
+        CheckpointError: a directory can't be loaded.
     """
     whole = Path(config.init_from_diffusers) if config.init_from_diffusers else None
     parts = FrozenParts()
@@ -133,8 +133,8 @@ def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_co
             f"a vision encoder, with config.json{hub_advice(described.from_pretrained or '')}"
         )
     directory = Path(described.from_pretrained)
-    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    names = said.get("architectures") or []
+    stated = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    names = stated.get("architectures") or []
     found: Any = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), transformers.AutoModel)
     remote: Any = {"trust_remote_code": trust_remote_code}
     model = found.from_pretrained(str(directory), dtype=to_torch_dtype(described.dtype), **remote)

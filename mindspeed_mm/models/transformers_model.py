@@ -92,7 +92,7 @@ class TransformersModel(MultiModalModule):
         self._loss_group: dist.ProcessGroup | None = None
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Make a collated micro-batch ready, on the host: find its target positions, and the places of packed samples.
+        """Prepare a collated micro-batch, on the host: find its target positions and the places of packed samples.
 
         Args:
             batch: input_ids and labels [batch, sequence], media tensors, attention_mask or, of packed rows, documents
@@ -133,10 +133,10 @@ class TransformersModel(MultiModalModule):
             input_ids: [batch, sequence] int64.
             labels: [batch, sequence] int64, not shifted, -100 = no target. None: the plain model output is returned.
             batch: attention_mask, media fields and so on, as the transformers model takes them; `targets` and, of
-                packed rows, `position_ids` and `packed_rows` as `prepare` made them on the host.
+                packed rows, `position_ids` and `packed_rows` as `prepare` computed them on the host.
 
         Returns:
-            the loss; its `metrics` hold `router_aux_loss` where the load-balancing loss is trained: its gradient, times
+            the loss; its `metrics` have `router_aux_loss` where the load-balancing loss is trained: its gradient, times
             its coefficient, is in that of `loss`, its value isn't.
         """
         targets: Targets | None = batch.pop("targets", None)
@@ -219,8 +219,8 @@ class TransformersModel(MultiModalModule):
         return {"use_reentrant": False}
 
     def _freeze(self, described: TransformersModelConfig) -> None:
-        said = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
-        frozen = {part: value for part, value in said.items() if value is not None}
+        stated = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
+        frozen = {part: value for part, value in stated.items() if value is not None}
         done = freeze_parts(self.model, self.traits, frozen)
         as_trainable(self.model).freeze(self.config)  # a model's own hook may freeze more
         for part, value in frozen.items():
@@ -282,7 +282,7 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
         )
     with torch.device("meta"):
         stated = dict(_structure(model_class, hf_config).named_parameters())
-    for name, parameter in model.named_parameters():  # loading forgets what the class says is never trained
+    for name, parameter in model.named_parameters():  # loading resets what the class states as never trained
         parameter.requires_grad_(stated[name].requires_grad)
     return model
 
@@ -313,7 +313,7 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
 
 
 def _router_loss(model: Any, described: TransformersModelConfig) -> RouterLoss | None:
-    """What trains the balance of the experts, if model.json or the model's own config asks for it."""
+    """Return the load-balancing loss of the experts, if model.json or the model's own config asks for it."""
     is_stated = "router_aux_loss_coef" in described.loss_cfg.model_fields_set
     coefficient = chosen_coefficient(described.loss_cfg.router_aux_loss_coef if is_stated else None, model.config)
     return RouterLoss(model, coefficient) if coefficient else None

@@ -1,4 +1,4 @@
-"""VLModel: a pipeline stage of a multimodal model out of Megatron-core's modules, with its loss."""
+"""VLModel: a pipeline stage of a multimodal model, built of Megatron-core's modules, with its loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_gri
 def planned_stages(
     described: VLMModelConfig, hf_config: Any, family: MegatronFamily, pipeline: int, virtual: int | None
 ) -> list[Stage]:
-    """Return what each pipeline stage holds of a model.
+    """Return each pipeline stage's part of a model.
 
     Args:
         described: model.json.
@@ -64,7 +64,7 @@ def planned_stages(
 
 
 def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | None) -> tuple[nn.Module, list[Stage]]:
-    """Return the transformers model without storage, its parts frozen as model.json says, and its pipeline stages.
+    """Return the transformers model without storage, its parts frozen as model.json states, and its pipeline stages.
 
     Raises:
         ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
@@ -77,7 +77,7 @@ def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | 
 
 
 def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
-    """Part → whether it is not trained, as model.json says."""
+    """Part → whether it is not trained, as model.json states."""
     return {
         "vision_encoder": described.freeze_vision_encoder,
         "vision_projector": described.freeze_vision_projector,
@@ -86,15 +86,15 @@ def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
 
 
 class VLModel(MegatronModule):
-    """What one stage holds of vision tower, projector and language model.
+    """One stage's part of vision tower, projector and language model.
 
-    Every stage is given the whole micro-batch, and the stage before hands over hidden states through
+    Every stage is given the whole micro-batch, and the previous stage passes hidden states through
     `set_input_tensor`.
 
     Attributes:
         config: Megatron-core's configuration of the whole language model; the schedule reads it.
         image_encoder, text_decoder: the stage's parts; None where it has none.
-        stage: what it holds.
+        stage: which layers and parts it has.
         loss_options: loss_cfg.
         source: the HF directory that the model comes from; an export starts from its small files and dtypes.
         pending_weights: the HF directory whose weights it waits for; None: it begins with random ones.
@@ -140,7 +140,7 @@ class VLModel(MegatronModule):
         self._input: torch.Tensor | None = None
         self.pre_process = stage.has_embedding
         self.post_process = stage.has_head
-        # what transformers makes of the configurations of the whole and of the part, which may say different things
+        # what transformers makes of the configurations of the whole and of the part, which may differ
         self.share_embeddings_and_output_weights = (
             meta_model.get_output_embeddings().weight is meta_model.get_input_embeddings().weight
         )
@@ -169,7 +169,7 @@ class VLModel(MegatronModule):
 
     @classmethod
     def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
-        """Build a stage, without storage, as model.json and the run's layout (the current BuildContext) say.
+        """Build a stage, without storage, as model.json and the run's layout (the current BuildContext) state.
 
         Args:
             config: model.json's content.
@@ -254,7 +254,7 @@ class VLModel(MegatronModule):
         return self._meta_model[0]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take what the stage before has sent: [sequence, batch, hidden], or the vision tower's states."""
+        """Set the input that the previous stage sent: [sequence, batch, hidden], or the vision tower's states."""
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
@@ -279,7 +279,7 @@ class VLModel(MegatronModule):
         return made
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Make a collated micro-batch ready, on the host.
+        """Prepare a collated micro-batch, on the host.
 
         Args:
             batch: input_ids, labels (or none), attention_mask or, of packed rows, documents [batch, sequence] (see
@@ -373,7 +373,7 @@ class VLModel(MegatronModule):
         sample_lengths: list[list[int]] | None = None,
         **media: Any,
     ) -> LossOutput | torch.Tensor | None:
-        """Run the stage on a micro-batch made ready by `prepare`.
+        """Run the stage on a micro-batch from `prepare`.
 
         Args:
             input_ids, labels: [batch, sequence] int64; position_ids: [batch, sequence] or [3, batch, sequence].

@@ -220,7 +220,7 @@ def counted_host_reads() -> Iterator[HostReads]:
     """Count meanwhile what the host reads of the device, between a loss of a `StepEngine` and the next forward pass."""
     reads = HostReads()
     begin, add, pinned = StepEngine.__init__, StepEngine.add, Accelerator.host_memory
-    bring = SampleEncoder.bring
+    load = SampleEncoder.load
 
     def begin_and_watch(engine: StepEngine, *args: Any, modules: Sequence[nn.Module], **how: Any) -> None:
         begin(engine, *args, modules=modules, **how)
@@ -243,14 +243,14 @@ def counted_host_reads() -> Iterator[HostReads]:
         reads.marks.add_host(memory, len(reads.windows))
         return memory
 
-    def bring_encoders(encoder: SampleEncoder) -> None:
-        bring(encoder)  # which moves nothing where the device is the host
+    def load_encoders(encoder: SampleEncoder) -> None:
+        load(encoder)  # which moves nothing where the device is the host
         for tensor, _ in encoder._on_host:
             reads.marks.add(tensor)
 
     with ExitStack() as stack:
         for owner, name, new in (
-            (SampleEncoder, "bring", bring_encoders),
+            (SampleEncoder, "load", load_encoders),
             (StepEngine, "__init__", begin_and_watch),
             (StepEngine, "add", add_and_open),
             (Accelerator, "host_memory", host_memory),

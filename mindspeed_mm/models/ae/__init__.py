@@ -1,1 +1,1 @@
-"""Frozen autoencoders: diffusers' classes, and none at all."""
+"""Frozen autoencoders: diffusers' classes, and one that passes pixels through."""

@@ -1,4 +1,4 @@
-"""A frozen autoencoder as training sees it: normalised latents of clips, and clips of latents."""
+"""A frozen autoencoder: it encodes clips into normalised latents, and decodes those."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Autoencoder:
 
     @property
     def channels(self) -> int:
-        """Channels of a latent."""
-        said = self.model.config
-        return int(said.get("latent_channels") or said.get("z_dim"))
+        """Number of channels of a latent."""
+        settings = self.model.config
+        return int(settings.get("latent_channels") or settings.get("z_dim"))
 
     def to(self, device: torch.device) -> Autoencoder:
-        """Move it."""
+        """Move the model to a device."""
         self.model.to(device)
         return self
 
@@ -103,8 +103,8 @@ class Autoencoder:
         """Decode normalised latents: [batch, channels, …] → [batch, 3, frames, height, width] float32."""
         shift, scale = self._shift.to(latents.device), self._scale.to(latents.device)
         raw = (latents.float() / scale + shift).to(self.model.device, self.model.dtype)
-        told = {"temb": raw.new_zeros(len(raw))} if self.model.config.get("timestep_conditioning") else {}
-        video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False, **told)[0]
+        extra = {"temb": raw.new_zeros(len(raw))} if self.model.config.get("timestep_conditioning") else {}
+        video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False, **extra)[0]
         return (video[:, :, None] if self._of_images else video).float()
 
     def _check(self, frames: int, height: int, width: int) -> None:
@@ -143,8 +143,8 @@ def open_autoencoder(
     Args:
         config: its `ae`.
         file: for messages.
-        default_class: diffusers class where neither model.json nor the directory says one.
-        directory: of a pipeline's autoencoder, where `ae` names none.
+        default_class: diffusers class if neither model.json nor the directory states one.
+        directory: directory of a pipeline's autoencoder, used if `ae` names none.
 
     Raises:
         ConfigError: an unknown model_id, no directory.
@@ -173,12 +173,12 @@ def open_autoencoder(
             f"{file}: 'ae.from_pretrained' '{path}' has no config.json; expected a diffusers directory (the folder vae "
             f"of a pipeline){hub_advice(path)}"
         )
-    said = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
-    _check_class(said, config, path, file)
+    class_name = diffusers.AutoModel.load_config(str(path)).get("_class_name") or name or default_class
+    _check_class(class_name, config, path, file)
     try:
-        model = _model_class(said).from_pretrained(str(path), dtype=dtype)
+        model = _model_class(class_name).from_pretrained(str(path), dtype=dtype)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {said}: {error}") from error
+        raise CheckpointError(f"{file}: the autoencoder '{path}' can't be loaded as {class_name}: {error}") from error
     model.requires_grad_(False)
     return Autoencoder(model.eval(), config)
 
@@ -194,16 +194,16 @@ def open_file(path: Path, config: AeConfig, file: str, *, default_class: str = "
 def _of_file(
     make: Callable[[Path, Any, Mapping[str, Any], str], Any], path: Path, config: AeConfig, file: str, default: str
 ) -> Any:
-    """What `make` makes of a lone file, its diffusers class and the arguments of that."""
+    """Call `make` with a lone file, its diffusers class and the arguments of the constructor."""
     named = PUBLISHED_AUTOENCODERS.get(config.model_id or "", config.model_id)
     if named is not None and named not in CLASSES:
         _check_class(named, config, path, file)
-    said, structure = class_and_structure(path, config, named, default, file)
-    _check_class(said, config, path, file)
+    class_name, structure = class_and_structure(path, config, named, default, file)
+    _check_class(class_name, config, path, file)
     try:
-        return make(path, _model_class(said), structure, file)
+        return make(path, _model_class(class_name), structure, file)
     except (TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"{file}: what 'ae' says of its structure makes no {said}: {error}") from error
+        raise ConfigError(f"{file}: the structure that 'ae' states doesn't build a {class_name}: {error}") from error
 
 
 def _on_meta(path: Path, model_class: Any, structure: Mapping[str, Any], file: str) -> Any:
@@ -212,15 +212,15 @@ def _on_meta(path: Path, model_class: Any, structure: Mapping[str, Any], file: s
         return model_class(**structure)
 
 
-def _check_class(said: str, config: AeConfig, path: Path, file: str) -> None:
+def _check_class(class_name: str, config: AeConfig, path: Path, file: str) -> None:
     name = PUBLISHED_AUTOENCODERS.get(config.model_id or "", config.model_id)
-    if name is not None and said != name:
+    if name is not None and class_name != name:
         raise ConfigError(
-            f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {said}; write what it holds, "
-            "or leave model_id out"
+            f"{file}: 'ae.model_id' is '{config.model_id}' ({name}), but '{path}' holds a {class_name}; write what "
+            "it holds, or leave model_id out"
         )
-    if said not in (*CLASSES, "PixelAutoencoder"):
-        raise ConfigError(f"{file}: '{path}' holds a {said}; expected one of {', '.join(CLASSES)}")
+    if class_name not in (*CLASSES, "PixelAutoencoder"):
+        raise ConfigError(f"{file}: '{path}' holds a {class_name}; expected one of {', '.join(CLASSES)}")
 
 
 def _model_class(name: str) -> Any:
@@ -249,11 +249,11 @@ def _pixel(keys: dict[str, Any], file: str) -> Any:
 def autoencoder_strides(
     config: AeConfig | None, directory: Path | None, fallback: tuple[int, int], default_class: str = ""
 ) -> tuple[int, int]:
-    """Frames and pixels that a latent stands for, from the autoencoder's config.json alone.
+    """Return the frames and pixels that a latent stands for, from the autoencoder's config.json alone.
 
     Args:
         config: model.json's `ae`.
-        directory: of a pipeline's autoencoder, where `ae` names none.
+        directory: directory of a pipeline's autoencoder, used if `ae` names none.
         fallback: where neither names a directory that is there.
         default_class: as `open_autoencoder`'s.
 
@@ -269,41 +269,40 @@ def autoencoder_strides(
         return _strides(_of_file(_on_meta, path, config, "model.json", default_class))
     if path is None or not (path / "config.json").is_file():
         return fallback
-    said = diffusers.AutoModel.load_config(str(path))
+    settings = diffusers.AutoModel.load_config(str(path))
     described = config or AeConfig()
     named = PUBLISHED_AUTOENCODERS.get(described.model_id or "", described.model_id)
-    name = said.get("_class_name") or named or default_class
+    name = settings.get("_class_name") or named or default_class
     _check_class(name, described, path, "model.json")
     with torch.device("meta"):
-        model = _model_class(name).from_config(said)
+        model = _model_class(name).from_config(settings)
     return _strides(model)
 
 
 def _strides(model: Any) -> tuple[int, int]:
-    """Frames and pixels that a latent stands for: in the configuration by one of two pairs of names, or computed."""
-    said = model.config
-    if said.get("scale_factor_temporal") and said.get("scale_factor_spatial"):
-        return int(said["scale_factor_temporal"]), int(said["scale_factor_spatial"])
-    temporal, spatial = (
-        said.get(name) or vars(model).get(name) for name in ("temporal_compression_ratio", "spatial_compression_ratio")
-    )
+    """Return frames and pixels of a latent, from one of two pairs of names in the configuration, or computed."""
+    settings = model.config
+    if settings.get("scale_factor_temporal") and settings.get("scale_factor_spatial"):
+        return int(settings["scale_factor_temporal"]), int(settings["scale_factor_spatial"])
+    names = ("temporal_compression_ratio", "spatial_compression_ratio")
+    temporal, spatial = (settings.get(name) or vars(model).get(name) for name in names)
     if temporal and spatial:
         return int(temporal), int(spatial)
-    halvings = said.get("temperal_downsample")
+    halvings = settings.get("temperal_downsample")
     if halvings is not None:  # AutoencoderKLWan, AutoencoderKLQwenImage
         return 2 ** sum(halvings), 2 ** len(halvings)
-    return int(temporal or 1), 2 ** (len(said["block_out_channels"]) - 1)
+    return int(temporal or 1), 2 ** (len(settings["block_out_channels"]) - 1)
 
 
 def _normalisation(model: Any, config: AeConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift and scale, broadcastable to [batch, channels, frames, height, width]."""
-    said = model.config
+    """Return shift and scale, broadcastable to [batch, channels, frames, height, width]."""
+    settings = model.config
     zero, one = torch.zeros(1, 1, 1, 1, 1), torch.ones(1, 1, 1, 1, 1)
     if not config.norm_latents:
         return zero, one
-    factor = config.scaling_factor if config.scaling_factor is not None else said.get("scaling_factor")
-    shift = config.shift_factor if config.shift_factor is not None else said.get("shift_factor")
-    means, deviations = said.get("latents_mean"), said.get("latents_std")
+    factor = config.scaling_factor if config.scaling_factor is not None else settings.get("scaling_factor")
+    shift = config.shift_factor if config.shift_factor is not None else settings.get("shift_factor")
+    means, deviations = settings.get("latents_mean"), settings.get("latents_std")
     if means is None:  # LTX keeps them as buffers
         buffers = dict(model.named_buffers(recurse=False))
         means, deviations = buffers.get("latents_mean"), buffers.get("latents_std")

@@ -1,4 +1,4 @@
-"""No autoencoder: latents are the pixels. For small runs, and for models of pixels."""
+"""An identity autoencoder, whose latents are the pixels, for small runs and for models of pixels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Exactly:
 
 
 def _derived(channels: int) -> dict[str, Any]:
-    """What pipelines read from an autoencoder's configuration."""
+    """Return the values that pipelines read from an autoencoder's configuration."""
     return {
         "z_dim": channels,
         "latent_channels": channels,
@@ -45,10 +45,10 @@ def _derived(channels: int) -> dict[str, Any]:
 
 
 class PixelAutoencoder(ModelMixin, ConfigMixin):
-    """Stands where diffusers' pipelines expect an autoencoder, and changes nothing.
+    """An autoencoder for diffusers' pipelines whose latents are the pixels themselves.
 
     With one channel a picture is reduced to its grey values (the mean of red, green and blue); decoding gives them to
-    all three. A pipeline's directory that holds one loads once this module has been imported: model_index.json names
+    all three. A pipeline's directory with one in it loads once this module has been imported: model_index.json names
     it, and diffusers imports no module for a file's sake.
     """
 
@@ -65,37 +65,37 @@ class PixelAutoencoder(ModelMixin, ConfigMixin):
         self.temperal_downsample: list[bool] = []
         self.register_buffer("latents_mean", torch.zeros(channels), persistent=False)
         self.register_buffer("latents_std", torch.ones(channels), persistent=False)
-        # what says dtype and device; stored, as diffusers loads no model without a file of tensors
+        # states dtype and device; stored, as diffusers loads no model without a file of tensors
         self.register_buffer("place", torch.zeros(()))
         # last: diffusers lets configuration be read as attributes, and buffers take no name that is taken
         self.register_to_config(**_derived(channels))
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Leave out what a stored configuration has for pipelines alone, which diffusers would warn of."""
+        """Leave out the keys that are there for pipelines alone; diffusers would warn about them."""
         derived = _derived(1)
         return super().extract_init_dict({k: v for k, v in config_dict.items() if k not in derived}, **kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation."""
+        """Dtype of the computation."""
         return self.place.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the model."""
         return self.place.device
 
     def to(self, *args: Any, **kwargs: Any) -> PixelAutoencoder:
-        """As of any module; diffusers' own warns of parts to be kept in float32, and there are none."""
+        """Move as any module does; diffusers' own method warns about parts to keep in float32, and there are none."""
         return nn.Module.to(self, *args, **kwargs)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """[batch, 3, frames, height, width], or without frames → a posterior that is exactly that, of `channels`."""
+        """Encode [batch, 3, frames, height, width], or without frames, into a posterior of exactly these pixels."""
         value = x.mean(1, keepdim=True) if self.config["channels"] == 1 else x
         return AutoencoderKLOutput(latent_dist=_Exactly(value)) if return_dict else (_Exactly(value),)
 
     def decode(self, z: torch.Tensor, temb: Any = None, return_dict: bool = True) -> Any:
-        """[batch, channels, frames, height, width], or without frames → the same with 3 channels."""
+        """Decode [batch, channels, frames, height, width], or without frames, into the same with 3 channels."""
         video = z.expand(-1, 3, *z.shape[2:]) if self.config["channels"] == 1 else z
         return DecoderOutput(sample=video) if return_dict else (video,)

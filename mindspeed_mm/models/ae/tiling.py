@@ -1,4 +1,4 @@
-"""Encoding tile by tile: one set of sizes in pixels for autoencoders that each have their own."""
+"""Tiled encoding: one set of sizes in pixels for autoencoders that each name theirs differently."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def enable_tiling(model: Any, sizes: TilingParam, spatial_stride: int, where: st
             model.tile_sample_min_size, model.tile_latent_min_size = size, size // spatial_stride
         sizes_now = dict.fromkeys(_SIDES, model.tile_sample_min_size)
     else:
-        told = {f"tile_sample_min_{side}": size for side, size in mins.items()}
+        settings = {f"tile_sample_min_{side}": size for side, size in mins.items()}
         if "tile_latent_min_height" in takes:
-            told |= {f"tile_latent_min_{side}": size // spatial_stride for side, size in mins.items() if size}
-        model.enable_tiling(**told)
+            settings |= {f"tile_latent_min_{side}": size // spatial_stride for side, size in mins.items() if size}
+        model.enable_tiling(**settings)
         sizes_now = {side: getattr(model, f"tile_sample_min_{side}") for side in _SIDES}
     shares = {side: _overlap(given.get(f"tile_sample_stride_{side}"), side, sizes_now[side], where) for side in _SIDES}
     if hasattr(model, "tile_overlap_factor"):
@@ -66,7 +66,7 @@ def enable_tiling(model: Any, sizes: TilingParam, spatial_stride: int, where: st
 
 
 def _overlap(stride: int | None, side: str, size: int, where: str) -> Fraction | None:
-    """The share of a tile that overlaps, exact: the class cuts products with it down to whole pixels and latents."""
+    """Return a tile's overlapping share, exact: the class rounds products with it down to whole pixels and latents."""
     if stride is None:
         return None
     if stride > size:
@@ -77,7 +77,7 @@ def _overlap(stride: int | None, side: str, size: int, where: str) -> Fraction |
 
 
 def _same(values: dict[str, Any], name: str, where: str) -> Any:
-    """The one value for both sides; None if neither has one."""
+    """Return the one value for both sides; None if neither has one."""
     height, width = values.values()
     if None not in (height, width) and height != width:
         raise ConfigError(

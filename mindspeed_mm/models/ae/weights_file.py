@@ -12,7 +12,7 @@ import torch
 from mindspeed_mm.configs.sora_config import AeConfig, config_beside
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
-#: what the authors' configuration calls a parameter of the diffusers class
+#: name in the authors' configuration → parameter of the diffusers class
 _PUBLISHED = {"ffactor_spatial": "spatial_compression_ratio", "ffactor_temporal": "temporal_compression_ratio"}
 _USUAL = "diffusion_pytorch_model.safetensors"
 
@@ -23,7 +23,7 @@ def is_lone_file(path: Path) -> bool:
 
 
 def directory_of(path: Path) -> Path:
-    """The directory of a file that diffusers reads with it; other paths as they are."""
+    """Return the directory of a file that diffusers reads with it; other paths as they are."""
     return path.parent if path.is_file() and not is_lone_file(path) else path
 
 
@@ -32,20 +32,20 @@ def class_and_structure(
 ) -> tuple[str, dict[str, Any]]:
     """Return the diffusers class of a lone file and the arguments of its constructor.
 
-    A config.json beside the file says both; else model.json says them, in diffusers' words or its authors', and what
-    it leaves out is as the class has it by itself.
+    A config.json beside the file states both; else model.json states them, under diffusers' names or the authors', and
+    the class's defaults hold for the rest.
 
     Args:
-        named: the class that `ae.model_id` stands for.
-        default_class: that of the predictor's family.
+        named: class named by `ae.model_id`.
+        default_class: class of the predictor's family.
 
     Raises:
-        ConfigError: nothing says which class it is, or the class has no such argument.
+        ConfigError: the class isn't stated anywhere, or the class has no such argument.
     """
     import diffusers
 
-    if said := config_beside(path):
-        return str(said["_class_name"]), {k: v for k, v in said.items() if not k.startswith("_")}
+    if stated := config_beside(path):
+        return str(stated["_class_name"]), {k: v for k, v in stated.items() if not k.startswith("_")}
     name = named or default_class
     if not name:
         raise ConfigError(

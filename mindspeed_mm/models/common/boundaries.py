@@ -19,7 +19,7 @@ from mindspeed_mm.utils.errors import ConfigError
 
 @dataclass
 class PackedRows:
-    """A packed micro-batch as attention needs to know it.
+    """The sample boundaries of a packed micro-batch, for attention.
 
     Attributes:
         cumulative_lengths: [samples + 1] int32, over the flattened rows; padding counts as a sample.
@@ -41,7 +41,7 @@ class PackedRows:
 
 
 class SampleBoundaries:
-    """Hands a packed batch's boundaries to flash attention, and looks once whether attention keeps to them."""
+    """Passes a packed batch's boundaries to flash attention, and checks once whether attention respects them."""
 
     def __init__(self, language_model: nn.Module, name: str) -> None:
         """
@@ -57,7 +57,7 @@ class SampleBoundaries:
         language_model.layers[0].register_forward_pre_hook(self._before_layer, with_kwargs=True)  # type: ignore[index,union-attr]
 
     def for_batch(self, rows: PackedRows | None) -> None:
-        """Note what the next forward of the model runs on; None: rows that aren't packed."""
+        """Set the rows of the next forward of the model; None: rows that aren't packed."""
         self._rows = rows
 
     def check_implementation(self) -> None:

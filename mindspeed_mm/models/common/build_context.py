@@ -1,4 +1,4 @@
-"""What a model builder must know of the run, without global arguments."""
+"""Settings of the run for model builders, without global arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of diffusers: how they are told, built from a config.json, and initialised."""
+"""Models of diffusers: how they are recognised, built from a config.json, and initialised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 
 def is_diffusers_class(model_class: type) -> bool:
-    """Whether a class derives from diffusers' ModelMixin (told by names: nothing is imported)."""
+    """Whether a class derives from diffusers' ModelMixin (found by names: nothing is imported)."""
     return any(c.__name__ == "ModelMixin" and c.__module__.startswith("diffusers.") for c in model_class.__mro__)
 
 

@@ -1,7 +1,7 @@
-"""Positions with fractions, handed to the language model as they were computed.
+"""Positions with fractions, passed to the language model as they were computed.
 
-FSDP casts what a unit is given to the dtype of its parameters. In bfloat16 a position above 256 would no longer be told
-from the next one, so positions that aren't whole numbers go around the units' doors.
+FSDP casts the inputs of a unit to the dtype of its parameters. In bfloat16 positions above 256 aren't exact any more,
+so positions that aren't whole numbers bypass the units' casts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class ExactPositions:
-    """Puts the positions of the batch that it was told of into the language model's call."""
+    """Passes the positions of the current batch to the language model's call."""
 
     def __init__(self, language_model: nn.Module) -> None:
         """

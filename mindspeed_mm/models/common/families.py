@@ -28,7 +28,7 @@ TEXT = f"{PACKAGE}.family:TEXT_TRAITS"
 
 @dataclass(frozen=True)
 class Family:
-    """All that is known of a family, on both backends.
+    """The description of a family, for both backends.
 
     Each field is the object itself or a reference `module:attribute` to it; a module that begins with a dot is relative
     to `package`, as in an import.
@@ -99,7 +99,7 @@ _REGISTERED: dict[str, Family] = {}
 
 
 def register_family(name: str, family: Family | type) -> None:
-    """Make a family known under its model_id, or the model_type that its config.json has.
+    """Register a family under its model_id, or the model_type that its config.json has.
 
     Args:
         family: a class stands for a family of which nothing else is stated.
@@ -140,7 +140,7 @@ def find_family(name: str | None) -> Family | None:
 
 
 def family_folders() -> list[str]:
-    """Names of the folders of this package that hold a family."""
+    """Names of the folders of this package that contain a family."""
     package = importlib.import_module(PACKAGE)
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
 

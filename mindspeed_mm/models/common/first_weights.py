@@ -1,4 +1,4 @@
-"""What a run that no checkpoint starts begins with: weights that are named, or random values that are asked for."""
+"""Initial weights of a run without a checkpoint: named weights, or random values on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "diffusion_pytorch_model*.bi
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """Names of the files in a model's directory that hold weights; none if it isn't there."""
+    """Names of the files in a model's directory that contain weights; none if it isn't there."""
     path = Path(directory)
     return sorted({file.name for pattern in _PATTERNS for file in path.glob(pattern)})
 
@@ -20,7 +20,7 @@ def weight_files(directory: str | Path) -> list[str]:
 def check_first_weights(
     what: str, directory: str | Path | None, *, from_scratch: bool, ignores: bool, file: str, keys: tuple[str, str]
 ) -> None:
-    """Refuse a run that would begin with random values although nobody asks for them, or although weights are there.
+    """Refuse a run that would begin with random values although they weren't requested, or although weights are there.
 
     Args:
         what: the model, for messages.

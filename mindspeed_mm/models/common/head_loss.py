@@ -1,4 +1,4 @@
-"""Project only what is asked for: the head sees target positions, or chunks of them, never the whole sequence."""
+"""Projection of target positions only: the head gets these, or chunks of them, never the whole sequence."""
 
 from __future__ import annotations
 

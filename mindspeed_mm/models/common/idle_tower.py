@@ -1,4 +1,4 @@
-"""Any batch trains: a tower that a batch has no input for makes a pass that contributes zero.
+"""Any batch trains: a tower without input in a batch runs a pass that contributes zero.
 
 Sharded towers are gathered and reduced by collectives. A rank whose rows are text only would skip those of the vision
 tower while its peers wait in them: an abort on gloo, a hang elsewhere. So each rank runs every tower in every
@@ -49,7 +49,7 @@ class Tower:
 
 
 class ZeroContribution(torch.autograd.Function):
-    """Pass `embeddings` through; give `tower_output` a gradient of exactly zero, whatever values it holds."""
+    """Pass `embeddings` through; give `tower_output` a gradient of exactly zero, whatever its values."""
 
     @staticmethod
     def forward(ctx: Any, embeddings: torch.Tensor, tower_output: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -64,7 +64,7 @@ class ZeroContribution(torch.autograd.Function):
 
 
 class IdleTowers:
-    """Runs the towers that a batch leaves idle. Told of each batch by `for_batch`.
+    """Runs the towers that a batch leaves idle; `for_batch` announces each batch.
 
     The towers are given in the order in which the model runs them, and an idle one has its turn there too: ranks that
     leave different towers idle would else go through them in different orders.

@@ -128,8 +128,8 @@ def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head projection and cross-entropy a chunk of positions at a time; logits of one chunk exist at once.
 
-    The gradients are made in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed twice. In
-    float16 they are made times the factor that backward is expected to bring, in whose range they fit.
+    The gradients are computed in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed
+    twice. In float16 they are multiplied with the expected factor of backward, so that they fit its range.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        """Scale the gradients made in forward."""
+        """Scale the gradients computed in forward."""
         left = grad_output if ctx.factor is None else grad_output / ctx.factor
         scaled = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
         return (*scaled, None, None, None, None)

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 @dataclass
 class SampleLengths(PackedSeqParams):
-    """Lengths of the samples of packed rows, for every layer: what Megatron-core hands through to the core attention.
+    """Lengths of the samples of packed rows, for every layer: Megatron-core passes them to the core attention.
 
     Attributes:
         lengths: of each row, padding included; on the host.

@@ -68,7 +68,7 @@ def has_recipes(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize_from_recipes(module: nn.Module) -> None:
-    """Fill the parameters that `module` itself holds as its constructor would have; those without recipe are left."""
+    """Fill the parameters that are `module`'s own as its constructor would have; those without recipe are left."""
     recipes: dict[str, ParameterRecipe] = getattr(module, _RECIPES, {})
     for name, param in module._parameters.items():
         if param is not None and name in recipes:
@@ -76,7 +76,7 @@ def initialize_from_recipes(module: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Puts each parameter on meta as it is registered, and writes down what is done to it."""
+    """Puts each parameter on meta as it is registered, and records what is done to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.emp
 
 
 def _mark_empty(tensor: torch.Tensor) -> None:
-    """Tell memory that nobody has filled by a first element that is not a number: large ones are never touched."""
+    """Recognise memory without values by a first element that is not a number: large ones are never touched."""
     if tensor.is_floating_point() and tensor.numel():
         tensor.as_strided((1,), (1,)).fill_(torch.nan)
 

@@ -27,7 +27,7 @@ _T = TypeVar("_T", bound="type | Family")
 
 
 class ModelHub:
-    """Finds the class that a model.json means.
+    """Finds the class that a model.json names.
 
     `MODEL_MAPPINGS` may be written to directly, or through `register`. The families of this package are folders of
     `mindspeed_mm.models.transformers` named by their model_id, imported when asked for.

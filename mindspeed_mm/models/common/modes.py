@@ -32,7 +32,7 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def tell_trained_in_evaluation_mode(models: Sequence[nn.Module]) -> None:
-    """Say which modules are trained although they are in evaluation mode, as what `from_pretrained` returns is."""
+    """Log which modules are trained although they are in evaluation mode, as what `from_pretrained` returns is."""
     found = [
         name or type(module).__name__
         for model in models

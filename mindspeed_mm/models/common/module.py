@@ -19,7 +19,7 @@ class MultiModalModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The state dict that a checkpoint holds; the same as `state_dict`."""
+        """The state dict for a checkpoint; the same as `state_dict`."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 

@@ -113,7 +113,7 @@ class AddGradient(torch.autograd.Function):
 
 
 class RouterLoss:
-    """Collects what the routers of a model put out in a forward pass, and makes their loss of it.
+    """Collects the outputs of a model's routers in a forward pass, and computes their loss.
 
     A router's output is taken where it is made, inside its layer. Under non-reentrant recompute it keeps its graph;
     the reentrant kind runs the layer without one, and is refused.
@@ -183,7 +183,7 @@ def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> flo
     """The weight of the load-balancing loss.
 
     Args:
-        stated: model.json's; None: it says nothing.
+        stated: model.json's; None: it states none.
         hf_config: whose `output_router_logits` asks for the loss with the weight beside it.
     """
     text = hf_config.get_text_config()

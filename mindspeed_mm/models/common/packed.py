@@ -1,4 +1,4 @@
-"""Rows that hold several samples one after the other: where each begins, and how to take them apart.
+"""Rows of several samples one after the other: where each begins, and how to take them apart.
 
 `documents` [batch, sequence] int64 says of every position the number of its sample within the row, 1, 2, …, and 0 for
 padding, which is at the end of a row. It takes the place of `attention_mask`.

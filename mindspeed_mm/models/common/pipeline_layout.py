@@ -1,4 +1,4 @@
-"""What a trained model is a part of, for exports that load as a whole pipeline."""
+"""The pipeline around a trained model, for exports that load as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From model.json's `diffusion` to an objective."""
+"""Building an objective from model.json's `diffusion`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_objective(config: DiffusionConfig, defaults: FamilyDefaults, file: str
     """Build the objective.
 
     Raises:
-        ConfigError: an unknown model_id, boundaries that leave nothing, a prediction that doesn't fit.
+        ConfigError: an unknown model_id, boundaries without a timestep between them, a prediction that doesn't fit.
     """
     if config.model_id is not None and config.model_id not in OBJECTIVES:
         raise ConfigError(

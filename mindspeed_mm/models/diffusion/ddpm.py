@@ -1,4 +1,4 @@
-"""Discrete diffusion with betas: diffusers' own schedulers put the noise on."""
+"""Discrete diffusion with betas: diffusers' own schedulers add the noise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ddpm:
             target = latents
         else:
             target = kept * noise - added * latents
-        # whole numbers, which no cast of a model's inputs rounds
+        # integers, which aren't rounded when a model's inputs are cast
         return Noised(
             kept * latents + added * noise, target, timesteps.to(latents.device), latents.new_ones(len(latents))
         )

@@ -23,7 +23,7 @@ class FlowMatching:
     (1) to data, as published Wan training does it, and draws are confined to the part of it between the boundaries.
 
     Attributes:
-        steps: timesteps of the schedule; the predictor is told sigma · steps.
+        steps: timesteps of the schedule; the predictor's input is sigma · steps.
         table: draw from a table of sigmas, not from all values.
         dynamic: (base shift, max shift, base tokens, max tokens) of a shift exp(mu) that grows with the tokens.
         lowest, highest: boundaries of draws, as shares of the range from noise (0) to data (1).
@@ -55,7 +55,7 @@ class FlowMatching:
         return Noised(noisy, noise - latents, on_device * self.steps, weights.to(latents.device, latents.dtype))
 
     def sigmas(self, draws: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Noise levels of draws: [batch] float64."""
+        """Return the noise levels of draws: [batch] float64."""
         if self.table:
             first, last = int(self.lowest * self.steps), int(self.highest * self.steps)
             places = (first + (draws * (last - first)).floor()).long().clamp(max=self.steps - 1)
@@ -73,7 +73,7 @@ class FlowMatching:
         return self._shifted(positions, tokens)
 
     def weights(self, sigmas: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Weights of the losses at noise levels: [batch] float64.
+        """Return the weights of the losses at noise levels: [batch] float64.
 
         gaussian: exp(-2 ((t - T/2) / T)²) over timesteps t of T, moved down to 0 at its smallest and scaled to mean 1
         over the table. sigma_sqrt: sigma⁻², no larger than at the last of the timesteps. cosmap:

@@ -1,4 +1,4 @@
-"""What an objective of diffusion training answers."""
+"""The interface of a diffusion training objective."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Noised:
     """Samples at their timesteps.
 
     Attributes:
-        noisy: [batch, channels, frames, height, width], what the predictor sees.
-        target: what it is to predict, shaped alike.
-        timesteps: [batch] float32 (int64 of a discrete schedule), what it is told.
-        weights: [batch] float32, of the samples' losses.
+        noisy: [batch, channels, frames, height, width], the predictor's input.
+        target: the value to predict, of the same shape.
+        timesteps: [batch] float32 (int64 of a discrete schedule), the model's input.
+        weights: [batch] float32, weights of the samples' losses.
     """
 
     noisy: torch.Tensor
@@ -26,16 +26,16 @@ class Noised:
 
 
 class Objective(Protocol):
-    """Draws timesteps and makes noisy samples and targets."""
+    """Draws timesteps, and computes noisy samples and targets."""
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, draws: torch.Tensor, tokens: int) -> Noised:
-        """Put noise on latents.
+        """Add noise to latents.
 
         Args:
             latents, noise: [batch, channels, frames, height, width] float32.
             draws: [batch] float64 in [0, 1): where in the range of timesteps each sample lies, by the density.
-            tokens: of a sample, for a shift that follows it.
+            tokens: number of tokens of a sample, for a shift that depends on it.
         """
 
     def sampling_scheduler(self) -> Any:
-        """diffusers' scheduler with which a model trained this way is sampled."""
+        """Return diffusers' scheduler for sampling from a model trained with this objective."""

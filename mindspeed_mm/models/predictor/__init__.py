@@ -1,1 +1,1 @@
-"""What is trained of a generation model: diffusers' transformers, as they are, one file for each family."""
+"""Trained parts of generation models: diffusers' transformers, unmodified, one file for each family."""

@@ -77,10 +77,10 @@ class CogVideoX(PredictorFamily):
         if self.task == "t2v":
             return {}
         first = parts.ae.encode(video[:, :, :1]).mean
-        said = parts.ae.model.config
-        if said.get("invert_scale_latents"):
+        settings = parts.ae.model.config
+        if settings.get("invert_scale_latents"):
             # CogVideoX 1.5 was trained on pictures that were divided by the factor, where clips were multiplied by it
-            first = first / float(said["scaling_factor"]) ** 2
+            first = first / float(settings["scaling_factor"]) ** 2
         return {"condition": torch.cat([first, torch.zeros_like(latents[:, :, 1:])], 2)}
 
     def predict(
@@ -95,7 +95,7 @@ class CogVideoX(PredictorFamily):
         """See the base class."""
         frames, height, width = noisy.shape[2:]
         if "condition" in conditions:
-            # of the frames that 1.5 has in front, the very first one is told the picture, as the pipeline does it
+            # of the frames that 1.5 has in front, the very first one is conditioned on the picture, as in the pipeline
             shown = conditions["condition"].to(noisy.dtype)
             shown = nn.functional.pad(shown, (0, 0, 0, 0, 0, frames - shown.shape[2]))
             noisy = torch.cat([noisy, shown], 1)
@@ -119,8 +119,8 @@ class CogVideoX(PredictorFamily):
         from diffusers import CogVideoXPipeline
 
         # what the method reads of a pipeline; sizes are of the latent, so the autoencoder's stride is 1
-        told = SimpleNamespace(
+        sizes = SimpleNamespace(
             vae_scale_factor_spatial=1, transformer=SimpleNamespace(config=SimpleNamespace(**self.config))
         )
         positions: Any = CogVideoXPipeline._prepare_rotary_positional_embeddings
-        return positions(told, height, width, frames, device)
+        return positions(sizes, height, width, frames, device)

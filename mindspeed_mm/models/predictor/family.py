@@ -1,4 +1,4 @@
-"""What is special about a family of diffusion transformers: one small class for each, and the registry."""
+"""Families of diffusion transformers: one small class for each, and the registry."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """What model.json's `diffusion` and `ae` are where they say nothing.
+    """Defaults for keys that model.json's `diffusion` and `ae` leave out.
 
     Attributes:
         objective: flow_matching or ddpm.
         prediction_type: flow_prediction, v_prediction or epsilon.
-        shift: of flow matching.
+        shift: shift of flow matching.
         dynamic_shift: whether the shift follows the number of tokens.
-        shift_range: (exponent at few tokens, exponent at many, few tokens, many) of a shift that does.
+        shift_range: (exponent at few tokens, exponent at many, few tokens, many) of such a shift.
         sampling: density that timesteps are drawn from.
-        weighting: of the loss by timestep.
-        beta_start, beta_end, beta_schedule: of ddpm.
+        weighting: weighting of the loss by timestep.
+        beta_start, beta_end, beta_schedule: noise schedule of ddpm.
         scheduler: diffusers class that ddpm takes its betas from.
         scheduler_config: further settings of the diffusers scheduler.
         ae: diffusers class of its autoencoder.
-        strides: frames and pixels that a latent of it stands for.
+        strides: frames and pixels for each latent of it.
         text_length: longest caption in tokens.
     """
 
@@ -53,13 +53,13 @@ class FamilyDefaults:
 
 
 class PredictorFamily(ABC):
-    """How a family's transformer is built, what it is told of a sample, and how it is asked.
+    """How a family's transformer is built, what it is conditioned on, and how it is called.
 
     Latents are [batch, channels, frames, height, width] everywhere outside of `predict`; images have one frame.
 
     Attributes:
         names: model_id's of model.json, the first is the family's name in messages.
-        published_names: further ones, with a structure in the published words.
+        published_names: further ones, whose structure uses the published keys.
         model_class_name: diffusers' class.
         pipelines: task → diffusers' pipeline; the first is the default task.
         defaults: see `FamilyDefaults`.
@@ -88,7 +88,7 @@ class PredictorFamily(ABC):
         """Return the diffusers configuration that published structure keys describe.
 
         Raises:
-            ConfigError: keys that this family has no place for.
+            ConfigError: keys that this family doesn't support.
         """
         raise ConfigError(
             f"{file}: 'predictor' gives {', '.join(sorted(structure))}; {cls.names[0]} has no published structure "
@@ -109,7 +109,7 @@ class PredictorFamily(ABC):
 
     @property
     def needs_image_encoder(self) -> bool:
-        """Whether `conditions` asks an encoder of the first frame."""
+        """Whether `conditions` needs an encoder of the first frame."""
         return False
 
     @property
@@ -128,11 +128,11 @@ class PredictorFamily(ABC):
         """
 
     def padded(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents that whole tokens can be made of: [batch, channels, frames + those added, height, width]."""
+        """Pad latents to whole tokens: [batch, channels, frames + those added, height, width]."""
         return latents
 
     def conditions(self, parts: Any, video: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the model is told of a sample beside its caption; nothing for text-to-video.
+        """Return the conditions of a sample beside its caption; none for text-to-video.
 
         Args:
             parts: the frozen parts: `parts.ae`, `parts.image_encoder`.
@@ -155,15 +155,15 @@ class PredictorFamily(ABC):
         conditions: Mapping[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """Ask the transformer.
+        """Call the transformer.
 
         Args:
             model: the transformer, sharded or not.
             noisy: [batch, channels, frames, height, width], of the dtype that the transformer computes in; what else
                 goes in is cast to it where the family's pipeline casts it.
             timesteps: [batch] float32 (int64 of a discrete schedule), from 0 to the number of training timesteps.
-            text: of `text_states`.
-            conditions: of `conditions`.
+            text: text states, as `text_states` returns them.
+            conditions: conditions, as `conditions` returns them.
             guidance: value of the guidance embedding, where there is one.
 
         Returns:
@@ -175,7 +175,7 @@ _families: dict[str, type[PredictorFamily]] = {}
 
 
 def register_predictor_family(family: type[PredictorFamily]) -> type[PredictorFamily]:
-    """Make a family known by its names."""
+    """Register a family under its names."""
     for name in (*family.names, *family.published_names):
         old = _families.get(name)
         if old is not None and old.__qualname__ != family.__qualname__:
@@ -187,7 +187,7 @@ def register_predictor_family(family: type[PredictorFamily]) -> type[PredictorFa
 
 
 def families() -> dict[str, type[PredictorFamily]]:
-    """All families by name."""
+    """Return all families by name."""
     package = importlib.import_module("mindspeed_mm.models.predictor")
     for found in pkgutil.iter_modules(package.__path__):
         if found.name != "family":
@@ -199,7 +199,7 @@ def find_predictor_family(model_id: str | None, class_name: str | None, file: st
     """Return the family of a model_id, else of a diffusers class.
 
     Args:
-        model_id: of model.json's `predictor`.
+        model_id: model_id of model.json's `predictor`.
         class_name: `_class_name` of the directory's config.json.
 
     Raises:
@@ -223,7 +223,7 @@ def find_predictor_family(model_id: str | None, class_name: str | None, file: st
     if class_name is None:
         raise ConfigError(
             f"{file}: 'predictor.model_id' is missing; expected one of {', '.join(sorted(known))}, or "
-            "'predictor.from_pretrained', a diffusers directory that says it"
+            "'predictor.from_pretrained', a diffusers directory that states it"
         )
     if class_name not in by_class:
         raise ConfigError(

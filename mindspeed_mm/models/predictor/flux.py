@@ -44,15 +44,15 @@ class Flux(PackedPictures):
 
         height, width = noisy.shape[-2:]
         states = text["encoder_hidden_states"].to(noisy.dtype)
-        # whole numbers, as a low precision that inputs are cast to would merge the positions of wide pictures
+        # whole numbers, as casting to a low precision would merge the positions of wide pictures
         ids = FluxPipeline._prepare_latent_image_ids(
             len(noisy), height // PACKED, width // PACKED, noisy.device, torch.long
         )
-        asked = torch.full_like(timesteps, guidance) if self.config["guidance_embeds"] else None
+        scale = torch.full_like(timesteps, guidance) if self.config["guidance_embeds"] else None
         tokens = model(
             hidden_states=pack(only_frame(noisy, "flux")),
             timestep=timesteps / 1000,
-            guidance=asked,
+            guidance=scale,
             pooled_projections=text["pooled_projections"].to(noisy.dtype),
             encoder_hidden_states=states,
             txt_ids=ids.new_zeros(states.shape[1], ids.shape[1]),

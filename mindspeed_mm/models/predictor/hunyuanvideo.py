@@ -43,14 +43,14 @@ class HunyuanVideo(PredictorFamily):
         conditions: Mapping[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """See the base class; a guidance of 6 is told as 6000, as HunyuanVideoPipeline does it."""
-        told = timesteps.new_full((len(noisy),), guidance * 1000) if self.config["guidance_embeds"] else None
+        """See the base class; a guidance of 6 is passed as 6000, as in HunyuanVideoPipeline."""
+        scaled = timesteps.new_full((len(noisy),), guidance * 1000) if self.config["guidance_embeds"] else None
         return model(
             hidden_states=noisy,
             timestep=timesteps,
             encoder_hidden_states=text["encoder_hidden_states"].to(noisy.dtype),
             encoder_attention_mask=text["encoder_attention_mask"].to(noisy.dtype),
             pooled_projections=text["pooled_projections"].to(noisy.dtype),
-            guidance=told,
+            guidance=scaled,
             return_dict=False,
         )[0]

@@ -12,7 +12,7 @@ from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
 
-#: tokens of a picture that the pipelines tell a model of: SigLIP's 27 × 27 patches
+#: tokens of a picture in the pipelines' conditions: SigLIP's 27 × 27 patches
 PICTURE_TOKENS = 729
 
 #: published structure keys with one value that diffusers' class has: key → accepted values
@@ -33,7 +33,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_cond_type_embedding": (True, None),
     "use_attention_mask": (True, None),
 }
-#: published structure keys that are translated, or say nothing about the structure
+#: published structure keys that are translated, or don't describe the structure
 _KNOWN = (
     *_FIXED,
     *("hidden_size", "num_heads", "head_dim", "mm_double_blocks_depth", "mlp_width_ratio", "patch_size", "in_channels"),
@@ -64,12 +64,12 @@ class HunyuanVideo15(PredictorFamily):
         """See the base class.
 
         Raises:
-            ConfigError: the model is one of mean flows, which take a second timestep.
+            ConfigError: the model is trained with mean flows, which take a second timestep.
         """
         super().__init__(task, config)
         if config.get("use_meanflow"):
             raise ConfigError(
-                "model.json: 'predictor': use_meanflow is true; training of mean flows is not there: take a "
+                "model.json: 'predictor': use_meanflow is true; training of mean flows is not supported: use a "
                 "transformer whose config.json has false"
             )
 
@@ -143,7 +143,7 @@ class HunyuanVideo15(PredictorFamily):
         """See the base class.
 
         Raises:
-            ConfigError: there is no encoder of the picture.
+            ConfigError: there is no image encoder.
         """
         if self.task == "t2v":
             return {}
@@ -184,7 +184,7 @@ class HunyuanVideo15(PredictorFamily):
 
 
 def _check_published(structure: Mapping[str, Any], task: str, file: str) -> None:
-    """Refuse what diffusers' class has no place for; say what has no effect."""
+    """Refuse keys that diffusers' class doesn't support, and report keys without an effect."""
     for key, value in structure.items():
         name = key.partition(".")[0]
         if name not in _KNOWN:
@@ -198,8 +198,8 @@ def _check_published(structure: Mapping[str, Any], task: str, file: str) -> None
             )
     if structure.get("attn_mode") == "flex-block-attn":
         raise ConfigError(
-            f"{file}: 'predictor.attn_mode' is 'flex-block-attn'; sparse attention is not there: write 'flash2', which "
-            "attends to everything"
+            f"{file}: 'predictor.attn_mode' is 'flex-block-attn'; sparse attention is not supported: write 'flash2', "
+            "which attends to everything"
         )
     if task == "i2v" and structure.get("vision_projection", "linear") != "linear":
         raise ConfigError(

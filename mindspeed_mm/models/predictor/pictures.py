@@ -1,4 +1,4 @@
-"""What families of pictures share: one frame, and tokens of two by two latents."""
+"""Shared code of image families: one frame, and tokens of two by two latents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def only_frame(latents: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, channels, height, width] → [batch, height/2 · width/2, channels · 4], as diffusers' pipelines do it."""
+    """[batch, channels, height, width] → [batch, height/2 · width/2, channels · 4], as in diffusers' pipelines."""
     from diffusers import FluxPipeline
 
     batch, channels, height, width = latents.shape
@@ -66,7 +66,7 @@ def refuse(config: Mapping[str, Any], key: str, name: str) -> None:
     """Refuse a configuration of another task.
 
     Raises:
-        ConfigError: `key` is on.
+        ConfigError: `key` is set.
     """
     if config.get(key):
         raise ConfigError(

@@ -114,10 +114,10 @@ class Wan(PredictorFamily):
             alone = parts.ae.encode(first).mean
             return {"known_latents": alone.expand_as(latents).contiguous(), "known": known}
         shown = torch.cat([first, torch.zeros_like(video[:, :, 1:])], 2)
-        made = {"condition": torch.cat([self._shown_frames(latents), parts.ae.encode(shown).mean], 1)}
+        conditions = {"condition": torch.cat([self._shown_frames(latents), parts.ae.encode(shown).mean], 1)}
         if self.config.get("image_dim") is not None:
-            made["encoder_hidden_states_image"] = parts.image_encoder.hidden_states(first[:, :, 0])
-        return made
+            conditions["encoder_hidden_states_image"] = parts.image_encoder.hidden_states(first[:, :, 0])
+        return conditions
 
     def _shown_frames(self, latents: torch.Tensor) -> torch.Tensor:
         """For each latent frame and each of the frames that it stands for, whether it is shown: [batch, stride, …].

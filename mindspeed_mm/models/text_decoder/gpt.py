@@ -155,8 +155,8 @@ class LanguageModel(GPTModel):
         Args:
             hidden: [sequence, batch, hidden].
             targets: positions in [batch * sequence].
-            chunk: at most so many positions' logits exist at once, and are made again for the backward pass; None: all
-                targets' at once.
+            chunk: at most so many positions' logits exist at once, and are computed again for the backward pass; None:
+                all targets' at once.
 
         Returns:
             float32 scalar, the same on every tensor-parallel rank.
@@ -194,7 +194,7 @@ def build_language_model(
         family: norms, biases and layers of the model's family.
         tied: whether the head is the embedding.
         layers: numbers of its layers in the whole model; None: all.
-        pre_process, post_process: whether this stage holds the embedding, and the head.
+        pre_process, post_process: whether this stage has the embedding, and the head.
     """
     layers = range(hf_config.num_hidden_layers) if layers is None else layers
     rope = hf_config.rope_parameters

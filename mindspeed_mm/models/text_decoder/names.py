@@ -1,4 +1,4 @@
-"""Which of transformers' tensors a tensor of the Megatron-core decoder is made of, and back."""
+"""Layout of the Megatron-core decoder's tensors in terms of transformers' tensors, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecoderShape:
 
 
 def decoder_tensor(name: str, shape: DecoderShape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
-    """Say how a tensor of the decoder is made.
+    """Return how a tensor of the decoder is built of transformers' tensors.
 
     Args:
         name: in the GPTModel, with the number of the layer in the whole model.

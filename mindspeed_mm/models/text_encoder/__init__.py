@@ -1,1 +1,1 @@
-"""Frozen text encoders: captions become states as the model's diffusers pipeline makes them."""
+"""Frozen text encoders: captions become states as in the model's diffusers pipeline."""

@@ -1,4 +1,4 @@
-"""Captions to text states, by a diffusers pipeline that has tokenizers and text encoders only."""
+"""Encoding of captions with a diffusers pipeline of tokenizers and text encoders only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
 class CaptionEncoder:
-    """Encodes captions.
+    """Encodes captions into text states.
 
     Attributes:
         pipeline: a diffusers pipeline without transformer and autoencoder.
@@ -29,7 +29,7 @@ class CaptionEncoder:
         self._family, self.encoders, self._max_length = family, list(encoders), max_length
 
     def to(self, device: torch.device) -> CaptionEncoder:
-        """Move the encoders."""
+        """Move the encoders to a device."""
         for encoder in self.encoders:
             encoder.to(device)
         return self
@@ -41,7 +41,7 @@ class CaptionEncoder:
 
 
 def component_name(kind: str, number: int) -> str:
-    """Name of a pipeline's component: text_encoder, text_encoder_2, …"""
+    """Return the name of a pipeline's component: text_encoder, text_encoder_2, …"""
     return kind if number == 0 else f"{kind}_{number + 1}"
 
 
@@ -50,8 +50,8 @@ def open_captions(config: SoRAModelConfig, family: PredictorFamily, tokenizers: 
 
     Args:
         config: model.json.
-        family: of the predictor.
-        tokenizers: directories that data.json names, in the order of the encoders; None where it names none.
+        family: family of the predictor.
+        tokenizers: directories named in data.json, in the order of the encoders; None: not named.
 
     Raises:
         ConfigError: a directory is missing, there are too few or too many encoders, a model_id that doesn't fit.
@@ -91,10 +91,10 @@ def open_captions(config: SoRAModelConfig, family: PredictorFamily, tokenizers: 
 
 
 def _pipeline(pipeline_class: Any, parts: dict[str, Any]) -> Any:
-    """A pipeline of nothing but these parts."""
+    """Build a pipeline of these parts only."""
     try:
         return pipeline_class(**parts)
-    except AttributeError:  # one that reads its autoencoder's configuration, which captions have no use for
+    except AttributeError:  # the class reads its autoencoder's configuration, which captions don't need
         from mindspeed_mm.models.ae.pixel import PixelAutoencoder
 
         pipeline = pipeline_class(**{**parts, "vae": PixelAutoencoder()})
@@ -106,9 +106,9 @@ def _is_component(name: str, parameter: inspect.Parameter, parts: dict[str, Any]
     return name in parts or parameter.default is inspect.Parameter.empty
 
 
-def _directory(said: str | None, whole: Path | None, name: str, where: str) -> Path:
-    if said is not None:
-        path = Path(said)
+def _directory(stated: str | None, whole: Path | None, name: str, where: str) -> Path:
+    if stated is not None:
+        path = Path(stated)
     elif whole is not None:
         path = whole / name
     else:
@@ -120,20 +120,20 @@ def _directory(said: str | None, whole: Path | None, name: str, where: str) -> P
     return path
 
 
-def tokenizer_directory(said: str | None, encoder: Path, name: str, file: str, number: int) -> Path:
-    """Return the directory of an encoder's tokenizer: the one that is said, or beside or inside the encoder's.
+def tokenizer_directory(stated: str | None, encoder: Path, name: str, file: str, number: int) -> Path:
+    """Return the directory of an encoder's tokenizer: the stated one, or beside or inside the encoder's.
 
     Args:
-        said: by model.json or data.json.
+        stated: directory named in model.json or data.json.
         encoder: the encoder's directory.
-        name: of the component, which a folder beside the encoder's has.
+        name: name of the component, and of its folder beside the encoder's.
         file: model.json, for messages.
-        number: of the encoder.
+        number: number of the encoder.
 
     Raises:
         ConfigError: there is none.
     """
-    candidates = [Path(said)] if said is not None else [encoder.parent / name, encoder]
+    candidates = [Path(stated)] if stated is not None else [encoder.parent / name, encoder]
     for path in candidates:
         if any((path / found).is_file() for found in ("tokenizer_config.json", "tokenizer.json", "spiece.model")):
             return path

@@ -25,7 +25,7 @@ PUBLISHED_TEXT_ENCODERS: dict[str, tuple[str, ...]] = {
     "Hunyuan15MLLmModel": ("Qwen2_5_VLTextModel", "Qwen2_5_VLForConditionalGeneration"),
     "Hunyuan15GlyphModel": ("T5EncoderModel",),
 }
-#: models of an encoder and a decoder, of which the encoder is wanted
+#: encoder-decoder models, of which only the encoder is loaded
 _ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 
 
@@ -35,8 +35,8 @@ def load_encoder(
     """Load a text encoder, frozen and in evaluation mode.
 
     Args:
-        directory: with config.json.
-        described: of model.json.
+        directory: directory with config.json.
+        described: entry of model.json's text_encoder.
         expected: class that the pipeline is written for; None: any.
         where: file and key, for messages.
         trust_remote_code: whether code in the directory may run.
@@ -48,7 +48,7 @@ def load_encoder(
     found = _find_class(directory, described.model_id, expected, where)
     model = _load(found, directory, described, trust_remote_code)
     if expected is not None and not isinstance(model, expected) and hasattr(model, "get_decoder"):
-        # the words' part of a model of pictures and words
+        # the language model of a multimodal model
         inner = model.get_decoder()
         model = inner if isinstance(inner, expected) else model
     if described.byT5_ckpt_path is not None:
@@ -58,19 +58,19 @@ def load_encoder(
 
 
 def load_glyph_weights(model: Any, file: Path, where: str) -> None:
-    """Give an encoder of T5's kind the weights of a glyph checkpoint: those of its `encoder`, whatever stands before.
+    """Load the `encoder` of a glyph checkpoint, under any prefix, into a T5 encoder.
 
-    Such a checkpoint has rows for marks of colours and fonts behind the bytes; captions hold none of them, and the rows
-    come along.
+    Such a checkpoint has rows for marks of colours and fonts behind the bytes; captions contain none of them, and the
+    rows are loaded too.
 
     Args:
-        model: with `encoder`, a stack of blocks over embedded tokens.
+        model: model with `encoder`, a stack of blocks over embedded tokens.
         file: a torch checkpoint: tensors by name, or under `state_dict`.
         where: file and key, for messages.
 
     Raises:
         ConfigError: the model is no encoder of T5's kind.
-        CheckpointError: the file can't be read as tensors, or lacks weights of the encoder, or holds others.
+        CheckpointError: the file can't be read as tensors, or lacks weights of the encoder, or has others.
     """
     if not hasattr(model, "encoder") or not hasattr(model, "resize_token_embeddings"):
         raise ConfigError(f"{where}: 'byT5_ckpt_path' is for an encoder of T5's kind, not for {type(model).__name__}")
@@ -101,9 +101,9 @@ def load_glyph_weights(model: Any, file: Path, where: str) -> None:
 def _find_class(directory: Path, model_id: str | None, expected: Any, where: str) -> Any:
     import transformers
 
-    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    kind = str(said.get("model_type", ""))
-    names = [str(name) for name in said.get("architectures") or [] if hasattr(transformers, name)]
+    stated = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kind = str(stated.get("model_type", ""))
+    names = [str(name) for name in stated.get("architectures") or [] if hasattr(transformers, name)]
     if model_id is not None and model_id not in PUBLISHED_TEXT_ENCODERS:
         return _named(model_id, kind, directory, where)
     indexed = _indexed(directory)
@@ -123,7 +123,7 @@ def _find_class(directory: Path, model_id: str | None, expected: Any, where: str
 
 
 def _named(model_id: str, kind: str, directory: Path, where: str) -> Any:
-    """A class of transformers, by its name."""
+    """Return a class of transformers by its name."""
     import transformers
 
     found: Any = getattr(transformers, model_id, None)
@@ -143,19 +143,19 @@ def _named(model_id: str, kind: str, directory: Path, where: str) -> Any:
 
 
 def _indexed(directory: Path) -> str | None:
-    """What the pipeline around a directory says that it holds."""
+    """Return the class that the pipeline around a directory states for it; None: none is stated."""
     index = directory.absolute().parent / "model_index.json"
     if not index.is_file():
         return None
-    said = json.loads(index.read_text(encoding="utf-8")).get(directory.name)
-    return str(said[1]) if isinstance(said, list) and said[0] == "transformers" else None
+    stated = json.loads(index.read_text(encoding="utf-8")).get(directory.name)
+    return str(stated[1]) if isinstance(stated, list) and stated[0] == "transformers" else None
 
 
 def _fits(expected: Any, kind: str, names: list[str]) -> bool:
     own = str(expected.config_class.model_type)
     if own == kind:
         return True
-    # a part of a larger model that is stored whole: CLIP's words are found in it, those of others are not
+    # a part of a larger model that is stored whole: CLIP's text model is found in it, those of others are not
     return _root(own) == _root(kind) and (_root(kind) == "clip" or expected.__name__ in names)
 
 

@@ -14,7 +14,7 @@ from mindspeed_mm.models.common.families import find_family
 
 
 def find_adapter(model_config: Any) -> DataAdapter:
-    """Return the adapter of the model's family, or the default one where it has none of its own.
+    """Return the adapter of the model's family, or the default one if it has none of its own.
 
     Args:
         model_config: model.json's content: `model_id`, or what config.json in `init_from_hf_path` calls its model_type,
@@ -31,7 +31,7 @@ def find_adapter(model_config: Any) -> DataAdapter:
 def _names(model_config: Any) -> list[str]:
     path = getattr(model_config, "init_from_hf_path", None)
     model_type = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the model says what is wrong with it
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # loading the model reports what is wrong with it
         model_type = json.loads(Path(str(path), "config.json").read_text(encoding="utf-8")).get("model_type")
     names = [settled_model_id(getattr(model_config, "model_id", None), model_type), model_type]
     return [name for name in names if isinstance(name, str)]

@@ -1,4 +1,4 @@
-"""FSDP2Mixin and WeightInitMixin: what turns any nn.Module into one that an fsdp2.yaml can drive."""
+"""FSDP2Mixin and WeightInitMixin: they let fsdp2.yaml configure the sharding of any nn.Module."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FSDP2Mixin:
         fsdp2_config: the file's content, after `_pre_fully_shard`.
         device_mesh: the mesh that parameters are sharded over.
         fsdp2_overrides: values that take the place of the file's (set before `fully_shard`).
-        weights_come_later: set by who will fill the weights after sharding, so that none are drawn at random.
+        weights_come_later: whether weights are loaded after sharding, so that none are initialised randomly.
     """
 
     fsdp2_config: Fsdp2Config | None = None
@@ -70,13 +70,13 @@ class FSDP2Mixin:
     _dims: Dims = Dims()
 
     def freeze(self, config: Any) -> None:
-        """Hook: freeze parts of the model as model.json says. By default nothing is frozen."""
+        """Hook: freeze parts of the model as model.json states. By default nothing is frozen."""
 
     def post_meta_init(self) -> None:
         """Hook: called after a model built on meta got its values."""
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
-        """Shard this model over `process_group` as the YAML file at `fsdp2_config_path` says.
+        """Shard this model over `process_group` as the YAML file at `fsdp2_config_path` states.
 
         Args:
             process_group: the data-parallel group; None: all ranks.
@@ -167,7 +167,7 @@ class FSDP2Mixin:
 
         Args:
             storage_is_empty: the model was materialised from meta.
-            buffers_only: only the buffers (rotary tables): a checkpoint will bring the parameters.
+            buffers_only: only the buffers (rotary tables): a checkpoint has the parameters.
         """
         initialize_from_names(
             self._module(),
@@ -179,7 +179,7 @@ class FSDP2Mixin:
         )
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
-        """Recompute blocks in backward as the flags say, unless fsdp2.yaml names what is recomputed.
+        """Recompute blocks in backward as the flags state, unless fsdp2.yaml names what is recomputed.
 
         Only called with --recompute-granularity full, for a class with a `_fully_shard` of its own, too.
         """
@@ -230,7 +230,7 @@ class FSDP2Mixin:
     def set_modules_to_prefetch(
         self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None
     ) -> None:
-        """Gather units ahead along the order in which the first forward runs them; counts default to fsdp2.yaml's."""
+        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's."""
         config = self.fsdp2_config or Fsdp2Config()
         forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
         backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
@@ -249,7 +249,7 @@ def applies_flags(model: nn.Module) -> bool:
 
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
-    """Find who initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
+    """Find what initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
     found: Any = root
     current = root
     for part in name.split(".") if name else ():
@@ -262,7 +262,7 @@ def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn
 
 
 class WeightInitMixin:
-    """Random weights for models that don't bring their own initialisation.
+    """Random weights for models without an initialisation of their own.
 
     Linear and convolution weights and embeddings are normal with standard deviation 0.02, biases zero, norms one.
     """

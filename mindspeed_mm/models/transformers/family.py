@@ -1,4 +1,4 @@
-"""What a family folder tells about its models; everything has a default that suits plain text models."""
+"""What a family folder states about its models; everything has a default that suits plain text models."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class FamilyTraits:
     Attributes:
         language_model: path of the module that receives `inputs_embeds`.
         parts: published part name (vision_encoder, vision_projector, audio_encoder, text_decoder) → module paths, for
-            freezing. A part's paths may hold another part (the projector inside the tower): the more exact key wins.
+            freezing. A part's paths may contain another part (the projector inside the tower): the more exact key wins.
         sub_configs: published block (vision_encoder, audio_encoder, text_decoder) → key of the HF sub-config.
         towers: encoders that a batch may leave idle, in the order in which the model runs them.
         packed_positions: (transformers model, micro-batch, documents [batch, sequence]) → position ids of packed rows,
             restarting with every sample: [batch, sequence], or [4, batch, sequence] with those and the model's own in
             three dimensions. None: the family can't train on packed rows.
         packed_masks: (transformers model, micro-batch of packed rows with its position_ids) → `attention_mask` as the
-            model takes it of them. None: the model makes it itself, of the positions.
+            model takes it of them. None: the model computes it itself, from the positions.
         one_tower_pass: (transformers model, micro-batch) → the micro-batch such that each tower runs once, whatever
-            kinds of media it holds. None: it does so anyway.
+            kinds of media in it. None: it does so anyway.
     """
 
     language_model: str | None = None
@@ -45,7 +45,7 @@ class FamilyTraits:
     one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
 
 
-#: of a causal language model without encoders that makes its masks of restarting positions
+#: of a causal language model without encoders that computes its masks from restarting positions
 TEXT_TRAITS = FamilyTraits(
     language_model="model",
     parts={"text_decoder": ("",)},

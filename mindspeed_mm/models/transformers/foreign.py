@@ -1,4 +1,4 @@
-"""Checkpoints in layouts of their authors' own code, which transformers publishes again in its own."""
+"""Checkpoints in the layout of their authors' own code, of models that transformers also has in its own layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_foreign_layout(directory: Path) -> None:
     """Refuse a directory that needs code of its authors where transformers has the model in another layout.
 
     Args:
-        directory: with a config.json. One that can't be read is left to transformers to speak of.
+        directory: directory with a config.json; transformers reports one that can't be read.
 
     Raises:
         ConfigError: with the checkpoint to take instead.

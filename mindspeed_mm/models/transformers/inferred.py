@@ -1,4 +1,4 @@
-"""What can be told of a transformers model that no family folder describes: its blocks, its decoder, its encoders.
+"""What is inferred about a transformers model that no family folder describes: its blocks, decoder and encoders.
 
 Encoders found so have no known smallest input, so a batch that leaves one idle can't run it on a dummy. They stay in
 the root's unit instead, whose parameters every rank gathers anyway, and whose gradients are reduced with zeros where a
@@ -26,7 +26,7 @@ _ENCODERS = {"vision_encoder": ("vision_config", ("image", "video")), "audio_enc
 
 
 def block_lists(model: nn.Module) -> list[str]:
-    """Paths of the lists whose elements are worth a unit each, without those inside an element of another.
+    """Return the paths of lists whose elements become a unit each, without lists inside an element of another.
 
     transformers and diffusers name the classes of blocks; where they name none, blocks are lists of one class.
     """
@@ -45,12 +45,12 @@ def default_wrap_list(model: nn.Module, traits: FamilyTraits) -> list[str]:
 
 
 def traits_of(model: Any) -> FamilyTraits:
-    """The traits that the model's class states (attribute `traits`), or what can be told by looking at the model."""
+    """The traits that the model's class states (attribute `traits`), or traits inferred from the model."""
     return as_trainable(model).traits or infer_traits(model)
 
 
 def infer_traits(model: Any) -> FamilyTraits:
-    """The parts of a model that no family describes. It can't take packed rows: nothing has proved that it does."""
+    """The parts of a model that no family describes. It refuses packed rows, as their support isn't verified."""
     if not as_trainable(model).is_transformers:
         return FamilyTraits(parts={"text_decoder": ("",)})
     decoder, head = (_path(model, part) for part in (model.get_decoder(), model.get_output_embeddings()))
@@ -63,7 +63,7 @@ def infer_traits(model: Any) -> FamilyTraits:
         "text_decoder": tuple(p for p in (decoder, head) if p)
     }
     if len(encoders) > 1:
-        beside = []  # whose they are can't be told
+        beside = []  # whose they are can't be inferred
     elif "vision_encoder" in encoders:
         modules = dict(model.named_modules())
         parts["vision_projector"] = tuple(path for path in beside if path in modules)
@@ -140,7 +140,7 @@ def _encoder(model: Any, part: str, decoder: str) -> str | None:
 
 
 def _others(model: nn.Module, known: list[str]) -> list[str]:
-    """Paths of the largest modules (or parameters) that hold nothing of `known` and are in none of them."""
+    """Paths of the largest modules (or parameters) that contain nothing of `known` and are in none of them."""
     found: dict[str, None] = {}
     for name, _ in model.named_parameters():
         if any(name.startswith(f"{path}.") for path in known):

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def type_without_fsdp(model: nn.Module) -> Any:
-    """The model's class before fully_shard derived `FSDP<Name>` from it."""
+    """Return the model's class before fully_shard derived `FSDP<Name>` from it."""
     return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
 
 
 def build_meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """A model of the same class and configuration on the meta device, unsharded; None if it is no transformers model.
+    """Build an unsharded meta model of the same class and configuration; None if it is no transformers model.
 
     Args:
-        dtype: of its parameters; None: those of `model`.
+        dtype: dtype of its parameters; None: that of `model`.
     """
     if not isinstance(model, PreTrainedModel):
         return None
@@ -33,7 +33,7 @@ def build_meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
 
 
 def config_for(model_class: Any, hf_config: PretrainedConfig) -> Any:
-    """The configuration that a class is built from: of a composite one (an Omni model's), the part that it is."""
+    """Return the configuration that a class is built from; it may be a part of a composite one (an Omni model's)."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is None or isinstance(hf_config, wanted):
         return hf_config
@@ -42,7 +42,7 @@ def config_for(model_class: Any, hf_config: PretrainedConfig) -> Any:
 
 
 def build_meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
-    """A transformers model of a class and configuration on the meta device, in float32, its ties tied."""
+    """Build a meta model of a transformers class and configuration, in float32, with its weights tied."""
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(hf_config), dtype=torch.float32)
     model.tie_weights()

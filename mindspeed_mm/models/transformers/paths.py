@@ -48,7 +48,7 @@ OLDER_PATHS: Mapping[str, str] = {
 
 
 def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
-    """`expand_patterns`, for a transformers model also with the paths of `OLDER_PATHS`; each is said once."""
+    """`expand_patterns`, for a transformers model also with the paths of `OLDER_PATHS`; each is reported once."""
     return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if as_trainable(root).is_transformers else {})
 
 

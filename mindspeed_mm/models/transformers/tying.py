@@ -1,4 +1,4 @@
-"""Whether the embedding and the head are one weight, where config.json says it twice or in one place only."""
+"""Whether the embedding and the head are one weight, where config.json states it twice or in one place only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _KEY = "tie_word_embeddings"
 
 
 def settle_tying(hf_config: PretrainedConfig, directory: Path) -> None:
-    """Let a multimodal configuration say what its text configuration says.
+    """Copy the tying of the text configuration to the multimodal configuration.
 
-    transformers reads the outer key, whose default may be true where the text configuration says false. What
-    config.json says of the text counts, if the outer key is absent; if both are there and differ, transformers' own
-    reading stays, and the contradiction is told (the weights are compared with it when they are loaded).
+    transformers reads the outer key, whose default may be true where the text configuration states false. The
+    text's value in config.json counts, if the outer key is absent; if both are there and differ, transformers' own
+    reading stays, and the contradiction is logged (the weights are compared with it when they are loaded).
 
     Args:
-        hf_config: what transformers made of config.json; changed in place.
-        directory: with config.json.
+        hf_config: configuration that transformers read from config.json; changed in place.
+        directory: directory with config.json.
     """
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text = written.get("text_config")

@@ -1,4 +1,4 @@
-"""Which of transformers' tensors a tensor of the Megatron-core vision tower is made of."""
+"""Layout of the Megatron-core vision tower's tensors in terms of transformers' tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"^vision_encoder\.blocks\.layers\.(\d+)\.(.+)\.(weight|bias
 
 
 def tower_tensor(name: str, heads: int, tensor_parallel: int, prefix: str = "model.visual.") -> Made:
-    """Say how a tensor of the tower or its projector is made.
+    """Return how a tensor of the tower or its projector is built of transformers' tensors.
 
     Args:
         name: in the image encoder, with the number of the layer in the whole tower.

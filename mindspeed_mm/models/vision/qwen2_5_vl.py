@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's vision tower and projector out of Megatron-core's modules."""
+"""Qwen2.5-VL's vision tower and projector, built of Megatron-core's modules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def vision_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> Transfor
         attention_dropout=0.0,
         init_method_std=hf_config.initializer_range,
         tensor_model_parallel_size=sizes.tensor,
-        sequence_parallel=False,  # numbers of patches don't divide
+        sequence_parallel=False,  # the number of patches isn't divisible by the number of ranks
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
@@ -101,7 +101,7 @@ def block_spec(whole: bool) -> ModuleSpec:
     """A block of the tower.
 
     Args:
-        whole: whether it attends to whole images, or to windows.
+        whole: whether it attends to whole images (else to windows).
     """
     spec = decoder_layer_spec(qk_norm=False)
     attention = spec.submodules.self_attention
@@ -113,7 +113,7 @@ def block_spec(whole: bool) -> ModuleSpec:
 
 @dataclass(frozen=True)
 class PatchLayout:
-    """Where a micro-batch's patches are, on the device.
+    """Layout of a micro-batch's patches, on the device.
 
     The tower's own order of patches has those of a window one after the other, and windows of equal length together.
 
@@ -184,7 +184,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """What a stage holds of the tower: patch embedding and blocks, each or neither."""
+    """A stage's part of the vision tower: patch embedding, blocks, both or neither."""
 
     def __init__(self, patch_embed: PatchEmbedding | None, blocks: TransformerBlock | None) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class VisionEncoder(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """The projector: neighbouring patches are joined and brought to the language model's width."""
+    """The projector: neighbouring patches are merged and projected to the language model's width."""
 
     def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig) -> None:
         super().__init__()
@@ -216,10 +216,10 @@ class PatchMerger(nn.Module):
 
 
 class Qwen2_5_VLImageEncoder(nn.Module):
-    """What a pipeline stage holds of vision tower and projector.
+    """A pipeline stage's part of the vision tower and projector.
 
     Attributes:
-        vision_encoder: patch embedding and blocks; a part that is frozen by itself.
+        vision_encoder: patch embedding and blocks; a part that can be frozen by itself.
         vision_projector: likewise; None where the stage has none.
     """
 
@@ -257,7 +257,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         self._input: torch.Tensor | None = None
 
     def set_input_tensor(self, hidden: torch.Tensor | None) -> None:
-        """Take what the stage before has computed: [patches, 1, hidden] in the tower's own order."""
+        """Set the input from the previous stage: [patches, 1, hidden] in the tower's own order."""
         self._input = hidden
 
     def forward(self, pixel_values: torch.Tensor | None, grid_thw: torch.Tensor) -> torch.Tensor:
@@ -299,7 +299,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         return blocks(hidden, None, rotary_pos_emb=layout.angles, packed_seq_params=layout.segments)
 
     def made_of(self, name: str) -> Made:
-        """Which of transformers' tensors a parameter is made of.
+        """Return which of transformers' tensors a parameter is built of.
 
         Args:
             name: in this module.

@@ -1,4 +1,4 @@
-"""Attention inside of segments (windows, images), those of equal length together in one call."""
+"""Attention within segments (windows, images); segments of equal length share one call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Segments:
 
     @classmethod
     def of_lengths(cls, lengths: torch.Tensor, segment_of: torch.Tensor) -> Segments:
-        """Put segments of equal length together; inside of a segment the rows keep their order.
+        """Group segments of equal length; within a segment the rows keep their order.
 
         Args:
             lengths: int64 [segments], on the host.
@@ -46,14 +46,14 @@ class Segments:
         return cls(groups, order, order.argsort())
 
     def spread(self, rows: int) -> Segments:
-        """The same where each row has become `rows` rows."""
+        """Return the segments after each row has become `rows` rows."""
         groups = tuple((count, length * rows) for count, length in self.groups)
         if self.order is None or self.back is None:
             return Segments(groups)
         return Segments(groups, spread_index(self.order, rows), spread_index(self.back, rows))
 
     def to(self, device: torch.device) -> Segments:
-        """The same with the indexes on a device."""
+        """Return the segments with the indexes on a device."""
         if self.order is None or self.back is None:
             return self
         return Segments(self.groups, self.order.to(device), self.back.to(device))
@@ -66,11 +66,11 @@ def spread_index(index: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass
 class VisionSegments(PackedSeqParams):
-    """Segments for every layer of a tower: what Megatron-core hands through to the core attention.
+    """Segments for every layer of a tower: Megatron-core passes them to the core attention.
 
     Attributes:
-        windows: of layers that look at a window.
-        whole: of layers that look at a whole image, or frame of a video.
+        windows: segments of layers that attend to a window.
+        whole: segments of layers that attend to a whole image, or frame of a video.
     """
 
     qkv_format: str = "sbhd"  # anything but "thd": shapes stay as they are without packing
@@ -79,7 +79,7 @@ class VisionSegments(PackedSeqParams):
 
 
 class Reorder(torch.autograd.Function):
-    """Rows in another order; the way back is taken by the inverse order, without adding anything up."""
+    """Reorder rows; the backward pass gathers by the inverse order instead of accumulating."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -95,7 +95,7 @@ class Reorder(torch.autograd.Function):
 
 
 class SegmentAttention(nn.Module):
-    """Scaled dot-product attention inside of segments, of one tensor-parallel rank's heads.
+    """Scaled dot-product attention within segments, of one tensor-parallel rank's heads.
 
     Built by Megatron-core's SelfAttention in the place of its own: the seam for other kernels and for context
     parallelism.
@@ -115,7 +115,7 @@ class SegmentAttention(nn.Module):
     ) -> None:
         """
         Args:
-            whole: whether it looks at whole images, or at windows.
+            whole: whether it attends to whole images (else to windows).
         """
         super().__init__()
         self.whole = whole

@@ -200,7 +200,7 @@ def test_sizes_are_foreseen(name: str, geometry: Geometry, expected: list[int] |
 
 @pytest.mark.parametrize(
     "media, why",
-    [({"image_grid_thw": torch.ones(1, 3)}, "say where"), ({"pixel_values_videos": torch.ones(4, 12)}, "tell")],
+    [({"image_grid_thw": torch.ones(1, 3)}, "say where"), ({"pixel_values_videos": torch.ones(4, 12)}, "mark")],
     ids=["an image among text", "a video among images"],
 )
 def test_glm_media_need_types(media: dict[str, torch.Tensor], why: str) -> None:

@@ -10,7 +10,7 @@ from mindspeed_mm.data.media import Foreseen, Geometry
 
 
 class FixedTokensAdapter(DefaultAdapter):
-    """Every picture takes the number of tokens that the processor's configuration says."""
+    """Every picture takes the number of tokens that the processor's configuration states."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
 

@@ -12,11 +12,11 @@ from mindspeed_mm.utils.errors import ConfigError
 
 
 def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The masks of both kinds of layers: samples apart, pictures whole, a window of the sample's own tokens.
+    """Return the masks of both kinds of layers: samples apart, pictures whole, a window of the sample's own tokens.
 
     transformers' own mask of the layers with a window takes the tokens of a packed row's later samples for those of
     its first one, where it looks for pictures. Here the pictures join behind the window, which is the same as long as
-    it holds a picture.
+    it has a picture.
 
     Args:
         model: the transformers model.

@@ -14,13 +14,13 @@ _CROP_RULES = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_
 
 
 class PanAndScanAdapter(DefaultAdapter):
-    """A row of the media tensor is a picture or a part of one. The model wants to know which tokens are pictures'."""
+    """A row of the media tensor is a picture or a part of one. The model needs to know which tokens are pictures'."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
     token_keys: Sequence[str] = ("token_type_ids",)
 
     def load_processor(self, path: str, options: PreprocessParameters) -> Any:
-        """Load the processor, told whether it is to show parts of pictures (`image_do_pan_and_scan`)."""
+        """Load the processor with or without crops of pictures (`image_do_pan_and_scan`)."""
         processor = super().load_processor(path, options)
         if options.image_do_pan_and_scan and hasattr(processor, "images_kwargs"):
             processor.images_kwargs = {**processor.images_kwargs, "do_pan_and_scan": True}

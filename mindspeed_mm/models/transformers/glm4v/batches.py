@@ -11,7 +11,7 @@ from mindspeed_mm.utils.errors import DataError
 
 
 def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Hand the frames of videos over as images, whose token they share; their positions are computed before.
+    """Pass the frames of videos as images, whose token they share; their positions are computed before.
 
     transformers counts every image token for either kind, so that it takes no micro-batch with both.
 
@@ -28,7 +28,7 @@ def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     batch = dict(batch)
     types = batch.get("mm_token_type_ids")
     if types is None:
-        raise DataError("a micro-batch has videos but no 'mm_token_type_ids', which tell their tokens from images'")
+        raise DataError("a micro-batch has videos but no 'mm_token_type_ids', which mark their tokens")
     if batch.get("position_ids") is None:
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
         batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]

@@ -13,7 +13,7 @@ from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 
 
 def _packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The masks of both kinds of layers, from restarting positions, which the model itself makes without them.
+    """Return the masks of both kinds of layers, from restarting positions, which the model itself ignores.
 
     Args:
         model: the transformers model.

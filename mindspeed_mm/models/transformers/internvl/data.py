@@ -18,11 +18,11 @@ class TilesAndFramesAdapter(DefaultAdapter):
     one_at_a_time: bool = True
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Count tiles and frames together, as images: the tensor doesn't tell them apart."""
+        """Count tiles and frames together, as images: the tensor doesn't distinguish them."""
         return {**super().media_counts(batch), "video": 0}
 
     def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
-        """Write a picture with as many tokens as it gets tiles, and a video frame by frame."""
+        """Write a picture with the tokens of its tiles, and a video frame by frame."""
         start, end, length = processor.start_image_token, processor.end_image_token, processor.image_seq_length
         if geometry.kind == "image":
             counting = processor.image_processor.get_number_of_image_patches

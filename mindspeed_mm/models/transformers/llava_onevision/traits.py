@@ -19,8 +19,8 @@ def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
     return model.model.get_video_features(pixels, return_dict=True).pooler_output
 
 
-# The model runs its tower once for pictures and once for videos, whose features it makes in different ways. So every
-# rank makes both passes, on a dummy where it has no such medium; the tower rests when there is neither.
+# The model runs its tower once for pictures and once for videos, whose features it computes in different ways. So every
+# rank runs both passes, on a dummy where it has no such medium; the tower isn't run when there is neither.
 _BOTH = dataclasses.replace(TOWER, modalities=("image", "video"), beside=(*TOWER.beside, "model.image_newline"))
 _TOWERS = (
     dataclasses.replace(_BOTH, run_dummy=run_smallest_tiling),

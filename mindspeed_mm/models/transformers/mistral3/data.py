@@ -12,7 +12,7 @@ from mindspeed_mm.data.media import Foreseen, Geometry
 
 
 class RowsOfPatchesAdapter(DefaultAdapter):
-    """A row of the media tensor is a picture, filled up to the largest; `image_sizes` says how far it goes."""
+    """A row of the media tensor is a picture, filled up to the largest; `image_sizes` has its own size."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
     padded_keys: Sequence[str] = ("pixel_values",)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (text) out of Megatron-core's modules: biases of queries, keys and values, no norms of them."""
+"""Qwen2 and Qwen2.5 (text) built of Megatron-core's modules: biases of queries, keys and values, no norms of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Omni models need of a micro-batch on the host: positions of all media, and media for one pass of each tower."""
+"""Preparation of Omni models' micro-batches on the host: positions of all media, media for one pass of each tower."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def omni_packed_positions(model: Any, batch: Mapping[str, Any], documents: torch
 
 
 def omni_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Let images and videos of a micro-batch go through the vision tower together.
+    """Merge images and videos of a micro-batch for one pass of the vision tower.
 
     Positions are computed before, from the tokens as they are; of every batch, because on the host no queue has to be
     waited for.

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's rows: the processor is told how fast a clip's frames follow each other."""
+"""Qwen2.5-Omni's rows: the processor gets the frame rate of each clip."""
 
 from __future__ import annotations
 

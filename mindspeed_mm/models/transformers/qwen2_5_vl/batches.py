@@ -1,4 +1,4 @@
-"""What Qwen2.5-VL needs of a micro-batch on the host: positions in packed rows, media for one pass of the tower."""
+"""Preparation of Qwen2.5-VL's micro-batches on the host: positions in packed rows, media for one tower pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
 
 
 def require_types(batch: Mapping[str, Any]) -> None:
-    """Refuse media whose tokens nothing tells apart: transformers would number their positions as those of a text.
+    """Refuse media whose tokens can't be distinguished: transformers would number their positions as those of a text.
 
     Args:
         batch: a micro-batch; with `position_ids` it needs no `mm_token_type_ids`.
@@ -78,7 +78,7 @@ def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
     Raises:
-        DataError: other numbers of media tokens than the grids ask for, or no mm_token_type_ids to tell where they are.
+        DataError: other numbers of media tokens than the grids ask for, or no mm_token_type_ids.
     """
     require_types(batch)
     if batch.get("pixel_values") is None or batch.get("pixel_values_videos") is None:

@@ -19,7 +19,7 @@ class Qwen3ASRAdapter(DefaultAdapter):
     padded_keys = ("input_features", "input_features_mask")
 
     def limits(self, processor: Any) -> MediaLimits:
-        """Sounds aren't cut, and filled up with silence to the shortest one that the processor makes of them."""
+        """Sounds aren't cut, and filled up with silence to the processor's shortest length."""
         least = processor.feature_extractor.min_length
         return replace(super().limits(processor), max_audio_seconds=None, min_audio_samples=least)
 

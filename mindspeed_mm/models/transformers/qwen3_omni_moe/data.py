@@ -14,7 +14,7 @@ class Qwen3OmniAdapter(OmniAdapter):
 
     The processor counts the last, incomplete frame of a sound only if a longer one stands beside it. And the audio
     tower fills its first window up to the longest one of the micro-batch, behind which its convolutions see something
-    else than behind the end of the sound. So sounds are made whole frames long, and at least a window, with silence.
+    else than behind the end of the sound. So sounds are padded with silence to whole frames, and at least a window.
     """
 
     def limits(self, processor: Any) -> MediaLimits:

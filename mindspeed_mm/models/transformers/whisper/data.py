@@ -48,7 +48,7 @@ class TranscriptEncoder:
             notice("dataset_param.basic_parameters.template has no effect: Whisper's prompt is its tokenizer's")
 
     def filler(self) -> TokenSample:
-        """Two padding tokens without targets, and a window of zeros: it stands where a batch has no row."""
+        """Two padding tokens without targets, and a window of zeros: it fills a batch without a row."""
         sound = self._processor.feature_extractor
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
         features = torch.zeros(1, sound.feature_size, sound.nb_max_frames)
@@ -96,9 +96,9 @@ class TranscriptEncoder:
             BadSample: The sound can't be decoded.
         """
         extractor, sound = self._processor.feature_extractor, source.open(prepared.media[0].ref)
-        made = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        features = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         ids, labels = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.labels)
-        return {"input_ids": ids, "labels": labels, "input_features": made["input_features"]}
+        return {"input_ids": ids, "labels": labels, "input_features": features["input_features"]}
 
 
 def _sound_and_transcript(conversation: Conversation) -> tuple[MediaRef, Message]:

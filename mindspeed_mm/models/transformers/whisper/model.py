@@ -55,7 +55,7 @@ class WhisperForConditionalGeneration(adapt_class(HFWhisper)):  # type: ignore[m
         Args:
             input_features: [batch, mel bins, frames] float, one window of sound a row.
             attention_mask: [batch, sequence] int64, of `input_ids` where they are given; else as transformers takes it.
-            input_ids: [batch, sequence] int64, the decoder's; None: `kwargs` hold what transformers' own forward takes.
+            input_ids: [batch, sequence] int64, the decoder's; None: `kwargs` are those of transformers' own forward.
             kwargs: as transformers takes them.
         """
         if input_ids is not None:

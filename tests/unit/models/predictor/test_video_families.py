@@ -225,7 +225,7 @@ def test_a_picture_needs_its_encoder(label, tmp_path):
 
     name, case = cases()[label]
     content = {**case.model_json(name), "load_video_features": False}
-    with pytest.raises(ConfigError, match=r"'image_encoder' is missing: this .* is told of the first frame"):
+    with pytest.raises(ConfigError, match=r"'image_encoder' is missing: this .* is conditioned on the first frame"):
         SoRAModel(content)
     SoRAModel({**content, "ae": {"i2v_processor": {"image_encoder": str(tmp_path)}}})
 
@@ -291,7 +291,7 @@ def test_published_keys_of_hunyuanvideo15_make_diffusers_model():
         ({"guidance_embed": True}, "'predictor.guidance_embed' is True; .* has False"),
         ({"use_meanflow": True}, "'predictor.use_meanflow' is True; .* has False"),
         ({"text_pool_type": "mean"}, "'predictor.text_pool_type' is 'mean'; .* has null"),
-        ({"attn_mode": "flex-block-attn"}, "sparse attention is not there: write 'flash2'"),
+        ({"attn_mode": "flex-block-attn"}, "sparse attention is not supported: write 'flash2'"),
         ({"vision_projection": "linear-none"}, "expected 'linear' for i2v"),
         ({"hidden_size": 2000, "head_dim": 128}, "expected num_heads × head_dim, 16 × 128"),
         ({"patch_size": [1, 1, 2]}, "as many rows as columns"),
@@ -305,5 +305,5 @@ def test_published_keys_that_diffusers_has_no_place_for(changed, said):
 
 def test_mean_flows_of_a_diffusers_configuration_are_refused():
     predictor = {"model_id": "hunyuanvideo15", "config": {"use_meanflow": True}}
-    with pytest.raises(ConfigError, match="training of mean flows is not there"):
+    with pytest.raises(ConfigError, match="training of mean flows is not supported"):
         resolve_predictor(SoRAModelConfig.from_dict({"predictor": predictor}))
