@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from mindspeed_mm.models.common.families import PACKAGE, find_family  # noqa: E402
 from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
-from mindspeed_mm.models.predictor.family import PredictorFamily  # noqa: E402
-from mindspeed_mm.models.predictor.family import families as predictors  # noqa: E402
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily  # noqa: E402
+from mindspeed_mm.models.generation.predictor.family import families as predictors  # noqa: E402
 from mindspeed_mm.models.transformers.family import FamilyTraits  # noqa: E402
 from mindspeed_mm.models.transformers.inferred import traits_of  # noqa: E402
 from mindspeed_mm.models.transformers.paths import OLDER_PATHS  # noqa: E402
@@ -99,7 +99,7 @@ diffusers' configuration; so are the paths that published fsdp2.yaml files name 
 `predictor.double_blocks` of HunyuanVideo 1.5), and a notice gives the path to write. Wan 2.2's A14B has two
 transformers: each is a training of its own, with its part of the timesteps.
 
-A family is one file in `mindspeed_mm/models/predictor/`: which class, which pipelines, how it is asked.
+A family is one file in `mindspeed_mm/models/generation/predictor/`: which class, which pipelines, how it is asked.
 """
 
 

@@ -89,7 +89,7 @@ def _rule(model_file: str | None) -> GenerationRule:
         return GenerationRule(made_by="any model")
     from mindspeed_mm.configs.files import read_json
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
-    from mindspeed_mm.models.sora_model import generation_rule
+    from mindspeed_mm.models.generation.sora_model import generation_rule
 
     return generation_rule(SoRAModelConfig.from_dict(read_json(model_file), file=model_file), seed=1234)
 

@@ -59,7 +59,7 @@ def plain_step(model: dict[str, Any], rows: int) -> tuple[float, dict[str, torch
     import diffusers
 
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
     from mindspeed_mm.utils.sample_random import normals, sample_key, uniforms
 
     case = CASES["t2v"]

@@ -107,7 +107,7 @@ def language_steps(hf_dir: str, loss: str) -> list[tuple[str, bool]]:
 
 
 def generation_steps() -> list[tuple[str, bool]]:
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
 
     name, case = cases()["wan-t2v"]
     batches = [{**case.batch([0, 1]), "sample_weights": torch.tensor(w)} for w in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0])]

@@ -30,7 +30,7 @@ def losses_and_gradients(name: str, config: Path | None, dtype: str = "fp32") ->
     """What three samples give: all of them in one process, or 2 and 1 on two ranks (with a filler)."""
     from torch.distributed.tensor import DTensor
 
-    from mindspeed_mm.models.sora_model import SoRAModel, block_paths
+    from mindspeed_mm.models.generation.sora_model import SoRAModel, block_paths
 
     case = CASES[name]
     model = SoRAModel(case.model_json(name))

@@ -46,7 +46,7 @@ def train(model: dict[str, Any], data: dict[str, Any], micro_batch_size: int = 2
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.data.generation.providers import generation_data_provider
     from mindspeed_mm.data.start import DataStart
-    from mindspeed_mm.models.sora_model import SoRAModel, generation_rule
+    from mindspeed_mm.models.generation.sora_model import SoRAModel, generation_rule
 
     flags = {"micro_batch_size": micro_batch_size, "global_batch_size": GLOBAL_BATCH, "num_workers": 0, "seed": SEED}
     run = run_of(data=GenerationDataConfig.from_dict(data), use_torch_fsdp2=True, **flags)

@@ -11,7 +11,7 @@ CASES = cases()
 
 
 def _ours(name, case):
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
 
     return SoRAModel(case.model_json(name))
 
@@ -53,7 +53,7 @@ def test_recompute_leaves_gradients_as_they_are(label):
     for recompute in (False, True):
         model = _ours(name, case)
         if recompute:
-            from mindspeed_mm.models.sora_model import block_paths
+            from mindspeed_mm.models.generation.sora_model import block_paths
 
             model.predictor.set_recompute_modules_to_wrap(
                 recompute_modules=block_paths(model.predictor), use_reentrant=False

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.backends.engine import StepEngine
-from mindspeed_mm.models.sora_encode import SampleEncoder
+from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
 
 TORCH = str(Path(torch.__file__).parent)
 METHODS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__format__")

@@ -36,7 +36,7 @@ def transformer(label: str, **more: Any) -> Any:
     """The transformer of a case, in evaluation mode."""
     import diffusers
 
-    from mindspeed_mm.models.predictor.family import families
+    from mindspeed_mm.models.generation.predictor.family import families
 
     name, case = cases()[label]
     return getattr(diffusers, families()[name].model_class_name)(**{**case.config, **more}).eval()

@@ -20,9 +20,9 @@ from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.common.pipeline_layout import INDEX
-from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
-from mindspeed_mm.models.sora_parts import FrozenParts, open_parts
+from mindspeed_mm.models.generation.diffusion.build import build_objective
+from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
+from mindspeed_mm.models.generation.sora_model import generation_rule, resolve_predictor
 from mindspeed_mm.tasks.generation.sampler import build_sampler, with_shift
 from mindspeed_mm.tasks.generation.weights import load_predictor
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -141,7 +141,7 @@ def open_pipeline(
     """
     import diffusers
 
-    import mindspeed_mm.models.ae.pixel  # noqa: F401  (directories may name it, and diffusers imports it not by itself)
+    import mindspeed_mm.models.generation.ae.pixel  # noqa: F401  (directories may name it, and diffusers imports it not by itself)
 
     path = Path(directory)
     if not path.is_dir():

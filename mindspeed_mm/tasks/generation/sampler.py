@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.sora_inference import Sampler
-from mindspeed_mm.models.diffusion.objective import Objective
+from mindspeed_mm.models.generation.diffusion.objective import Objective
 from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from mindspeed_mm.data.start import DataStart, current_start
 if TYPE_CHECKING:
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.data.loader import MMDataLoader
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, *, run: Run | None = None) -> SoRAModel:
     """Build the model; `run`: the description, None: that of the run in this process."""
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
 
     run = run or current_run()
     tokenizers = _data_config(run).dataset_param.tokenizer_dirs
@@ -61,7 +61,7 @@ def train_valid_test_datasets_provider(
     """
     from mindspeed_mm.configs.sora_config import SoRAModelConfig
     from mindspeed_mm.data.generation.providers import generation_data_provider
-    from mindspeed_mm.models.sora_model import generation_rule
+    from mindspeed_mm.models.generation.sora_model import generation_rule
 
     run, start = run or current_run(), start or current_start()
     model = run.model if isinstance(run.model, SoRAModelConfig) else SoRAModelConfig.from_dict(run.files.model)

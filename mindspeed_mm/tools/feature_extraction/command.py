@@ -122,8 +122,8 @@ def extract_features(options: argparse.Namespace, family: str | None = None) -> 
     described = _describe(options, family)
     output, needs_text, model, data = described.output, described.needs_text, described.model, described.data
     from mindspeed_mm import accelerator  # imports torch: a mistake in flags and files is reported before
-    from mindspeed_mm.models.sora_encode import SampleEncoder
-    from mindspeed_mm.models.sora_model import generation_rule, resolve_predictor
+    from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
+    from mindspeed_mm.models.generation.sora_model import generation_rule, resolve_predictor
     from mindspeed_mm.tools.feature_extraction.extract import Extraction, open_clips
     from mindspeed_mm.tools.feature_extraction.made_from import made_from
 

@@ -18,7 +18,7 @@ from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.data.generation.feature_files import FeatureWriter, not_finite
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.workers import WorkerFailure, forked, next_batch, start_loader, start_worker, warm_up
-from mindspeed_mm.models.sora_encode import SampleEncoder
+from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
 from mindspeed_mm.tools.feature_extraction.progress import ExtractionProgress
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError, DataError, MMError

@@ -11,8 +11,8 @@ from typing import Any
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.data.generation.dataset import ShapedDataset
-from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
-from mindspeed_mm.models.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.ae.weights_file import directory_of, is_lone_file
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
 
 #: preprocess_parameters that apply when features are read, or have no influence
 _LATER = ("cfg", "media_timeout", "media_max_pixels", "trust_remote_code")

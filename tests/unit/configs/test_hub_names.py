@@ -17,7 +17,7 @@ from mindspeed_mm.configs.sora_checks import check_generation_model
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.data.adapter import check_model_path
-from mindspeed_mm.models.ae.autoencoder import open_autoencoder
+from mindspeed_mm.models.generation.ae.autoencoder import open_autoencoder
 from mindspeed_mm.models.transformers_model import load_hf_config
 from mindspeed_mm.tasks.generation.options import parse_flags
 from mindspeed_mm.tools.convert import _structure

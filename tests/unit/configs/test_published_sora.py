@@ -12,8 +12,8 @@ import torch
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.sora_model import SoRAModel, generation_rule
+from mindspeed_mm.models.generation.diffusion.build import build_objective
+from mindspeed_mm.models.generation.sora_model import SoRAModel, generation_rule
 from mindspeed_mm.tasks.train.generation import SORA
 from tests.support.runs import described_args
 from tests.unit.configs.published_sora import (

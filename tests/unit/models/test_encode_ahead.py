@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mindspeed_mm.data.counting import CountingIterator
-from mindspeed_mm.models import sora_encode
-from mindspeed_mm.models.encode_ahead import PrefetchEncoder
+from mindspeed_mm.models.generation import sample_encoder as sora_encode
+from mindspeed_mm.models.generation.prefetch import PrefetchEncoder
 from mindspeed_mm.utils.log import forget_notices
 
 

@@ -13,7 +13,7 @@ from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.first_weights import weight_files
-from mindspeed_mm.models.sora_model import SoRAModel
+from mindspeed_mm.models.generation.sora_model import SoRAModel
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.predictors import cases

@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.sora_model import SoRAModel, block_paths, generation_rule
+from mindspeed_mm.models.generation.sora_model import SoRAModel, block_paths, generation_rule
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import forget_notices, logger
 from tests.support.predictors import cases

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import AeConfig
-from mindspeed_mm.models.ae.autoencoder import CLASSES, PUBLISHED_AUTOENCODERS, autoencoder_strides, open_autoencoder
+from mindspeed_mm.models.generation.ae.autoencoder import (
+    CLASSES,
+    PUBLISHED_AUTOENCODERS,
+    autoencoder_strides,
+    open_autoencoder,
+)
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.support import tiny_image_pipelines as pictures
 from tests.support import tiny_video_pipelines as videos

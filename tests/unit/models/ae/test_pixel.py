@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import AeConfig
-from mindspeed_mm.models.ae.autoencoder import autoencoder_strides, open_autoencoder
-from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+from mindspeed_mm.models.generation.ae.autoencoder import autoencoder_strides, open_autoencoder
+from mindspeed_mm.models.generation.ae.pixel import PixelAutoencoder
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support import tiny_image_pipelines as tiny
 

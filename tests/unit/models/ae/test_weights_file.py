@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
-from mindspeed_mm.models.ae.autoencoder import autoencoder_strides, open_autoencoder, open_file
+from mindspeed_mm.models.generation.ae.autoencoder import autoencoder_strides, open_autoencoder, open_file
 from mindspeed_mm.tools.feature_extraction.made_from import _files, _structure
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import DiffusionConfig
-from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.predictor.family import FamilyDefaults
+from mindspeed_mm.models.generation.diffusion.build import build_objective
+from mindspeed_mm.models.generation.predictor.family import FamilyDefaults
 from mindspeed_mm.utils.errors import ConfigError
 
 DRAWS = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000

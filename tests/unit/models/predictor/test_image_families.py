@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.predictor.family import families
-from mindspeed_mm.models.sora_model import SoRAModel, generation_rule, resolve_predictor
+from mindspeed_mm.models.generation.diffusion.build import build_objective
+from mindspeed_mm.models.generation.predictor.family import families
+from mindspeed_mm.models.generation.sora_model import SoRAModel, generation_rule, resolve_predictor
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support import tiny_image_pipelines as tiny
 from tests.support.predictors import cases

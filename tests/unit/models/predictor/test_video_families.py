@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
-from mindspeed_mm.models.ae.autoencoder import Autoencoder, _strides
-from mindspeed_mm.models.diffusion.build import build_objective
-from mindspeed_mm.models.sora_model import resolve_predictor
-from mindspeed_mm.models.sora_parts import FrozenImageEncoder
+from mindspeed_mm.models.generation.ae.autoencoder import Autoencoder, _strides
+from mindspeed_mm.models.generation.diffusion.build import build_objective
+from mindspeed_mm.models.generation.parts import FrozenImageEncoder
+from mindspeed_mm.models.generation.sora_model import resolve_predictor
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support import tiny_video_pipelines as tiny
 from tests.support.predictors import cases
@@ -221,7 +221,7 @@ def test_frames_in_front_make_whole_tokens():
 @pytest.mark.parametrize("label", ["hunyuanvideo15-i2v", "wan-i2v"])
 def test_a_picture_needs_its_encoder(label, tmp_path):
     """Said before anything is built or loaded; the published place of the encoder is known as well."""
-    from mindspeed_mm.models.sora_model import SoRAModel
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
 
     name, case = cases()[label]
     content = {**case.model_json(name), "load_video_features": False}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.predictor.family import families
-from mindspeed_mm.models.text_encoder.captions import open_captions
-from mindspeed_mm.models.text_encoder.loading import PUBLISHED_TEXT_ENCODERS
+from mindspeed_mm.models.generation.predictor.family import families
+from mindspeed_mm.models.generation.text_encoder.captions import open_captions
+from mindspeed_mm.models.generation.text_encoder.loading import PUBLISHED_TEXT_ENCODERS
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from tests.support import tiny_image_pipelines as pictures
 from tests.support import tiny_video_pipelines as videos

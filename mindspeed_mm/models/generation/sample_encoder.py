@@ -9,8 +9,8 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.predictor.family import PredictorFamily
-from mindspeed_mm.models.sora_parts import FrozenParts, open_parts
+from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
 from mindspeed_mm.utils.errors import ConfigError
 
 

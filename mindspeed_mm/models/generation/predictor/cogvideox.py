@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
+from mindspeed_mm.models.generation.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
 
 #: value of the offset embedding that CogVideoXImageToVideoPipeline gives to models that have one (1.5, image to video)
 OFFSET = 2.0

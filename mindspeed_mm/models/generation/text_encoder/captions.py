@@ -11,8 +11,8 @@ import torch
 
 from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
-from mindspeed_mm.models.predictor.family import PredictorFamily
-from mindspeed_mm.models.text_encoder.loading import load_encoder
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.text_encoder.loading import load_encoder
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
@@ -95,7 +95,7 @@ def _pipeline(pipeline_class: Any, parts: dict[str, Any]) -> Any:
     try:
         return pipeline_class(**parts)
     except AttributeError:  # the class reads its autoencoder's configuration, which captions don't need
-        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+        from mindspeed_mm.models.generation.ae.pixel import PixelAutoencoder
 
         pipeline = pipeline_class(**{**parts, "vae": PixelAutoencoder()})
         pipeline.register_modules(vae=None)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, register_predictor_family
-from mindspeed_mm.models.predictor.pictures import PACKED, PackedPictures, only_frame, pack, unpack
+from mindspeed_mm.models.generation.predictor.family import FamilyDefaults, register_predictor_family
+from mindspeed_mm.models.generation.predictor.pictures import PACKED, PackedPictures, only_frame, pack, unpack
 
 
 @register_predictor_family

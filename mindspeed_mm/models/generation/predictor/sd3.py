@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.models.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
-from mindspeed_mm.models.predictor.pictures import only_frame
+from mindspeed_mm.models.generation.predictor.family import FamilyDefaults, PredictorFamily, register_predictor_family
+from mindspeed_mm.models.generation.predictor.pictures import only_frame
 from mindspeed_mm.utils.errors import DataError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
-from mindspeed_mm.models.ae.autoencoder import open_file
-from mindspeed_mm.models.ae.weights_file import directory_of, is_lone_file
 from mindspeed_mm.models.common.pipeline_layout import INDEX, PipelineLayout
-from mindspeed_mm.models.diffusion.objective import Objective
-from mindspeed_mm.models.predictor.family import PredictorFamily
-from mindspeed_mm.models.sora_parts import image_processor_directory
-from mindspeed_mm.models.text_encoder.captions import component_name, tokenizer_directory
+from mindspeed_mm.models.generation.ae.autoencoder import open_file
+from mindspeed_mm.models.generation.ae.weights_file import directory_of, is_lone_file
+from mindspeed_mm.models.generation.diffusion.objective import Objective
+from mindspeed_mm.models.generation.parts import image_processor_directory
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.text_encoder.captions import component_name, tokenizer_directory
 from mindspeed_mm.utils.log import notice
 
 
@@ -87,7 +87,7 @@ def _part(
     beside = whole / name if whole is not None and (whole / name).is_dir() else None
     if name == "vae" and config.ae is not None:
         if config.ae.model_id == "pixel":
-            from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+            from mindspeed_mm.models.generation.ae.pixel import PixelAutoencoder
 
             with torch.device("cpu"):
                 PixelAutoencoder(**(config.ae.config or {})).save_pretrained(built / name)
@@ -128,7 +128,7 @@ def _class_of(directory: Path, name: str) -> list[str]:
     file = next(p for p in (directory / "config.json", directory / "scheduler_config.json") if p.is_file())
     stated = json.loads(file.read_text(encoding="utf-8"))
     if stated.get("_class_name") == "PixelAutoencoder":
-        return ["mindspeed_mm.models.ae.pixel", "PixelAutoencoder"]
+        return ["mindspeed_mm.models.generation.ae.pixel", "PixelAutoencoder"]
     if "_class_name" in stated:
         return ["diffusers", stated["_class_name"]]
     return ["transformers", stated["architectures"][0]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.models.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
 from mindspeed_mm.utils.errors import ConfigError, DataError
 
 #: latent rows and columns of a packed token

@@ -13,9 +13,9 @@ import torch
 from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sora_config import AeConfig, ImageEncoderConfig, SoRAModelConfig
-from mindspeed_mm.models.ae.autoencoder import Autoencoder, open_autoencoder
-from mindspeed_mm.models.predictor.family import PredictorFamily
-from mindspeed_mm.models.text_encoder.captions import CaptionEncoder, open_captions
+from mindspeed_mm.models.generation.ae.autoencoder import Autoencoder, open_autoencoder
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.text_encoder.captions import CaptionEncoder, open_captions
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 

@@ -188,7 +188,7 @@ def register_predictor_family(family: type[PredictorFamily]) -> type[PredictorFa
 
 def families() -> dict[str, type[PredictorFamily]]:
     """Return all families by name."""
-    package = importlib.import_module("mindspeed_mm.models.predictor")
+    package = importlib.import_module("mindspeed_mm.models.generation.predictor")
     for found in pkgutil.iter_modules(package.__path__):
         if found.name != "family":
             importlib.import_module(f"{package.__name__}.{found.name}")

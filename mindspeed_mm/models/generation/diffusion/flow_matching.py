@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.configs.sora_config import DiffusionConfig
-from mindspeed_mm.models.diffusion.objective import Noised
+from mindspeed_mm.models.generation.diffusion.objective import Noised
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import AeConfig
-from mindspeed_mm.models.ae.tiling import enable_tiling
-from mindspeed_mm.models.ae.weights_file import class_and_structure, directory_of, is_lone_file, load_file
+from mindspeed_mm.models.generation.ae.tiling import enable_tiling
+from mindspeed_mm.models.generation.ae.weights_file import class_and_structure, directory_of, is_lone_file, load_file
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
@@ -225,7 +225,7 @@ def _check_class(class_name: str, config: AeConfig, path: Path, file: str) -> No
 
 def _model_class(name: str) -> Any:
     if name == "PixelAutoencoder":
-        from mindspeed_mm.models.ae.pixel import PixelAutoencoder
+        from mindspeed_mm.models.generation.ae.pixel import PixelAutoencoder
 
         return PixelAutoencoder
     import diffusers

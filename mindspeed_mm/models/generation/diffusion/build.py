@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mindspeed_mm.configs.sora_config import DiffusionConfig
-from mindspeed_mm.models.diffusion.ddpm import ddpm
-from mindspeed_mm.models.diffusion.flow_matching import flow_matching
-from mindspeed_mm.models.diffusion.objective import Objective
-from mindspeed_mm.models.predictor.family import FamilyDefaults
+from mindspeed_mm.models.generation.diffusion.ddpm import ddpm
+from mindspeed_mm.models.generation.diffusion.flow_matching import flow_matching
+from mindspeed_mm.models.generation.diffusion.objective import Objective
+from mindspeed_mm.models.generation.predictor.family import FamilyDefaults
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 #: published and diffusers names → the objective that they train
