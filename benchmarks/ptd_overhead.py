@@ -116,7 +116,7 @@ class BareLoop:
         import torch
 
         from mindspeed_mm.backends.ptd import materialize_chunk
-        from mindspeed_mm.models.vlm_model import VLModel
+        from mindspeed_mm.models.megatron.vlm_model import VLModel
 
         with torch.device("meta"):
             chunk = VLModel(source.hf_config, source.family, source.sizes, source.stage, source.meta_model())

@@ -133,7 +133,7 @@ def _megatron_outline(run: Run) -> dict[str, object]:
     if not isinstance(described, VLMModelConfig):
         return {"model": None, "layout": _layout(run, dims), "stages": None}
     accelerator.prepare_megatron()
-    from mindspeed_mm.models.vlm_model import planned_meta_model
+    from mindspeed_mm.models.megatron.vlm_model import planned_meta_model
 
     model, stages = planned_meta_model(
         described, parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size

@@ -36,8 +36,8 @@ def build_megatron(hf_dir: Path, reference: Any) -> Any:
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.modelzoo import ModelHub
+    from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.models.transformers.meta_model import build_meta_model
-    from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.pipeline import plan_stages
     from mindspeed_mm.parallel.sizes import ParallelSizes
 

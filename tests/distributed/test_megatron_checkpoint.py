@@ -93,8 +93,8 @@ class Run:
         from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.contract import Staged
+        from mindspeed_mm.models.megatron.vlm_model import VLModel
         from mindspeed_mm.models.transformers.meta_model import build_meta_model
-        from mindspeed_mm.models.vlm_model import VLModel
         from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, trained_names
         from mindspeed_mm.parallel.pipeline import plan_stages
         from mindspeed_mm.parallel.sizes import ParallelSizes

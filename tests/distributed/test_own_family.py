@@ -19,7 +19,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from mindspeed_mm.configs.family_structure import FamilyStructure
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.models.common.families import TEXT, Family
-from mindspeed_mm.models.common.megatron_family import MegatronFamily
+from mindspeed_mm.models.megatron.family import MegatronFamily
 from mindspeed_mm.models.common.modelzoo import ModelHub
 
 
@@ -36,7 +36,7 @@ class ToyAdapter(DefaultAdapter):
 
 
 def names_of(name, shape, decoder, head):
-    from mindspeed_mm.models.text_decoder.names import decoder_tensor
+    from mindspeed_mm.models.megatron.text_decoder.names import decoder_tensor
 
     ASKED.add(name)
     return decoder_tensor(name, shape, decoder, head)
@@ -107,7 +107,7 @@ def on_megatron(folder: str, hf_dir: str) -> tuple[list[float], list[str]]:
     from mindspeed_mm.backends.ptd import materialize_chunk, world_of_megatron
     from mindspeed_mm.checkpoint.megatron_state import MegatronState
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
-    from mindspeed_mm.models.vlm_model import VLModel
+    from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.parallel.sizes import ParallelSizes
     from mindspeed_mm.parallel.world import start_world
 

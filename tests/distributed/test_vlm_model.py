@@ -23,7 +23,7 @@ PUBLISHED = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "7
 def build(config: dict[str, Any], rank: int = 0, vp_stage: int | None = None, **sizes: Any) -> Any:
     """A stage, as the backend has it built."""
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
-    from mindspeed_mm.models.vlm_model import VLModel
+    from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     length, in_run = sizes.pop("seq_length", 64), sizes.pop("in_run", False)

@@ -31,8 +31,8 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.loss import select_targets
-    from mindspeed_mm.models.text_decoder.gpt import build_language_model
-    from mindspeed_mm.models.text_decoder.names import DecoderShape, decoder_tensor
+    from mindspeed_mm.models.megatron.text_decoder.gpt import build_language_model
+    from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape, decoder_tensor
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def refuse(tensor_parallel: int, **changes: Any) -> str:
 
     accelerator.prepare_megatron()
     from mindspeed_mm.configs.family_structure import FamilyStructure
-    from mindspeed_mm.models.text_decoder.gpt import language_config
+    from mindspeed_mm.models.megatron.text_decoder.gpt import language_config
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     config = transformers.Qwen2Config(num_attention_heads=8, num_key_value_heads=4, **changes)

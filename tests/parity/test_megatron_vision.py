@@ -48,7 +48,7 @@ def make_input(grids: list[list[int]], config: Any) -> tuple[torch.Tensor, torch
 
 
 def build(config: Any, layers: range | None = None, *, first: bool = True, last: bool = True, **sizes: Any) -> Any:
-    from mindspeed_mm.models.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
+    from mindspeed_mm.models.megatron.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     layers = range(config.depth) if layers is None else layers
@@ -185,7 +185,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def recompute() -> dict[str, tuple[bool, int]]:
     """For each setting: whether output and gradients are the same bits, and how often attention ran."""
     start()
-    from mindspeed_mm.models.vision.segments import SegmentAttention
+    from mindspeed_mm.models.megatron.vision.segments import SegmentAttention
 
     config = small_config(**DEEP)
     reference = make_reference(config)
@@ -231,7 +231,7 @@ def test_recomputing_changes_nothing(megatron_pools: dict[int, RankPool]) -> Non
 def rotate_in_low_precision() -> dict[str, bool]:
     """For each dtype: whether attention within a segment gives the same bits as transformers'."""
     start()
-    from mindspeed_mm.models.vision.segments import Segments, VisionSegments
+    from mindspeed_mm.models.megatron.vision.segments import Segments, VisionSegments
 
     config = small_config(**SHALLOW)
     rows, head_size = 16, config.hidden_size // config.num_heads
@@ -264,7 +264,7 @@ def lay_out() -> tuple[Any, Any]:
     from mindspeed_mm import accelerator
 
     accelerator.prepare_megatron()
-    from mindspeed_mm.models.vision.qwen2_5_vl import PatchLayout
+    from mindspeed_mm.models.megatron.vision.qwen2_5_vl import PatchLayout
 
     found = []
     for grids in ([[1, 40, 42]], [[1, 8, 8], [2, 4, 6], [1, 8, 8]]):
@@ -310,7 +310,7 @@ def test_published_sizes_have_as_many_parameters(megatron_pools: dict[int, RankP
 
 def refusals() -> list[str]:
     start()
-    from mindspeed_mm.models.vision.qwen2_5_vl import vision_config
+    from mindspeed_mm.models.megatron.vision.qwen2_5_vl import vision_config
     from mindspeed_mm.parallel.sizes import ParallelSizes
     from mindspeed_mm.utils.errors import ConfigError, DataError
 

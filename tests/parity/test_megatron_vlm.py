@@ -92,8 +92,8 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
     from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
     from mindspeed_mm.checkpoint.megatron_weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
+    from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.models.transformers.meta_model import build_meta_model
-    from mindspeed_mm.models.vlm_model import VLModel
     from mindspeed_mm.parallel.pipeline import plan_stages
     from mindspeed_mm.parallel.sizes import ParallelSizes
 

@@ -144,8 +144,8 @@ def rotary_angles() -> tuple[torch.Tensor, torch.Tensor]:
     from transformers import Qwen3Config
 
     from mindspeed_mm.models.common.families import require_megatron_form
-    from mindspeed_mm.models.common.megatron_layers import SampleLengths
-    from mindspeed_mm.models.text_decoder.gpt import build_language_model
+    from mindspeed_mm.models.megatron.layers import SampleLengths
+    from mindspeed_mm.models.megatron.text_decoder.gpt import build_language_model
     from mindspeed_mm.parallel.sizes import ParallelSizes
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 64}

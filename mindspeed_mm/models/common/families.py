@@ -18,7 +18,7 @@ from mindspeed_mm.utils.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_mm.configs.family_structure import FamilyStructure
     from mindspeed_mm.data.adapter import DataAdapter
-    from mindspeed_mm.models.common.megatron_family import MegatronFamily
+    from mindspeed_mm.models.megatron.family import MegatronFamily
     from mindspeed_mm.models.transformers.family import FamilyTraits
 
 PACKAGE = "mindspeed_mm.models.transformers"

@@ -34,7 +34,7 @@ def model_provider(
     run = run or current_run()
     if run.uses_fsdp2:
         return transformers_model_provider(run=run)
-    from mindspeed_mm.models.vlm_model import VLModel
+    from mindspeed_mm.models.megatron.vlm_model import VLModel
 
     return VLModel.from_config(deepcopy(run.files.model), vp_stage)
 

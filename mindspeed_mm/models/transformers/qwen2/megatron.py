@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from mindspeed_mm.configs.family_structure import FamilyStructure
-from mindspeed_mm.models.common.megatron_family import MegatronFamily
+from mindspeed_mm.models.megatron.family import MegatronFamily
 
 MEGATRON = MegatronFamily(FamilyStructure(qkv_bias=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.configs.family_structure import Facts, FamilyStructure, ModelNumber, Numbers, NumbersAlone
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
-from mindspeed_mm.models.common.megatron_family import MegatronFamily
+from mindspeed_mm.models.megatron.family import MegatronFamily
 from mindspeed_mm.utils.log import notice
 
 _TEXT, _VISION, _PROJECTOR = "text_decoder", "image_encoder.vision_encoder", "image_encoder.vision_projector"

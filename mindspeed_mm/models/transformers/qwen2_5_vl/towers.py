@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.models.common.megatron_family import Towers
-from mindspeed_mm.models.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
+from mindspeed_mm.models.megatron.family import Towers
+from mindspeed_mm.models.megatron.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
 
 
 def smallest_image(vision_config: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mm.configs.family_structure import FamilyStructure
 from mindspeed_mm.models.common.loss import Targets
-from mindspeed_mm.models.common.megatron_family import MegatronFamily
-from mindspeed_mm.models.common.megatron_layers import RMSNorm
+from mindspeed_mm.models.megatron.family import MegatronFamily
+from mindspeed_mm.models.megatron.layers import RMSNorm
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.utils.errors import ConfigError
 

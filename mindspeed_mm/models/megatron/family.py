@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mindspeed_mm.models.common.megatron_names import Made
-    from mindspeed_mm.models.text_decoder.names import DecoderShape
+    from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
 
 LayerSpec: TypeAlias = "Callable[[TransformerConfig], ModuleSpec]"
 TensorNames: TypeAlias = "Callable[[str, DecoderShape, str, str], Made]"
@@ -62,8 +62,8 @@ class MegatronFamily:
     structure: FamilyStructure = field(default_factory=FamilyStructure)
     decoder: str = "model."
     head: str = "lm_head.weight"
-    layer_spec: str | LayerSpec = "mindspeed_mm.models.common.megatron_layers:layer_spec_of"
-    tensor_names: str | TensorNames = "mindspeed_mm.models.text_decoder.names:decoder_tensor"
+    layer_spec: str | LayerSpec = "mindspeed_mm.models.megatron.layers:layer_spec_of"
+    tensor_names: str | TensorNames = "mindspeed_mm.models.megatron.text_decoder.names:decoder_tensor"
     towers: str | Towers | None = None
 
     @cached_property

@@ -16,11 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from mindspeed_mm.models.common.megatron_layers import RMSNorm, decoder_layer_spec
 from mindspeed_mm.models.common.megatron_names import Made
-from mindspeed_mm.models.text_decoder.gpt import recompute_for
-from mindspeed_mm.models.vision.names import tower_tensor
-from mindspeed_mm.models.vision.segments import (
+from mindspeed_mm.models.megatron.layers import RMSNorm, decoder_layer_spec
+from mindspeed_mm.models.megatron.text_decoder.gpt import recompute_for
+from mindspeed_mm.models.megatron.vision.names import tower_tensor
+from mindspeed_mm.models.megatron.vision.segments import (
     Float32RotarySelfAttention,
     Reorder,
     SegmentAttention,

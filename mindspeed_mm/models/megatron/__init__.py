@@ -1,0 +1,1 @@
+"""Models out of Megatron-core's modules. Imports megatron: for the Megatron backend only."""

@@ -1,0 +1,458 @@
+"""VLModel: a pipeline stage of a multimodal model, built of Megatron-core's modules, with its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+
+from mindspeed_mm.configs.model_config import choose_loss_type
+from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
+from mindspeed_mm.models.common.build_context import current_build_context
+from mindspeed_mm.models.common.families import require_megatron_form
+from mindspeed_mm.models.common.first_weights import check_first_weights
+from mindspeed_mm.models.common.idle_tower import ZeroContribution
+from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.packed import run_lengths, take_documents
+from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
+from mindspeed_mm.models.megatron.layers import SampleLengths
+from mindspeed_mm.models.megatron.text_decoder.gpt import LanguageModel, build_language_model, language_config
+from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
+from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
+from mindspeed_mm.models.transformers.inferred import traits_of
+from mindspeed_mm.models.transformers.meta_model import build_meta_model
+from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages
+from mindspeed_mm.parallel.sizes import ParallelSizes
+from mindspeed_mm.utils.errors import ConfigError, DataError
+from mindspeed_mm.utils.labels import IGNORE_INDEX
+from mindspeed_mm.utils.log import info_rank0
+
+_MEDIA = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
+def planned_stages(
+    described: VLMModelConfig, hf_config: Any, family: MegatronFamily, pipeline: int, virtual: int | None
+) -> list[Stage]:
+    """Return each pipeline stage's part of a model.
+
+    Args:
+        described: model.json.
+        hf_config: transformers' configuration of the whole model.
+        pipeline, virtual: sizes; virtual is None without interleaving.
+
+    Raises:
+        ConfigError: layer lists and sizes that don't fit.
+    """
+    return plan_stages(
+        pipeline,
+        virtual,
+        text_layers=hf_config.get_text_config().num_hidden_layers,
+        vision_layers=family.structure.count_tower_layers(hf_config),
+        text=described.pipeline_layers("text_decoder"),
+        vision=described.pipeline_layers("vision_encoder"),
+        projector=described.pipeline_layers("vision_projector"),
+    )
+
+
+def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | None) -> tuple[nn.Module, list[Stage]]:
+    """Return the transformers model without storage, its parts frozen as model.json states, and its pipeline stages.
+
+    Raises:
+        ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
+    """
+    hf_config = described.hf_config()
+    stages = planned_stages(described, hf_config, require_megatron_form(hf_config.model_type), pipeline, virtual)
+    model = build_meta_model(ModelHub.get(None, hf_config), hf_config)
+    freeze_parts(model, traits_of(model), frozen_parts(described))
+    return model, stages
+
+
+def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
+    """Part → whether it is not trained, as model.json states."""
+    return {
+        "vision_encoder": described.freeze_vision_encoder,
+        "vision_projector": described.freeze_vision_projector,
+        "text_decoder": described.freeze_text_decoder,
+    }
+
+
+class VLModel(MegatronModule):
+    """One stage's part of vision tower, projector and language model.
+
+    Every stage is given the whole micro-batch, and the previous stage passes hidden states through
+    `set_input_tensor`.
+
+    Attributes:
+        config: Megatron-core's configuration of the whole language model; the schedule reads it.
+        image_encoder, text_decoder: the stage's parts; None where it has none.
+        stage: which layers and parts it has.
+        loss_options: loss_cfg.
+        source: the HF directory that the model comes from; an export starts from its small files and dtypes.
+        pending_weights: the HF directory whose weights it waits for; None: it begins with random ones.
+        seq_length: rows are padded to this length; None: only to what sequence parallelism needs.
+    """
+
+    image_encoder: Any
+    text_decoder: LanguageModel | None
+    source: str | None = None
+    source_dtype: torch.dtype | None = None
+    pending_weights: str | None = None
+    seq_length: int | None = None
+
+    def __init__(
+        self,
+        hf_config: Any,
+        family: MegatronFamily,
+        sizes: ParallelSizes,
+        stage: Stage,
+        meta_model: Any,
+        *,
+        loss_options: LossOptions | None = None,
+        vision_recompute: Mapping[str, Any] | None = None,
+        text_recompute: Mapping[str, Any] | None = None,
+        loss_group: Any = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        """
+        Args:
+            hf_config: transformers' configuration of the whole model.
+            meta_model: the transformers model without storage; positions are computed by it.
+            vision_recompute, text_recompute: settings of one part that win over those of `sizes`.
+            loss_group: data-parallel group, for token_loss.
+            vp_stage: number of the chunk on this pipeline rank; None without interleaving.
+        """
+        text_config = hf_config.get_text_config()
+        super().__init__(config=language_config(text_config, sizes, family.structure))
+        self.towers: Towers | None = family.loaded_towers
+        self.hf_config, self.family, self.sizes, self.stage, self.vp_stage = hf_config, family, sizes, stage, vp_stage
+        self.loss_options = loss_options or LossOptions()
+        self._meta_model = (meta_model,)  # a tuple, so that it is no part of this module
+        self._loss_group = loss_group
+        self._input: torch.Tensor | None = None
+        self.pre_process = stage.has_embedding
+        self.post_process = stage.has_head
+        # what transformers makes of the configurations of the whole and of the part, which may differ
+        self.share_embeddings_and_output_weights = (
+            meta_model.get_output_embeddings().weight is meta_model.get_input_embeddings().weight
+        )
+        self.image_encoder = None
+        if stage.has_vision:
+            assert self.towers is not None
+            self.image_encoder = self.towers.image_encoder(
+                hf_config.vision_config,
+                replace(sizes, recompute={**sizes.recompute, **(vision_recompute or {})}),
+                layers=stage.vision_layers,
+                has_patch_embedding=stage.has_patch_embedding,
+                has_projector=stage.has_projector,
+            )
+        self.text_decoder = None
+        if stage.has_text:
+            self.text_decoder = build_language_model(
+                text_config,
+                replace(sizes, recompute={**sizes.recompute, **(text_recompute or {})}),
+                family,
+                tied=self.share_embeddings_and_output_weights,
+                layers=stage.text_layers,
+                pre_process=stage.has_embedding,
+                post_process=stage.has_head,
+            )
+        self._shape = DecoderShape(text_config.num_key_value_heads, sizes.tensor)
+
+    @classmethod
+    def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
+        """Build a stage, without storage, as model.json and the run's layout (the current BuildContext) state.
+
+        Args:
+            config: model.json's content.
+            vp_stage: number of the chunk on this pipeline rank; None without interleaving.
+
+        Raises:
+            ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
+        """
+        context = current_build_context()
+        sizes = context.sizes or ParallelSizes()
+        described = VLMModelConfig.from_dict(config)
+        hf_config = described.hf_config()
+        family = require_megatron_form(hf_config.model_type)
+        if not vp_stage:
+            check_first_weights(
+                cls.__name__,
+                described.init_from_hf_path,
+                from_scratch=described.train_from_scratch,
+                ignores=described.ignore_weights,
+                file=described.file,
+                keys=(
+                    "init_from_hf_path",
+                    "'init_from_hf_path' (a HF directory) or --load (a checkpoint that is there)",
+                ),
+            )
+        stages = planned_stages(described, hf_config, family, sizes.pipeline, sizes.virtual_pipeline)
+        if needs_variable_shapes(stages):
+            sizes = replace(sizes, variable_seq_lengths=True)
+        with torch.device("meta"):
+            model = cls(
+                hf_config,
+                family,
+                sizes,
+                stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
+                build_meta_model(ModelHub.get(None, hf_config), hf_config),
+                loss_options=LossOptions(
+                    loss_type=choose_loss_type(context.loss, described.loss_cfg),
+                    compute_mode=described.loss_cfg.compute_mode,
+                    chunk_size=described.loss_cfg.effective_chunk_size,
+                ),
+                vision_recompute=described.recompute_of("vision_encoder"),
+                text_recompute=described.recompute_of("text_decoder"),
+                loss_group=context.loss_group,
+                vp_stage=vp_stage,
+            )
+        model.source = described.init_from_hf_path
+        model.source_dtype = getattr(hf_config, "dtype", None)
+        model.pending_weights = None if described.train_from_scratch else described.init_from_hf_path
+        if sizes.pipeline > 1 and not sizes.variable_seq_lengths:
+            model.seq_length = context.seq_length
+            if model.seq_length is None:
+                raise ConfigError(
+                    "--seq-length is missing: pipeline stages exchange tensors of that length, and rows are padded to "
+                    "it; give it, or add --variable-seq-lengths"
+                )
+        if family.towers is not None and not vp_stage:
+            _tell_default_freezes(described)
+        model.freeze(**frozen_parts(described))
+        return model
+
+    def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:
+        """Set which parts are not trained, here and in the meta model."""
+        if self.image_encoder is not None:
+            self.image_encoder.vision_encoder.requires_grad_(not vision_encoder)
+            if self.image_encoder.vision_projector is not None:
+                self.image_encoder.vision_projector.requires_grad_(not vision_projector)
+        if self.text_decoder is not None:
+            self.text_decoder.requires_grad_(not text_decoder)
+        frozen = {"vision_encoder": vision_encoder, "vision_projector": vision_projector, "text_decoder": text_decoder}
+        freeze_parts(self.meta_model(), traits_of(self.meta_model()), frozen)
+
+    def modalities_of(self, name: str) -> tuple[str, ...]:
+        """What a parameter of a tower encodes; () for the language model's.
+
+        Args:
+            name: in this chunk.
+        """
+        return ("image", "video") if name.startswith("image_encoder.") else ()
+
+    def meta_model(self) -> Any:
+        """The transformers model without storage."""
+        return self._meta_model[0]
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Set the input that the previous stage sent: [sequence, batch, hidden], or the vision tower's states."""
+        self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The embedding on the stage that has it, the head's weight on the last one."""
+        return None if self.text_decoder is None else self.text_decoder.shared_embedding_or_output_weight()
+
+    def made_of(self, name: str) -> Made:
+        """Which of transformers' tensors a parameter is made of.
+
+        Args:
+            name: in this chunk.
+        """
+        part, inner = name.split(".", 1)
+        if part == "image_encoder":
+            return self.image_encoder.made_of(inner)
+        if inner.startswith("decoder.layers."):
+            number, rest = inner.removeprefix("decoder.layers.").split(".", 1)
+            inner = f"decoder.layers.{int(number) + self.stage.text_layers.start}.{rest}"
+        made = self.family.made_of(inner, self._shape)
+        if made.sources == (self.family.head,) and self.share_embeddings_and_output_weights:
+            return self.family.made_of("embedding.word_embeddings.weight", self._shape)
+        return made
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a collated micro-batch, on the host.
+
+        Args:
+            batch: input_ids, labels (or none), attention_mask or, of packed rows, documents [batch, sequence] (see
+                `models/common/packed.py`), media tensors.
+
+        Returns:
+            the batch with `position_ids`, `targets` (if it has labels), `sample_lengths` (if its rows are packed) and
+            padded rows.
+
+        Raises:
+            DataError: a row is longer than `seq_length`, or padded elsewhere than on the right; wrong documents.
+            ConfigError: packed rows for a model that can't take them.
+        """
+        batch = dict(batch)
+        documents = take_documents(batch)
+        length, seq_length = batch["input_ids"].shape[1], self.seq_length
+        mask = batch.get("attention_mask")
+        if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise DataError("a row is padded on the left; the Megatron backend expects padding on the right")
+        if seq_length is not None and length > seq_length:
+            raise DataError(
+                f"a row has {length} tokens, more than --seq-length {seq_length}; pipeline stages exchange tensors of "
+                "that length: raise it, or add --variable-seq-lengths"
+            )
+        target = length if seq_length is None else seq_length
+        if self.config.sequence_parallel:
+            target = -(-target // self.sizes.tensor) * self.sizes.tensor
+        positions = self._positions(batch, documents)
+        for key, value in (("input_ids", 0), ("labels", IGNORE_INDEX), ("mm_token_type_ids", 0)):
+            if batch.get(key) is not None and target > length:
+                batch[key] = F.pad(batch[key], (0, target - length), value=value)
+        if positions is None:
+            rows = batch["input_ids"].shape[0]
+            positions = torch.arange(target).expand(rows, -1)
+            if self.config.mrope_section:
+                positions = positions.expand(3, rows, -1)
+        else:
+            positions = F.pad(positions, (0, target - length))
+        for _, grid in _MEDIA:
+            if batch.get(grid) is not None:
+                batch[grid] = batch[grid].tolist()  # lengths of segments are needed on the host, and only there
+        batch["position_ids"] = positions
+        if documents is not None:
+            documents = F.pad(documents, (0, target - length))
+            batch["sample_lengths"] = run_lengths(documents)
+        if batch.get("labels") is not None:
+            batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
+        if self.towers is not None:
+            batch["media_tokens"] = self._count_media_tokens(batch)
+        return batch
+
+    def check_packing(self) -> None:
+        """Refuse, before a run begins, packed rows that this model can't keep apart.
+
+        Raises:
+            ConfigError: with the key to change.
+        """
+        require_packed_positions(traits_of(self.meta_model()), type(self.meta_model()).__name__)
+
+    def _positions(self, batch: dict[str, Any], documents: torch.Tensor | None) -> torch.Tensor | None:
+        """Position ids, [batch, sequence] or [3, batch, sequence]; None: the plain order."""
+        meta_model = self.meta_model()
+        if documents is None:
+            return None if self.towers is None else self.towers.positions(meta_model, batch)
+        positions = require_packed_positions(traits_of(meta_model), type(meta_model).__name__)(
+            meta_model, batch, documents
+        )
+        return positions[1:] if positions.dim() == 3 else positions
+
+    def _count_media_tokens(self, batch: Mapping[str, Any]) -> tuple[int, ...]:
+        """Placeholders of images and of videos, which must be as many as there are merged patches."""
+        merge = self.hf_config.vision_config.spatial_merge_size**2
+        found = []
+        for (_, grid), token in zip(_MEDIA, (self.hf_config.image_token_id, self.hf_config.video_token_id)):
+            found.append(int((batch["input_ids"] == token).sum()))
+            expected = sum(math.prod(thw) for thw in batch.get(grid) or ()) // merge
+            if found[-1] != expected:
+                raise DataError(
+                    f"a micro-batch has {found[-1]} tokens {token} for {expected} merged patches ({grid}); media and "
+                    "placeholders of its rows don't belong together"
+                )
+        return tuple(found)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        targets: Targets | None = None,
+        media_tokens: tuple[int, ...] = (),
+        sample_lengths: list[list[int]] | None = None,
+        **media: Any,
+    ) -> LossOutput | torch.Tensor | None:
+        """Run the stage on a micro-batch from `prepare`.
+
+        Args:
+            input_ids, labels: [batch, sequence] int64; position_ids: [batch, sequence] or [3, batch, sequence].
+            targets: of the labels; None: logits are returned.
+            media_tokens: how many placeholders of images and of videos there are.
+            sample_lengths: of packed rows, padding included; None: rows are samples.
+            media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
+
+        Returns:
+            on the last stage the loss, or logits [batch, sequence, vocabulary]; else what the next stage takes.
+        """
+        received, self._input = self._input, None
+        images = received if self.image_encoder is None else self._encode_images(media, received)
+        if self.text_decoder is None:
+            return images
+        embeddings = None
+        if self.stage.has_embedding:
+            embeddings = self._embed(input_ids, images, media_tokens)
+        else:
+            self.text_decoder.set_input_tensor(received)
+        packed = None if sample_lengths is None else SampleLengths(lengths=sample_lengths)
+        hidden = self.text_decoder(input_ids, position_ids, None, decoder_input=embeddings, packed_seq_params=packed)
+        if not self.stage.has_head:
+            return hidden
+        if targets is None:
+            return self.text_decoder.logits(hidden)
+        chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
+        loss_sum = self.text_decoder.loss_sum(hidden, targets, chunk)
+        return finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
+
+    def _encode_images(self, media: Mapping[str, Any], received: torch.Tensor | None) -> torch.Tensor | None:
+        """The output of the stage's part of tower and projector; without media, of a pass over one patch of zeros.
+
+        Every micro-batch runs it while it is trained, as gradients are reduced parameter by parameter; and where it
+        spans stages, as the next one waits for what it sends.
+        """
+        device = next(self.image_encoder.parameters()).device
+        pixels, grids = _join_media(media)
+        if pixels is None:
+            trained = any(p.requires_grad for p in self.image_encoder.parameters())
+            if not trained and self.stage.has_patch_embedding and self.stage.has_embedding:
+                return None
+            assert self.towers is not None
+            pixels, grids = self.towers.smallest_image(self.hf_config.vision_config)
+            pixels = pixels.to(device)
+        if not self.stage.has_patch_embedding:
+            self.image_encoder.set_input_tensor(received)
+            pixels = None
+        return self.image_encoder(pixels, grids)
+
+    def _embed(
+        self, input_ids: torch.Tensor, images: torch.Tensor | None, media_tokens: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Token embeddings with images and videos in their places: [sequence, batch, hidden], or this rank's part."""
+        assert self.text_decoder is not None
+        hidden = self.text_decoder.embedding(input_ids=input_ids, position_ids=None)
+        if images is not None and not any(media_tokens):
+            hidden = ZeroContribution.apply(hidden, images) if images.requires_grad else hidden
+        elif images is not None:
+            by_row, parts = hidden.transpose(0, 1), images.squeeze(1).to(hidden.dtype).split(media_tokens)
+            for token, part in zip((self.hf_config.image_token_id, self.hf_config.video_token_id), parts):
+                by_row = by_row.masked_scatter((input_ids == token).unsqueeze(-1), part)
+            hidden = by_row.transpose(0, 1)
+        hidden = hidden.contiguous()
+        return tensor_parallel.scatter_to_sequence_parallel_region(hidden) if self.config.sequence_parallel else hidden
+
+
+def _tell_default_freezes(described: VLMModelConfig) -> None:
+    frozen = [PART_PATHS[part] for part, value in described.default_freezes().items() if value]
+    if frozen:
+        info_rank0(
+            f"model.json says nothing of {' and '.join(f'{path}.freeze' for path in frozen)}: frozen, as published; "
+            "write false to train"
+        )
+
+
+def _join_media(media: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Patches and grids (in host memory) of images, then of videos; (None, None) without any."""
+    found = [(media[p], media[g]) for p, g in _MEDIA if media.get(p) is not None]
+    if not found:
+        return None, None
+    return torch.cat([p for p, _ in found]), torch.tensor([thw for _, grids in found for thw in grids])
