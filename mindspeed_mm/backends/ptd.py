@@ -22,7 +22,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
-from mindspeed_mm.checkpoint.megatron_state import MegatronState
+from mindspeed_mm.checkpoint.megatron.state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Parallel

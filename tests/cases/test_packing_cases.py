@@ -32,8 +32,8 @@ def load_reference(hf_dir: Path) -> Any:
 def build_megatron(hf_dir: Path, reference: Any) -> Any:
     """VLModel in one process, with the reference's weights."""
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
-    from mindspeed_mm.checkpoint.megatron_weights import fill
+    from mindspeed_mm.checkpoint.megatron.parts import local_parameters, parameter_parts
+    from mindspeed_mm.checkpoint.megatron.weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.megatron.vlm_model import VLModel

@@ -89,7 +89,7 @@ class Run:
         from transformers import AutoConfig
 
         from mindspeed_mm.backends.ptd import world_of_megatron
-        from mindspeed_mm.checkpoint.megatron_state import MegatronState
+        from mindspeed_mm.checkpoint.megatron.state import MegatronState
         from mindspeed_mm.models.common.families import require_megatron_form
         from mindspeed_mm.models.common.modelzoo import ModelHub
         from mindspeed_mm.models.contract import Staged
@@ -175,7 +175,7 @@ class Run:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every tensor of the training state, whole, by its key in a checkpoint; the same on all ranks."""
-        from mindspeed_mm.checkpoint.megatron_optimizer import main_parameters
+        from mindspeed_mm.checkpoint.megatron.optimizer import main_parameters
 
         own: list[Any] = []
         mains = main_parameters(self.optimizer)
@@ -363,7 +363,7 @@ def steps_that_differ(folder: Path, hf_dir: Path) -> dict[str, Any]:
         state["step"].fill_(7 if number % 2 else 9)
     sharded.save(folder / "steps")
     run = Run(hf_dir, LAYOUTS["TP2 PP2"], seed=None)
-    from mindspeed_mm.checkpoint import megatron_load
+    from mindspeed_mm.checkpoint.megatron import load as megatron_load
 
     with mock.patch.object(megatron_load, "notice") as notice:
         run.load(folder / "steps")

@@ -105,7 +105,7 @@ def on_megatron(folder: str, hf_dir: str) -> tuple[list[float], list[str]]:
 
     start()
     from mindspeed_mm.backends.ptd import materialize_chunk, world_of_megatron
-    from mindspeed_mm.checkpoint.megatron_state import MegatronState
+    from mindspeed_mm.checkpoint.megatron.state import MegatronState
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.parallel.sizes import ParallelSizes

@@ -27,8 +27,8 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
     from megatron.core import tensor_parallel as mcore
 
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
-    from mindspeed_mm.checkpoint.megatron_weights import fill
+    from mindspeed_mm.checkpoint.megatron.parts import local_parameters, parameter_parts
+    from mindspeed_mm.checkpoint.megatron.weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.common.loss import select_targets
     from mindspeed_mm.models.megatron.text_decoder.gpt import build_language_model

@@ -89,8 +89,8 @@ def compare(tensor_parallel: int, sequence_parallel: bool, tie: bool) -> dict[st
     from megatron.core import parallel_state
 
     from mindspeed_mm.checkpoint.lazy import leaf
-    from mindspeed_mm.checkpoint.megatron_parts import local_parameters, parameter_parts
-    from mindspeed_mm.checkpoint.megatron_weights import fill
+    from mindspeed_mm.checkpoint.megatron.parts import local_parameters, parameter_parts
+    from mindspeed_mm.checkpoint.megatron.weights import fill
     from mindspeed_mm.models.common.families import require_megatron_form
     from mindspeed_mm.models.megatron.vlm_model import VLModel
     from mindspeed_mm.models.transformers.meta_model import build_meta_model

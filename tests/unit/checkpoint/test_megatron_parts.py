@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_parts import (
+from mindspeed_mm.checkpoint.megatron.parts import (
     LocalParameter,
     MainParameter,
     local_parameters,

@@ -9,8 +9,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import FlatRange, LocalParameter, MainParameter, Shape, SourceRegion
+from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron.parts import FlatRange, LocalParameter, MainParameter, Shape, SourceRegion
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.snapshot import Stored
 from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion

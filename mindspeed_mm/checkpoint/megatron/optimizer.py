@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron_parts import FlatRange, MainParameter
+from mindspeed_mm.checkpoint.megatron.parts import FlatRange, MainParameter
 
 
 def is_spread(optimizer: Any) -> bool:

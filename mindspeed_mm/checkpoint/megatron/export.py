@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, leaf
-from mindspeed_mm.checkpoint.megatron_parts import Shape, SourceRegion
+from mindspeed_mm.checkpoint.megatron.parts import Shape, SourceRegion
 
 
 class GatheredParts:

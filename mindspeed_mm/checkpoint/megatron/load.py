@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
-from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, ensure_parameter_state, state_names
-from mindspeed_mm.checkpoint.megatron_parts import LocalParameter, MainParameter, SourceRegion
+from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron.parts import LocalParameter, MainParameter, SourceRegion
 from mindspeed_mm.utils.log import notice
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
-from mindspeed_mm.checkpoint.megatron_parts import SourceRegion
+from mindspeed_mm.checkpoint.megatron.parts import SourceRegion
 from mindspeed_mm.models.transformers.base_model import init_function
 from mindspeed_mm.parallel.materialize import draw_own_parameters
 

@@ -20,10 +20,10 @@ from mindspeed_mm.checkpoint.dcp import read_state, refuse_state_misfits
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.hf_export import export_gathered
 from mindspeed_mm.checkpoint.lazy import Node, rounded
-from mindspeed_mm.checkpoint.megatron_export import GatheredParts
-from mindspeed_mm.checkpoint.megatron_load import read_tensors
-from mindspeed_mm.checkpoint.megatron_optimizer import counts_steps, is_spread, main_parameters, state_names
-from mindspeed_mm.checkpoint.megatron_parts import (
+from mindspeed_mm.checkpoint.megatron.export import GatheredParts
+from mindspeed_mm.checkpoint.megatron.load import read_tensors
+from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, is_spread, main_parameters, state_names
+from mindspeed_mm.checkpoint.megatron.parts import (
     FlatRange,
     LocalParameter,
     MainParameter,
@@ -33,12 +33,12 @@ from mindspeed_mm.checkpoint.megatron_parts import (
     parameter_parts,
     to_write,
 )
-from mindspeed_mm.checkpoint.megatron_snapshot import (
+from mindspeed_mm.checkpoint.megatron.snapshot import (
     checkpoint_tensors,
     model_parallel_random_state,
     restore_tracked_states,
 )
-from mindspeed_mm.checkpoint.megatron_weights import fill, random_weights
+from mindspeed_mm.checkpoint.megatron.weights import fill, random_weights
 from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.snapshot import Stored, TensorSnapshots
 from mindspeed_mm.checkpoint.sources import open_weights
