@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindspeed_mm.models.common.families import PACKAGE, find_family  # noqa: E402
+from mindspeed_mm.models.common.family import FamilyTraits  # noqa: E402
 from mindspeed_mm.models.common.modelzoo import ModelHub  # noqa: E402
+from mindspeed_mm.models.common.paths import OLDER_PATHS  # noqa: E402
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily  # noqa: E402
 from mindspeed_mm.models.generation.predictor.family import families as predictors  # noqa: E402
-from mindspeed_mm.models.transformers.family import FamilyTraits  # noqa: E402
 from mindspeed_mm.models.transformers.inferred import traits_of  # noqa: E402
-from mindspeed_mm.models.transformers.paths import OLDER_PATHS  # noqa: E402
 from tests.support.families import families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

@@ -6,9 +6,9 @@ from typing import Any
 
 import transformers
 
+from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
-from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 
 
 class Olmo2ForCausalLM(transformers.Olmo2ForCausalLM, FSDP2Mixin, WeightInitMixin):

@@ -24,10 +24,10 @@ from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.common.base_model import applies_flags
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable
-from mindspeed_mm.models.transformers.base_model import applies_flags
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model

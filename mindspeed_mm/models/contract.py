@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.megatron_names import Made
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from mindspeed_mm.models.transformers.base_model import ShardingOutline
+    from mindspeed_mm.models.common.base_model import ShardingOutline
 
 ExpectedFactor = Callable[[int], "float | torch.Tensor"]
 
@@ -223,7 +223,7 @@ def as_shardable(model: nn.Module) -> Shardable:
     if not hasattr(model, "fully_shard"):
         raise ConfigError(
             f"--use-torch-fsdp2: {type(model).__name__}, which model_provider returned, has no fully_shard; derive its "
-            "class from FSDP2Mixin (mindspeed_mm.models.transformers.base_model)"
+            "class from FSDP2Mixin (mindspeed_mm.models.common.base_model)"
         )
     return Shardable(model)
 

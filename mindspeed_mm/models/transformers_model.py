@@ -15,9 +15,11 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
+from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.exact_positions import ExactPositions
+from mindspeed_mm.models.common.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
@@ -27,8 +29,6 @@ from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import take_documents
 from mindspeed_mm.models.contract import as_shardable, as_trainable
-from mindspeed_mm.models.transformers.base_model import ShardingOutline
-from mindspeed_mm.models.transformers.family import FamilyTraits, freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import config_for

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.family import FamilyTraits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

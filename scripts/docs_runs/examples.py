@@ -82,10 +82,10 @@ def names_of_snippets() -> dict[str, Any]:
     """What the classes and functions of the page lean on."""
     import transformers
 
+    from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin, adapt_class
+    from mindspeed_mm.models.common.family import TEXT_TRAITS
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.common.module import MultiModalModule
-    from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin, adapt_class
-    from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 
     return {
         "__name__": "snippet",

@@ -13,7 +13,7 @@ from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.data_config import DataConfig
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
+from mindspeed_mm.models.common.base_model import FSDP2Mixin
 from mindspeed_mm.utils.errors import ConfigError
 
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.reference import rows_as_inputs, train_reference
 from tests.support.tiny import tiny_qwen2_5_vl_dir, words, write_mixed_dataset

@@ -27,9 +27,9 @@ from mindspeed_mm.backends import fsdp2 as backend_module
 from mindspeed_mm.backends.fsdp2 import FSDP2Backend
 from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common import base_model
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.transformers import base_model
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.optimizer.clip import sum_plain_gradients
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.meshes import ParameterMeshes

@@ -33,9 +33,9 @@ from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.paths import find_modules
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for
-from mindspeed_mm.models.transformers.paths import find_modules
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.utils.log import logger
 from tests.parity.test_families import load_all, write_rows

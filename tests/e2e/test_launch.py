@@ -253,7 +253,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.training import pretrain
 
 

@@ -20,9 +20,9 @@ from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.configs.sora_inference import SoRAInferenceConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.paths import find_modules
 from mindspeed_mm.models.generation.predictor.family import families
 from mindspeed_mm.models.generation.sora_model import SoRAModel, block_paths
-from mindspeed_mm.models.transformers.paths import find_modules
 from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.utils.files import write_json
 from mindspeed_mm.utils.log import forget_notices, logger

@@ -174,7 +174,7 @@ def meta_model(hf_dir: str | Path) -> Any:
     """The model of a directory without storage."""
     import transformers
 
-    from mindspeed_mm.models.transformers.base_model import adapt_class
+    from mindspeed_mm.models.common.base_model import adapt_class
 
     model_class: Any = adapt_class(getattr(transformers, _architecture(hf_dir)))
     with torch.device("meta"):

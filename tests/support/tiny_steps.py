@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
 from tests.support.runs import run_of
 
 

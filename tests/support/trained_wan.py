@@ -27,8 +27,8 @@ class Generator(nn.Module):
     """What `SoRAModel` is to a backend: not sharded itself, around a transformer that is."""
 
     def __init__(self, source: str | None = None, layout: Any = None, ema_decay: float | None = None) -> None:
+        from mindspeed_mm.models.common.base_model import adapt_class
         from mindspeed_mm.models.common.meta_build import build_on_meta
-        from mindspeed_mm.models.transformers.base_model import adapt_class
 
         super().__init__()
         self.source = self.pending_weights = source

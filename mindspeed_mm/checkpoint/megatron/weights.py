@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
 from mindspeed_mm.checkpoint.megatron.parts import SourceRegion
-from mindspeed_mm.models.transformers.base_model import init_function
+from mindspeed_mm.models.common.base_model import init_function
 from mindspeed_mm.parallel.materialize import draw_own_parameters
 
 _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped

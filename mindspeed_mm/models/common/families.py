@@ -18,8 +18,8 @@ from mindspeed_mm.utils.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_mm.configs.family_structure import FamilyStructure
     from mindspeed_mm.data.adapter import DataAdapter
+    from mindspeed_mm.models.common.family import FamilyTraits
     from mindspeed_mm.models.megatron.family import MegatronFamily
-    from mindspeed_mm.models.transformers.family import FamilyTraits
 
 PACKAGE = "mindspeed_mm.models.transformers"
 #: reference to the traits of a causal language model without encoders
@@ -52,7 +52,7 @@ class Family:
     @cached_property
     def model_class(self) -> type:
         """The class to build, with the mixins and the family's traits."""
-        from mindspeed_mm.models.transformers.base_model import adapt_class
+        from mindspeed_mm.models.common.base_model import adapt_class
 
         self._check()
         found: Any = self._load(self.model)

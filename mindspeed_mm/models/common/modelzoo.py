@@ -121,7 +121,7 @@ class ModelHub:
     def _from_transformers(cls, hf_config: PretrainedConfig, where: str) -> type:
         import transformers
 
-        from mindspeed_mm.models.transformers.base_model import adapt_class
+        from mindspeed_mm.models.common.base_model import adapt_class
 
         names = hf_config.architectures or []
         for name in names:

@@ -17,6 +17,7 @@ from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.loss import LossOutput
@@ -29,7 +30,6 @@ from mindspeed_mm.models.generation.pipeline_parts import pipeline_layout
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily, find_predictor_family
 from mindspeed_mm.models.generation.prefetch import PrefetchEncoder
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
-from mindspeed_mm.models.transformers.base_model import ShardingOutline, adapt_class
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.parallel.patterns import expand_patterns, nearest_path
 from mindspeed_mm.utils.device import move_to_device

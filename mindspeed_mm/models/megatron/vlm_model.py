@@ -17,6 +17,7 @@ from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.families import require_megatron_form
+from mindspeed_mm.models.common.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
@@ -27,7 +28,6 @@ from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
 from mindspeed_mm.models.megatron.layers import SampleLengths
 from mindspeed_mm.models.megatron.text_decoder.gpt import LanguageModel, build_language_model, language_config
 from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
-from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_meta_model
 from mindspeed_mm.parallel.pipeline import Stage, needs_variable_shapes, plan_stages

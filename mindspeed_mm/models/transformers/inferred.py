@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.versions import installed_version
 

@@ -18,9 +18,9 @@ from mindspeed_mm.checkpoint.pipeline_folder import component_directory, copy_pa
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.start import Start, find_start
 from mindspeed_mm.checkpoint.weights import load_weights
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
-from mindspeed_mm.models.transformers.base_model import adapt_class
 from mindspeed_mm.parallel.materialize import materialize
 from mindspeed_mm.utils.errors import CheckpointError
 from tests.support.tiny_diffusers import NAMES, build_diffusers, diffusers_class, diffusers_config

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from mindspeed_mm.data.cost import CostModel
 from mindspeed_mm.data.counting import BatchCounts
 from mindspeed_mm.data.media import SampleSize
+from mindspeed_mm.models.common.family import freeze_parts
 from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.family import freeze_parts
 from mindspeed_mm.monitor.flops import FlopsModel, flops_model
 
 

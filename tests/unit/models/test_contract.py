@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.megatron_names import same
 from mindspeed_mm.models.contract import as_shardable, as_staged, as_trainable
-from mindspeed_mm.models.transformers.family import TEXT_TRAITS
 from mindspeed_mm.utils.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, adapt_class
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin
 from mindspeed_mm.models.common.meta_build import build_on_meta
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, adapt_class
 from mindspeed_mm.parallel.materialize import materialize
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.tiny_diffusers import NAMES, build_diffusers, diffusers_class, diffusers_config

@@ -13,11 +13,11 @@ import pytest
 
 import mindspeed_mm.models.transformers as package
 from mindspeed_mm.models.common import families
+from mindspeed_mm.models.common.base_model import FSDP2Mixin
 from mindspeed_mm.models.common.families import find_family
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.adapters import find_adapter
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.families.qwen3_vl import make

@@ -13,9 +13,9 @@ from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.configs.packing import asks_for_packing
 from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.models.common.boundaries import PackedRows
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.common.packed import Unpacked, restarting_positions, run_lengths, take_documents
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.packs import make_samples, pack

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.paths import OLDER_PATHS, find_modules
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for
-from mindspeed_mm.models.transformers.paths import OLDER_PATHS, find_modules
 from mindspeed_mm.utils import log
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.families import families

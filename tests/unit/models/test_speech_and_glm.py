@@ -21,8 +21,8 @@ from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.media import DecodedVideo, Geometry
 from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.models.common.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.adapters import find_adapter
-from mindspeed_mm.models.transformers.family import freeze_parts, require_packed_positions
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.support.families import qwen3_asr, whisper
 

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common import base_model
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.transformers import base_model
-from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, applies_flags
 from mindspeed_mm.parallel.apply import (
     MODEL_STEPS,
     ORDER,

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.models.common.families import find_family, require_megatron_form
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
 from mindspeed_mm.tools import cli
 from mindspeed_mm.utils import torch_import

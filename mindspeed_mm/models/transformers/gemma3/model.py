@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Gemma3ForConditionalGeneration as HFGemma3
 from transformers.utils.generic import is_flash_attention_requested
 
-from mindspeed_mm.models.transformers.base_model import adapt_class
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.transformers.gemma3.batches import packed_masks
 from mindspeed_mm.models.transformers.llava.traits import TRAITS as LLAVA
 from mindspeed_mm.utils.errors import ConfigError

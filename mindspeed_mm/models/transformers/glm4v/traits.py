@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
 from mindspeed_mm.models.transformers.qwen2_5_vl.traits import run_one_patch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from mindspeed_mm.models.transformers.family import TEXT_TRAITS
+from mindspeed_mm.models.common.family import TEXT_TRAITS
 
 
 def _packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

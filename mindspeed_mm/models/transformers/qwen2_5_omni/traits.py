@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_omni.batches import omni_packed_positions, omni_tower_pass
 from mindspeed_mm.models.transformers.qwen2_5_vl.traits import run_one_patch
 

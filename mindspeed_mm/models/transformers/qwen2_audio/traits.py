@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.packed import plain_positions
-from mindspeed_mm.models.transformers.family import FamilyTraits
 
 
 def run_window_of_zeros(model: Any, device: torch.device) -> torch.Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import WhisperForConditionalGeneration as HFWhisper
 
+from mindspeed_mm.models.common.base_model import adapt_class
+from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.models.transformers.base_model import adapt_class
-from mindspeed_mm.models.transformers.family import FamilyTraits
 from mindspeed_mm.utils.errors import DataError
 
 

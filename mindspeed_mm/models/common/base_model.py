@@ -1,0 +1,302 @@
+"""FSDP2Mixin and WeightInitMixin: they let fsdp2.yaml configure the sharding of any nn.Module."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
+from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
+from mindspeed_mm.models.common.paths import check_paths, find_modules
+from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
+from mindspeed_mm.parallel import fsdp2
+from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
+from mindspeed_mm.parallel.dims import Dims
+from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
+from mindspeed_mm.parallel.meshes import ParameterMeshes, own_mesh, parameter_mesh
+from mindspeed_mm.parallel.prefetch import PrefetchRecorder
+from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
+from mindspeed_mm.parallel.units import whole_units
+from mindspeed_mm.utils.log import notice
+
+
+@dataclass(frozen=True)
+class ShardingOutline:
+    """How a model would be sharded.
+
+    Attributes:
+        dims: sizes of the kinds of parallelism.
+        units: paths of the modules that become units of fully_shard beside the model itself.
+        recomputed, ignored: paths of the modules that fsdp2.yaml recomputes in backward, and leaves whole.
+    """
+
+    dims: Dims
+    units: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+class FSDP2Mixin:
+    """Gives a model `fully_shard(process_group, fsdp2_config_path)`.
+
+    The steps may be overridden one by one: `_pre_fully_shard` reads the file and builds mesh and policies,
+    `_fully_shard` applies recompute, wrapping and prefetch, `_post_fully_shard` gives a model built on meta its storage
+    and values. What is applied in which order is in `parallel/apply.py`; each step there calls a method of this class,
+    to be overridden by itself. Paths in the file are relative to the object itself.
+
+    Attributes:
+        fsdp2_config: the file's content, after `_pre_fully_shard`.
+        device_mesh: the mesh that parameters are sharded over.
+        fsdp2_overrides: values that take the place of the file's (set before `fully_shard`).
+        weights_come_later: whether weights are loaded after sharding, so that none are initialised randomly.
+    """
+
+    fsdp2_config: Fsdp2Config | None = None
+    device_mesh: Any = None
+    weights_come_later: bool = False
+    fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
+    _fsdp2_plan: fsdp2.ShardPlan | None = None
+    _dims: Dims = Dims()
+
+    def freeze(self, config: Any) -> None:
+        """Hook: freeze parts of the model as model.json states. By default nothing is frozen."""
+
+    def post_meta_init(self) -> None:
+        """Hook: called after a model built on meta got its values."""
+
+    def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
+        """Shard this model over `process_group` as the YAML file at `fsdp2_config_path` states.
+
+        Args:
+            process_group: the data-parallel group; None: all ranks.
+            fsdp2_config_path: None: defaults (one unit, replicated parameters).
+
+        Returns:
+            True: nothing is left to do for the caller.
+        """
+        fsdp2_kwargs, config = self._pre_fully_shard(process_group, fsdp2_config_path)
+        apply_parallelisms(self, self._request(fsdp2_kwargs), MODEL_STEPS)
+        self._fully_shard(fsdp2_kwargs, config)
+        self._post_fully_shard()
+        return True
+
+    def plan_sharding(self, world_size: int, fsdp2_config_path: str | None = None) -> ShardingOutline:
+        """Return what `fully_shard` would do on `world_size` ranks; no process group and no values are needed.
+
+        Raises:
+            ConfigError: paths that match nothing, or sizes that don't fit.
+        """
+        config = fsdp2_config(fsdp2_config_path)
+        config = config.model_copy(update=dict(self.fsdp2_overrides))
+        module = self._module()
+        check_paths(module, config, self._keys_with_paths())
+        dims = Dims.of(world_size, sharding_size=config.sharding_size, where=config.file)
+        patterns = config.sub_modules_to_wrap
+        if patterns is None and as_trainable(module).is_transformers:
+            patterns = default_wrap_list(module, traits_of(module))
+
+        def found(key: str, entries: list[str] | None) -> tuple[str, ...]:
+            return tuple(find_modules(module, entries or (), where=f"{config.file}: {key}"))
+
+        return ShardingOutline(
+            dims,
+            units=found("sub_modules_to_wrap", patterns),
+            recomputed=found("recompute_modules", config.recompute_modules),
+            ignored=found("ignored_modules", config.ignored_modules),
+        )
+
+    def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
+        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {})
+
+    def _pre_fully_shard(
+        self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
+    ) -> tuple[dict[str, Any], Fsdp2Config]:
+        config = fsdp2_config(fsdp2_config_path)
+        config = config.model_copy(update=dict(self.fsdp2_overrides))
+        self.fsdp2_config = config
+        check_paths(self._module(), config, self._keys_with_paths())
+        ranks = dist.get_world_size(process_group)
+        self._dims = Dims.of(ranks, sharding_size=config.sharding_size, where=config.file)
+        self.device_mesh = parameter_mesh(self._dims, process_group)
+        ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
+        ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
+        meshes = ParameterMeshes(self.device_mesh)
+        plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, meshes, ignored_params)
+        if ignored and plan.casts:
+            plan.keep_whole(whole_units(self._module(), ignored), own_mesh(meshes.common))
+        return {**plan.kwargs()}, config
+
+    def _keys_with_paths(self) -> list[str]:
+        """The lists of fsdp2.yaml that are relative to this object: a step that a class overrides reads its own."""
+        keys, own = ["ignored_modules"], type(self)
+        if own._fully_shard is FSDP2Mixin._fully_shard:
+            if own.set_recompute_modules_to_wrap is FSDP2Mixin.set_recompute_modules_to_wrap:
+                keys.append("recompute_modules")
+            if own.set_fullyshard_modules_to_wrap is FSDP2Mixin.set_fullyshard_modules_to_wrap:
+                keys.append("sub_modules_to_wrap")
+        return keys
+
+    def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Config | None = None) -> None:
+        apply_parallelisms(self, self._request(fsdp2_kwargs), WRAPPING_STEPS)
+
+    def _post_fully_shard(self) -> None:
+        module = self._module()
+        config = self.fsdp2_config or Fsdp2Config()
+        current = accelerator.current()
+        device = current.device()
+        if has_meta_tensors(module):
+            materialize(module, torch.device("cpu") if config.offload_to_cpu else device, device)
+            self.draw_weights(storage_is_empty=True, buffers_only=self.weights_come_later)
+            self.post_meta_init()
+        elif not current.is_host and not config.offload_to_cpu:
+            module.to(device)
+
+    def draw_weights(self, *, storage_is_empty: bool, buffers_only: bool = False) -> None:
+        """Give every parameter random values that depend on the run's seed and its name, not on the layout.
+
+        Args:
+            storage_is_empty: the model was materialised from meta.
+            buffers_only: only the buffers (rotary tables): a checkpoint has the parameters.
+        """
+        initialize_from_names(
+            self._module(),
+            functools.partial(init_function, self._module()),
+            current_build_context().seed,
+            storage_is_empty=storage_is_empty,
+            buffers_only=buffers_only,
+            unfilled_buffers_are_fine=type(self).post_meta_init is not FSDP2Mixin.post_meta_init,
+        )
+
+    def apply_recompute(self, blocks: BlockRecompute) -> None:
+        """Recompute blocks in backward as the flags state, unless fsdp2.yaml names what is recomputed.
+
+        Only called with --recompute-granularity full, for a class with a `_fully_shard` of its own, too.
+        """
+        recompute_blocks(self._module(), block_lists(self._module()), self.fsdp2_config or Fsdp2Config(), blocks)
+
+    def set_recompute_modules_to_wrap(
+        self,
+        module: nn.Module | None = None,
+        recompute_modules: list[str] | None = None,
+        use_reentrant: bool | None = None,
+    ) -> None:
+        """Recompute the activations of modules in backward; arguments default to this model and its fsdp2.yaml."""
+        config = self.fsdp2_config or Fsdp2Config()
+        root = module if module is not None else self._module()
+        patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
+        found = find_modules(root, patterns or (), where=f"{config.file}: recompute_modules")
+        apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
+
+    def set_fullyshard_modules_to_wrap(
+        self, module: nn.Module | None = None, sub_modules_to_wrap: list[str] | None = None, **fsdp2_kwargs: Any
+    ) -> None:
+        """Make each named module a unit of fully_shard, children first, then the model itself.
+
+        Arguments default to this model and its fsdp2.yaml; `fsdp2_kwargs` override single policies. A transformers
+        model for which neither names modules (not even an empty list) is wrapped by its blocks, with a notice.
+        """
+        if self._fsdp2_plan is None:
+            self._pre_fully_shard(None, None)
+        plan = self._fsdp2_plan
+        assert plan is not None
+        plan.override(fsdp2_kwargs)
+        config = self.fsdp2_config or Fsdp2Config()
+        root = module if module is not None else self._module()
+        patterns = sub_modules_to_wrap if sub_modules_to_wrap is not None else config.sub_modules_to_wrap
+        traits = traits_of(root)
+        if patterns is None and plan.has_an_effect and as_trainable(root).is_transformers:
+            patterns = default_wrap_list(root, traits)
+            notice(
+                f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "
+                "(to copy; [] leaves the model in one unit)"
+            )
+        units = find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap")
+        at = next((path for path, m in self._module().named_modules() if m is root), "")
+        fsdp2.wrap_modules(root, units, plan, at)
+        fsdp2.use_summed_gradients(root)
+        guard_idle_encoders(root, traits)
+
+    def set_modules_to_prefetch(
+        self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None
+    ) -> None:
+        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's."""
+        config = self.fsdp2_config or Fsdp2Config()
+        forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
+        backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
+        module = self._module()
+        self._prefetch_recorder = PrefetchRecorder(module, list(module.modules()), forward, backward)
+
+    def _module(self) -> nn.Module:
+        if not isinstance(self, nn.Module):
+            raise TypeError(f"{type(self).__name__} derives from FSDP2Mixin but is no torch.nn.Module")
+        return self
+
+
+def applies_flags(model: nn.Module) -> bool:
+    """Whether `model.fully_shard` applies what flags ask for beside fsdp2.yaml: FSDP2Mixin's does."""
+    return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
+
+
+def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
+    """Find what initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
+    found: Any = root
+    current = root
+    for part in name.split(".") if name else ():
+        current = getattr(current, part)
+        if hasattr(current, "_init_weights"):
+            found = current
+    if hasattr(found, "_init_weights"):
+        return found._init_weights
+    return WeightInitMixin._init_weights.__get__(root)
+
+
+class WeightInitMixin:
+    """Random weights for models without an initialisation of their own.
+
+    Linear and convolution weights and embeddings are normal with standard deviation 0.02, biases zero, norms one.
+    """
+
+    def init_weights(self) -> None:
+        """Initialise every module of this model in place, children before parents (unsharded models)."""
+        if not isinstance(self, nn.Module):
+            raise TypeError(f"{type(self).__name__} derives from WeightInitMixin but is no torch.nn.Module")
+        with torch.no_grad():
+            self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module, std: float = 0.02) -> None:
+        with torch.no_grad():
+            if isinstance(module, nn.MultiheadAttention):
+                module._reset_parameters()
+                return
+            is_norm = "norm" in type(module).__name__.lower()
+            for name, param in module.named_parameters(recurse=False):
+                if is_norm and name == "weight":
+                    param.fill_(1.0)
+                elif "bias" in name:
+                    param.zero_()
+                else:
+                    param.normal_(0.0, std)
+            padding = getattr(module, "padding_idx", None)
+            if isinstance(module, nn.Embedding) and padding is not None:
+                module.weight[padding].zero_()
+
+
+@functools.cache
+def adapt_class(hf_class: type) -> type:
+    """Return `hf_class` with the mixins, under its own name (exports and configs keep the architecture's name).
+
+    A class of diffusers is initialised as its constructor does it; build it with `build_on_meta`.
+    """
+    initialiser = DiffusersInitMixin if is_diffusers_class(hf_class) else WeightInitMixin
+    return type(hf_class.__name__, (hf_class, FSDP2Mixin, initialiser), {"__module__": hf_class.__module__})
