@@ -236,7 +236,7 @@ class SizedRows:
     """Rows of a mixed data set of which only the sizes are known: long texts, one picture to several, short clips."""
 
     def __init__(self, rows: int) -> None:
-        from mindspeed_mm.data.media import SampleSize
+        from mindspeed_mm.data.media.media import SampleSize
 
         rng = random.Random(3)
         self._sizes = []
@@ -262,12 +262,12 @@ def balance(folder: Path, sizes: Sizes) -> None:
     """
     from transformers import Qwen2_5_VLConfig
 
-    from mindspeed_mm.data.cost import CostModel
-    from mindspeed_mm.data.fixed_plan import Balance, FixedPlanner
-    from mindspeed_mm.data.measuring import Measurer
-    from mindspeed_mm.data.order import FixedOrder
-    from mindspeed_mm.data.pack_plan import PackPlanner
-    from mindspeed_mm.data.plan import BatchLayout
+    from mindspeed_mm.data.plan.cost import CostModel
+    from mindspeed_mm.data.plan.fixed_plan import Balance, FixedPlanner
+    from mindspeed_mm.data.plan.measuring import Measurer
+    from mindspeed_mm.data.plan.order import FixedOrder
+    from mindspeed_mm.data.plan.pack_plan import PackPlanner
+    from mindspeed_mm.data.plan.plan import BatchLayout
 
     text = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
     text |= {"num_key_value_heads": 2, "vocab_size": 151936}
@@ -364,7 +364,7 @@ sys.path.insert(0, "benchmarks")
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 from transformers import Qwen2TokenizerFast, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 from mindspeed_mm.data import build_mm_dataset, build_mm_dataloader
-from mindspeed_mm.data import loader as _loader
+from mindspeed_mm.data.loading import loader as _loader
 from common import data_param
 from pathlib import Path
 

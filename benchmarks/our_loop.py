@@ -33,8 +33,8 @@ class OurLoop:
             adapter: knows the media in them.
         """
         from mindspeed_mm.configs.describe import describe
-        from mindspeed_mm.data.counting import CountingIterator
-        from mindspeed_mm.data.providers import RunData
+        from mindspeed_mm.data.loading.counting import CountingIterator
+        from mindspeed_mm.data.loading.providers import RunData
         from mindspeed_mm.initialize import create_backend, prepare_process
         from mindspeed_mm.tasks.train.generation import SORA
         from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM

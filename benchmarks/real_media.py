@@ -55,8 +55,8 @@ def clips() -> list[Path]:
 def decode_speech(folder: Path) -> None:
     """Decode every sound of a folder to 16 kHz; print lengths and speed."""
     from mindspeed_mm.configs.data_config import PreprocessParameters
-    from mindspeed_mm.data.media import MediaRef
-    from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
+    from mindspeed_mm.data.media.media import MediaRef
+    from mindspeed_mm.data.media.media_reader import MediaLimits, MediaReader
 
     reader = MediaReader(PreprocessParameters(model_name_or_path="."), MediaLimits())
     files = sorted(f for f in folder.rglob("*") if f.suffix in (".wav", ".flac", ".mp3", ".ogg"))

@@ -163,7 +163,7 @@ def _model_outline(model: nn.Module) -> dict[str, object]:
 
 def _steps_per_epoch(run: Run, recipe: Recipe) -> tuple[float | None, str | None]:
     """Steps of one pass over the training data; None, and the reason, where that can't be told."""
-    from mindspeed_mm.data.providers import build_run_data
+    from mindspeed_mm.data.loading.providers import build_run_data
     from mindspeed_mm.data.start import DataStart
 
     try:

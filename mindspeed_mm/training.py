@@ -26,8 +26,8 @@ from mindspeed_mm.configs.flags.spec import BACKENDS
 from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
 from mindspeed_mm.configs.run import Run
-from mindspeed_mm.data.counting import CountingIterator
-from mindspeed_mm.data.providers import RunData, build_run_data
+from mindspeed_mm.data.loading.counting import CountingIterator
+from mindspeed_mm.data.loading.providers import RunData, build_run_data
 from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process

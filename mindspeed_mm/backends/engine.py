@@ -12,7 +12,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.protocol import ForwardStep, StepResult, Value
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.modes import evaluation_mode
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.clip import clip_factor

@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider
 from mindspeed_mm.configs.run import Run
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.parallel.world import World
 
 Value = TypeVar("Value")

@@ -26,7 +26,7 @@ from mindspeed_mm.checkpoint.megatron.state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Parallel
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
 from mindspeed_mm.models.common.module import unwrap_model

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.backends.protocol import StepResult, normalise_loss_output
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
 

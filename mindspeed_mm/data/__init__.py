@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from mindspeed_mm.configs.data_config import DataloaderParam, DatasetParam
     from mindspeed_mm.data.adapter import DataAdapter
-    from mindspeed_mm.data.batching import Batching
-    from mindspeed_mm.data.dataset import RecordDataset
-    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.loading.dataset import RecordDataset
+    from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.data.params import RawSection
+    from mindspeed_mm.data.plan.batching import Batching
 
 __all__ = ["build_mm_dataloader", "build_mm_dataset"]
 
@@ -43,7 +43,7 @@ def build_mm_dataset(
         ConfigError: Unknown keys, wrong values, another dataset_type, no model directory.
         DataError: A file or one of its first rows can't be used.
     """
-    from mindspeed_mm.data.build import build_dataset
+    from mindspeed_mm.data.loading.build import build_dataset
     from mindspeed_mm.data.params import dataset_param_of
 
     return build_dataset(dataset_param_of(dataset_param), max_length, adapter, seed)
@@ -95,12 +95,12 @@ def build_mm_dataloader(
         DataError: Fewer rows than one global batch, with drop_last.
     """
     from mindspeed_mm.data.adapter import DefaultAdapter
-    from mindspeed_mm.data.batching import Batching, build_planner, pack_capacity
-    from mindspeed_mm.data.collate import Collator
-    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.loading.collate import Collator
+    from mindspeed_mm.data.loading.loader import MMDataLoader
+    from mindspeed_mm.data.loading.sampler import PlannedBatches
     from mindspeed_mm.data.params import dataloader_param_of
-    from mindspeed_mm.data.plan import BatchLayout
-    from mindspeed_mm.data.sampler import PlannedBatches
+    from mindspeed_mm.data.plan.batching import Batching, build_planner, pack_capacity
+    from mindspeed_mm.data.plan.plan import BatchLayout
 
     param = dataloader_param_of(dataloader_param)
     batching = batching or Batching()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.hf_directory import describe_missing_model
-from mindspeed_mm.data.media import DecodedVideo, Foreseen, Geometry, MediaKind
-from mindspeed_mm.data.processor_steps import check_steps
+from mindspeed_mm.data.media.media import DecodedVideo, Foreseen, Geometry, MediaKind
+from mindspeed_mm.data.media.processor_steps import check_steps
 from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import missing_library, require_torchvision
 
 if TYPE_CHECKING:
-    from mindspeed_mm.data.media_reader import MediaLimits
+    from mindspeed_mm.data.media.media_reader import MediaLimits
 
 #: frame rate of a video's file in the processor's metadata: frames are numbered by microseconds
 TICKS = 1_000_000
@@ -46,7 +46,7 @@ class DataAdapter(Protocol):
     """Whether the processor gets one medium per call, in the row's order. Needed where kinds share tensors."""
 
     encoder_class: type[Any] | None
-    """Replaces `mindspeed_mm.data.encode.Encoder`, with the same arguments and methods; None: that one."""
+    """Replaces `mindspeed_mm.data.conversation.encode.Encoder`, with the same arguments and methods; None: that one."""
 
     def media_counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Return the number of media of each kind in a batch, 0 included."""
@@ -145,7 +145,7 @@ class DefaultAdapter:
 
     def limits(self, processor: Processor) -> MediaLimits:
         """Read the limits from the processor's parts, under the names of Qwen-VL's."""
-        from mindspeed_mm.data.media_reader import MediaLimits
+        from mindspeed_mm.data.media.media_reader import MediaLimits
 
         image, video = getattr(processor, "image_processor", None), getattr(processor, "video_processor", None)
         sound = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mindspeed_mm.data.providers import RunData
+from mindspeed_mm.data.loading.providers import RunData
 from mindspeed_mm.utils.errors import TrainingError
 from mindspeed_mm.utils.launch import is_first_rank
 from mindspeed_mm.utils.log import logger

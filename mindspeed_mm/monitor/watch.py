@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
 from mindspeed_mm.monitor.row_log import RowLog

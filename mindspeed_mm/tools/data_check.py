@@ -23,8 +23,8 @@ from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
 
 if TYPE_CHECKING:
     from mindspeed_mm.configs.data_config import DataConfig
-    from mindspeed_mm.data.dataset import RecordDataset
-    from mindspeed_mm.data.media import SampleSize
+    from mindspeed_mm.data.loading.dataset import RecordDataset
+    from mindspeed_mm.data.media.media import SampleSize
 
 _SHOWN = 3
 
@@ -120,10 +120,10 @@ def _announced(folder: Path) -> Iterator[None]:
 def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
     """Open every row of the files, including those that a run would leave out."""
     from mindspeed_mm.data.adapter import check_model_path
-    from mindspeed_mm.data.build import open_rows_of
-    from mindspeed_mm.data.dataset import LazyEncoder, RecordDataset
-    from mindspeed_mm.data.model_match import read_model_config
-    from mindspeed_mm.data.registry import find_data_sets
+    from mindspeed_mm.data.loading.build import open_rows_of
+    from mindspeed_mm.data.loading.dataset import LazyEncoder, RecordDataset
+    from mindspeed_mm.data.loading.model_match import read_model_config
+    from mindspeed_mm.data.sources.registry import find_data_sets
     from mindspeed_mm.models.transformers.adapters import find_adapter
 
     param = config.dataset_param
@@ -220,7 +220,7 @@ def summarise(
 
 def _sizes(facts: Sequence[RowFacts]) -> list[SampleSize]:
     """Sizes of all samples."""
-    from mindspeed_mm.data.media import SampleSize
+    from mindspeed_mm.data.media.media import SampleSize
 
     return [SampleSize(length, row.patches, row.squared_patches) for row in facts for length in row.lengths]
 
@@ -243,8 +243,8 @@ def _batches(
     facts: Sequence[RowFacts], dataset: RecordDataset, config: DataConfig, options: argparse.Namespace, share: float
 ) -> dict[str, Any]:
     """Steps of an epoch and the share of padding, for rows as they come and for packs."""
-    from mindspeed_mm.data.cost import CostModel
-    from mindspeed_mm.data.packing import choose_packs
+    from mindspeed_mm.data.plan.cost import CostModel
+    from mindspeed_mm.data.plan.packing import choose_packs
 
     sizes = _sizes(facts)
     lengths = [size.tokens for size in sizes]

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.data.batching import Batching
-from mindspeed_mm.data.fixed_plan import Balance
-from mindspeed_mm.data.providers import build_run_data
+from mindspeed_mm.data.loading.providers import build_run_data
+from mindspeed_mm.data.plan.batching import Batching
+from mindspeed_mm.data.plan.fixed_plan import Balance
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files

@@ -17,9 +17,9 @@ from PIL import Image
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import DecodedVideo, Geometry, MediaRef
-from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
-from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.data.conversation.tokens import Tokenizer
+from mindspeed_mm.data.media.media import DecodedVideo, Geometry, MediaRef
+from mindspeed_mm.data.media.media_reader import MediaLimits, MediaReader
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.log import forget_notices

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from mindspeed_mm.configs.arguments import parse_args, resolve_train_iters, validate_args
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader
-from mindspeed_mm.data.providers import RunData, build_run_data
+from mindspeed_mm.data.loading.providers import RunData, build_run_data
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files

@@ -59,7 +59,7 @@ def test_a_loss_that_is_never_a_number_ends_the_run(
 def run_with_nan(words: list[str], script: str, rows: Any) -> None:
     """Run; the loss of a micro-batch that holds one of `rows` is not a number."""
     from mindspeed_mm.backends.sums import StepSums
-    from mindspeed_mm.data.counting import CountingIterator
+    from mindspeed_mm.data.loading.counting import CountingIterator
 
     add, count, held = StepSums.add, CountingIterator._count, []
 

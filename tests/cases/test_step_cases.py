@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from tests.support.predictors import cases
 from tests.support.tiny_steps import Micro, TinySteps, own_part
 from tests.support.workers import RankPool

@@ -17,8 +17,8 @@ from mindspeed_mm.configs.vlm_config import VLMModelConfig
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.generation.annotations import read_annotation
-from mindspeed_mm.data.model_match import check_model_match
-from mindspeed_mm.data.providers import data_json_provider
+from mindspeed_mm.data.loading.model_match import check_model_match
+from mindspeed_mm.data.loading.providers import data_json_provider
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.models.transformers.gemma3.data import ADAPTER
 from mindspeed_mm.tools.cli import main

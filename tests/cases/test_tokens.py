@@ -16,7 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mindspeed_mm.data import build_mm_dataset, token_cache_maker
+from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.loading import token_cache_maker
 from mindspeed_mm.utils.errors import BadSample, DataError
 from tests.support.tiny import tiny_qwen2_5_vl_dir
 from tests.support.tiny_omni import tiny_omni_processor_dir

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor import watch
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.generation import pipeline

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from tests.distributed.test_devices import Pairs, run_on_the_host
 from tests.support.host_reads import DEVICE, HostRead, HostReads, counted_host_reads
 from tests.support.tiny_steps import Micro, TinySteps, forward_step

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums, imbalance
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.parallel.world import RankSet, start_world
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.tiny_steps import CountedCollectives, Micro, TinySteps, own_part

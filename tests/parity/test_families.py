@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.model_match import read_model_config
+from mindspeed_mm.data.loading.model_match import read_model_config
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
 from tests.support.families import Family, families

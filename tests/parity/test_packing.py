@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.data.counting import drop_host_fields
+from mindspeed_mm.data.loading.counting import drop_host_fields
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, write_run_files
 from tests.support.megatron import start

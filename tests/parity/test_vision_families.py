@@ -13,8 +13,8 @@ from PIL import Image
 
 from mindspeed_mm.configs.data_config import DatasetParam, PreprocessParameters
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.media import Geometry
-from mindspeed_mm.data.stacking import stack_media
+from mindspeed_mm.data.media.media import Geometry
+from mindspeed_mm.data.media.stacking import stack_media
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.models.transformers.gemma3.batches import packed_masks

@@ -103,7 +103,7 @@ class TinySteps:
 
     def step(self, micros: Sequence[Micro]) -> Any:
         """Train a step on this rank's micro-batches; returns its result."""
-        from mindspeed_mm.data.counting import BatchCounts
+        from mindspeed_mm.data.loading.counting import BatchCounts
 
         self.backend.forward_backward(forward_step, iter(micros), len(micros))
         return self.backend.step(BatchCounts(rows=len(micros)), False).result()

@@ -71,7 +71,7 @@ class TrainedWan:
 
     def step(self, spoilt: bool = False) -> float:
         """Train a step; a spoilt one is skipped, as its loss is not finite."""
-        from mindspeed_mm.data.counting import BatchCounts
+        from mindspeed_mm.data.loading.counting import BatchCounts
 
         rank, size = self.backend.world.batch.rank, self.backend.world.batch.size
         rows = range(rank, ROWS, size)

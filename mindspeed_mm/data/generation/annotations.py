@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from mindspeed_mm.configs.generation_data import GenerationBasicParameters
-from mindspeed_mm.data.files import DataEntry, RowSource
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.media_files import find_media
+from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.media.media_files import find_media
 from mindspeed_mm.data.places import Place
+from mindspeed_mm.data.sources.files import DataEntry, RowSource
 from mindspeed_mm.utils.errors import BadSample, DataError, did_you_mean
 from mindspeed_mm.utils.log import info_rank0
 from mindspeed_mm.utils.text import whole_characters

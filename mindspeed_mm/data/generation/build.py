@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_mm.configs.generation_data import GenerationDataConfig
-from mindspeed_mm.data.build import split_rows
 from mindspeed_mm.data.generation.annotations import check_first_rows, open_annotations
 from mindspeed_mm.data.generation.buckets import make_buckets
 from mindspeed_mm.data.generation.dataset import GenerationDataset, ShapedDataset
 from mindspeed_mm.data.generation.feature_dataset import open_features
 from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.data.loading.build import split_rows
 
 Datasets = tuple[ShapedDataset, ShapedDataset | None]
 

@@ -22,9 +22,9 @@ from mindspeed_mm.configs.generation_data import GenerationPreprocessParameters
 from mindspeed_mm.data.generation.annotations import Annotation
 from mindspeed_mm.data.generation.buckets import Bucket
 from mindspeed_mm.data.generation.transforms import cover_size, crop_of, scaled_crop
-from mindspeed_mm.data.images import image_size, read_image
-from mindspeed_mm.data.media_files import MediaFile
-from mindspeed_mm.data.video import FramePlan, FrameRule, VideoFacts, VideoLength, look_video, read_clip
+from mindspeed_mm.data.media.images import image_size, read_image
+from mindspeed_mm.data.media.media_files import MediaFile
+from mindspeed_mm.data.media.video import FramePlan, FrameRule, VideoFacts, VideoLength, look_video, read_clip
 
 TOO_SHORT = "clip too short"
 _TINY = 1e-6

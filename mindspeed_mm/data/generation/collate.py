@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.data.collate import NOTES
+from mindspeed_mm.data.loading.collate import NOTES
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.utils.errors import DataError
 

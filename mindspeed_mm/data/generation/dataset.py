@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.generation_data import GenerationDatasetParam
-from mindspeed_mm.data.files import RowSource
 from mindspeed_mm.data.generation.annotations import Annotation, read_annotation
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.captions import choose, clean, is_left_out
@@ -20,10 +19,11 @@ from mindspeed_mm.data.generation.clips import TOO_SHORT, ClipGeometry, ClipRead
 from mindspeed_mm.data.generation.collate import GenerationSample, collate
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.generation.transforms import check_values, covered, transformed
-from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.media_files import MediaFile, find_media
+from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.media.media_files import MediaFile, find_media
 from mindspeed_mm.data.places import Place
-from mindspeed_mm.data.plan import FILLER
+from mindspeed_mm.data.plan.plan import FILLER
+from mindspeed_mm.data.sources.files import RowSource
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.sample_random import sample_key, uniform

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.data.generation.buckets import Bucket
-from mindspeed_mm.data.stacking import Tensors
+from mindspeed_mm.data.media.stacking import Tensors
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.files import fsync_path
 

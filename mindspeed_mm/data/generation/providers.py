@@ -6,8 +6,8 @@ from mindspeed_mm.configs.generation_data import GenerationDataConfig
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.generation.build import build_generation_datasets
 from mindspeed_mm.data.generation.rule import GenerationRule
-from mindspeed_mm.data.loader import MMDataLoader
-from mindspeed_mm.data.providers import loaders_of_run
+from mindspeed_mm.data.loading.loader import MMDataLoader
+from mindspeed_mm.data.loading.providers import loaders_of_run
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindspeed_mm.data.counting import drop_host_fields
+from mindspeed_mm.data.loading.counting import drop_host_fields
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
 from mindspeed_mm.utils.log import notice
 

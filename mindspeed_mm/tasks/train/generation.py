@@ -16,7 +16,7 @@ from mindspeed_mm.data.start import DataStart, current_start
 
 if TYPE_CHECKING:
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
-    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.models.generation.sora_model import SoRAModel
 
 

@@ -17,7 +17,7 @@ from mindspeed_mm.data.start import DataStart, current_start
 if TYPE_CHECKING:
     from torch import nn
 
-    from mindspeed_mm.data.loader import MMDataLoader
+    from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.models.transformers_model import TransformersModel
 
 
@@ -52,7 +52,7 @@ def transformers_model_provider(
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
     """Return the next micro-batch; values from lengths and positions are computed on the host, before it is moved."""
     from mindspeed_mm import accelerator
-    from mindspeed_mm.data.counting import drop_host_fields
+    from mindspeed_mm.data.loading.counting import drop_host_fields
     from mindspeed_mm.models.common.module import unwrap_model
     from mindspeed_mm.utils.device import move_to_device
 
@@ -83,7 +83,7 @@ def train_valid_test_datasets_provider(
         run, start: the description, and where the data begin; None: those of the run in this process.
     """
     run, start = run or current_run(), start or current_start()
-    from mindspeed_mm.data.providers import data_json_provider
+    from mindspeed_mm.data.loading.providers import data_json_provider
     from mindspeed_mm.models.transformers.adapters import find_adapter
 
     return data_json_provider(run, start, find_adapter(run.model or run.files.model))

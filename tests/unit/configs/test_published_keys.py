@@ -29,7 +29,7 @@ from mindspeed_mm.configs.sections import key_paths, sort_keys
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.configs.sora_rules import STRUCTURE
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
-from mindspeed_mm.data.named_templates import TEMPLATES
+from mindspeed_mm.data.conversation.named_templates import TEMPLATES
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import forget_notices
 

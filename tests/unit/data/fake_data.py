@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.measuring import Measurer
-from mindspeed_mm.data.media import SampleSize
+from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.plan.measuring import Measurer
 
 PAD = 0
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mindspeed_mm.data.fixed_plan import FixedPlanner
-from mindspeed_mm.data.order import FixedOrder
-from mindspeed_mm.data.plan import BatchLayout
-from mindspeed_mm.data.sampler import PlannedBatches
+from mindspeed_mm.data.loading.sampler import PlannedBatches
+from mindspeed_mm.data.plan.fixed_plan import FixedPlanner
+from mindspeed_mm.data.plan.order import FixedOrder
+from mindspeed_mm.data.plan.plan import BatchLayout
 
 
 class RankBatches:

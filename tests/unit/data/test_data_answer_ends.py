@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.data.answer_ends import log_how_answers_end
-from mindspeed_mm.data.stop_tokens import stop_tokens
-from mindspeed_mm.data.targets import find_turns
-from mindspeed_mm.data.templates import ChatTemplate
+from mindspeed_mm.data.conversation.answer_ends import log_how_answers_end
+from mindspeed_mm.data.conversation.stop_tokens import stop_tokens
+from mindspeed_mm.data.conversation.targets import find_turns
+from mindspeed_mm.data.conversation.templates import ChatTemplate
 from mindspeed_mm.utils.log import forget_notices
 from tests.support.families import deepseek_vl, glm4v_moe, gpt_oss, llava
 from tests.unit.data.data_rows import talk, turn

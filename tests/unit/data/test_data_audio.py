@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy.signal import resample_poly
 
-from mindspeed_mm.data.audio import SoundFacts, SoundRule, look_sound, read_sound
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.media_files import find_media
+from mindspeed_mm.data.media.audio import SoundFacts, SoundRule, look_sound, read_sound
+from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.media.media_files import find_media
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.log import forget_notices
 from tests.support.clips import real_clips, tone, write_clip, write_sound, write_wav

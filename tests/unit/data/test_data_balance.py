@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_mm.data.balance import balance_micro_batches, balance_ranks, even_split
-from mindspeed_mm.data.cost import CostModel
-from mindspeed_mm.data.fixed_plan import Balance, FixedPlanner
-from mindspeed_mm.data.grouping import Grouping
-from mindspeed_mm.data.order import FixedOrder, StreamOrder
-from mindspeed_mm.data.pack_plan import PackPlanner
-from mindspeed_mm.data.plan import FILLER, BatchLayout, GlobalBatch
+from mindspeed_mm.data.plan.balance import balance_micro_batches, balance_ranks, even_split
+from mindspeed_mm.data.plan.cost import CostModel
+from mindspeed_mm.data.plan.fixed_plan import Balance, FixedPlanner
+from mindspeed_mm.data.plan.grouping import Grouping
+from mindspeed_mm.data.plan.order import FixedOrder, StreamOrder
+from mindspeed_mm.data.plan.pack_plan import PackPlanner
+from mindspeed_mm.data.plan.plan import FILLER, BatchLayout, GlobalBatch
 from tests.unit.data.data_rows import flat
 from tests.unit.data.fake_data import FakeRows, long_tail, measurer, take
 

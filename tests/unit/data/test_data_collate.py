@@ -9,10 +9,10 @@ import torch
 
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.collate import NOTES, Collator
+from mindspeed_mm.data.loading.collate import NOTES, Collator
+from mindspeed_mm.data.loading.rows import BatchRows
+from mindspeed_mm.data.loading.user_rows import DrawnBatch
 from mindspeed_mm.data.notes import Note
-from mindspeed_mm.data.rows import BatchRows
-from mindspeed_mm.data.user_rows import DrawnBatch
 from tests.unit.data.fake_data import FakeRows
 
 

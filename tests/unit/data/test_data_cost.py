@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mindspeed_mm.data.cost import CostModel
-from mindspeed_mm.data.counting import BatchCounts
-from mindspeed_mm.data.media import SampleSize
+from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.plan.cost import CostModel
 from mindspeed_mm.models.common.family import freeze_parts
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.monitor.flops import FlopsModel, flops_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.counting import BatchCounts, CountingIterator, drop_host_fields
+from mindspeed_mm.data.loading.counting import BatchCounts, CountingIterator, drop_host_fields
 
 PACKED: dict[str, Any] = {
     "input_ids": torch.zeros(2, 8, dtype=torch.int64),

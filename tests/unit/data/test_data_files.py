@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.data import json_rows
-from mindspeed_mm.data.files import DataEntry, RowSource
-from mindspeed_mm.data.row_files import JsonFile, open_rows
-from mindspeed_mm.data.table_files import ArrowFile, ParquetFile
+from mindspeed_mm.data.sources import json_rows
+from mindspeed_mm.data.sources.files import DataEntry, RowSource
+from mindspeed_mm.data.sources.row_files import JsonFile, open_rows
+from mindspeed_mm.data.sources.table_files import ArrowFile, ParquetFile
 from mindspeed_mm.utils.errors import BadSample, DataError
 
 ROWS = [{"a": 1, "t": 'quote " brace } slash \\'}, {"a": 2, "t": "图片"}, {"a": 3, "n": {"x": [1, {"y": "]"}]}}]
@@ -64,7 +64,7 @@ def test_reading_doesnt_depend_on_the_locale(tmp_path: Path) -> None:
     """D08: Chinese rows are read under LC_ALL=C."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode())
-    code = f"from mindspeed_mm.data.files import open_rows; print(ascii(open_rows({str(path)!r}).row(1)['t']))"
+    code = f"from mindspeed_mm.data.sources.files import open_rows; print(ascii(open_rows({str(path)!r}).row(1)['t']))"
     env = {**os.environ, "LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.strip() == ascii("图片")
@@ -209,7 +209,7 @@ def test_csv(tmp_path: Path, delimiter: str, mark: bytes, end: str) -> None:
 
 
 def test_csv_rows_are_found_in_batches_and_faults_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_mm.data import csv_file
+    from mindspeed_mm.data.sources import csv_file
 
     path = tmp_path / "rows.csv"
     path.write_text("text\n" + "".join(f'"row\n{i}"\n' for i in range(10)))
@@ -244,7 +244,7 @@ def test_parquet_holds_few_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from mindspeed_mm.data import table_files
+    from mindspeed_mm.data.sources import table_files
 
     rows = [{"i": i, "text": f"{i} " * 50} for i in range(5000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=100)

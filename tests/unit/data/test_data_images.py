@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from mindspeed_mm.data.images import PixelLimits, fit_size, image_size, read_image, to_rgb
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.media_files import MediaFile, find_media
+from mindspeed_mm.data.media.images import PixelLimits, fit_size, image_size, read_image, to_rgb
+from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.media.media_files import MediaFile, find_media
 from mindspeed_mm.utils.errors import BadSample
 
 ROW = "rows.json, row 3"

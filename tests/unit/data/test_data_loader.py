@@ -20,8 +20,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from mindspeed_mm.configs.data_config import CollateParam, DataloaderParam
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
-from mindspeed_mm.data.collate import NOTES, Collator
-from mindspeed_mm.data.encode import TokenSample
+from mindspeed_mm.data.conversation.encode import TokenSample
+from mindspeed_mm.data.loading.collate import NOTES, Collator
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.workers import WorkerFailure
 from mindspeed_mm.utils.errors import ConfigError, DataError

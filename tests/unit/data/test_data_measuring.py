@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.data.measuring import Measurer, SizeTable
-from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.order import FixedOrder
+from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.plan.measuring import Measurer, SizeTable
+from mindspeed_mm.data.plan.order import FixedOrder
 from mindspeed_mm.utils.errors import BadSample, DataError
 from tests.unit.data.fake_data import FakeRows, measurer, take
 

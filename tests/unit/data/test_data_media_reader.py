@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
-from mindspeed_mm.data.media import DecodedVideo, Geometry, MediaRef
-from mindspeed_mm.data.media_reader import MediaLimits, MediaReader
+from mindspeed_mm.data.media.media import DecodedVideo, Geometry, MediaRef
+from mindspeed_mm.data.media.media_reader import MediaLimits, MediaReader
 from mindspeed_mm.utils.errors import BadSample
 from tests.support.clips import numbered_frame, read_number, tone, write_clip, write_sound, write_wav
 
@@ -133,7 +133,7 @@ def test_ratios(tmp_path: Path) -> None:
 
 
 def test_headers_are_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_mm.data import media_reader
+    from mindspeed_mm.data.media.media import media_reader
 
     looked, image_size = [], media_reader.image_size
     monkeypatch.setattr(

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_mm.data.files import DataEntry, RowSource
-from mindspeed_mm.data.mixing import Mixture, repeated
+from mindspeed_mm.data.sources.files import DataEntry, RowSource
+from mindspeed_mm.data.sources.mixing import Mixture, repeated
 from mindspeed_mm.utils.errors import ConfigError
 
 ROWS = [np.arange(0, 5), np.arange(100, 103), np.arange(200, 207)]

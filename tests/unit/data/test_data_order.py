@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mindspeed_mm.data.order import FixedOrder, Order, StreamOrder
+from mindspeed_mm.data.plan.order import FixedOrder, Order, StreamOrder
 from mindspeed_mm.utils.errors import DataError
 
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.data.batching import Batching
-from mindspeed_mm.data.fixed_plan import Balance
-from mindspeed_mm.data.loader import MMDataLoader
+from mindspeed_mm.data.loading.loader import MMDataLoader
 from mindspeed_mm.data.notes import Note, NoteCounter
+from mindspeed_mm.data.plan.batching import Batching
+from mindspeed_mm.data.plan.fixed_plan import Balance
 from mindspeed_mm.utils.errors import ConfigError
 from tests.unit.data.data_rows import flat, talk
 from tests.unit.data.fake_data import FakeRows, long_tail

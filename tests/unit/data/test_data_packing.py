@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_mm.data.cost import CostModel
-from mindspeed_mm.data.order import FixedOrder, StreamOrder
-from mindspeed_mm.data.pack_plan import PackPlanner
-from mindspeed_mm.data.packing import best_fit_decreasing, choose_packs
-from mindspeed_mm.data.plan import BatchLayout, GlobalBatch
+from mindspeed_mm.data.plan.cost import CostModel
+from mindspeed_mm.data.plan.order import FixedOrder, StreamOrder
+from mindspeed_mm.data.plan.pack_plan import PackPlanner
+from mindspeed_mm.data.plan.packing import best_fit_decreasing, choose_packs
+from mindspeed_mm.data.plan.plan import BatchLayout, GlobalBatch
 from mindspeed_mm.utils.errors import DataError
 from tests.unit.data.fake_data import FakeRows, long_tail, measurer, take
 

@@ -9,8 +9,8 @@ import pytest
 
 from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.records import Conversation, RecordReader
+from mindspeed_mm.data.conversation.records import Conversation, RecordReader
+from mindspeed_mm.data.media.media import MediaRef
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.unit.data.data_rows import talk, turn
 

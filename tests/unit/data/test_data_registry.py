@@ -10,10 +10,10 @@ import pytest
 
 from mindspeed_mm.configs.data_config import DatasetAttr, DatasetParam
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.build import open_rows_of
-from mindspeed_mm.data.checking import check_rows
-from mindspeed_mm.data.files import DataEntry, RowSource
-from mindspeed_mm.data.registry import find_data_sets
+from mindspeed_mm.data.loading.build import open_rows_of
+from mindspeed_mm.data.loading.checking import check_rows
+from mindspeed_mm.data.sources.files import DataEntry, RowSource
+from mindspeed_mm.data.sources.registry import find_data_sets
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.unit.data.data_rows import talk
 

@@ -13,9 +13,9 @@ import torch
 
 from mindspeed_mm.configs.data_config import DataConfig, DatasetAttr
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.files import DataEntry
-from mindspeed_mm.data.providers import data_json_provider
-from mindspeed_mm.data.row_forms import recognise
+from mindspeed_mm.data.loading.providers import data_json_provider
+from mindspeed_mm.data.sources.files import DataEntry
+from mindspeed_mm.data.sources.row_forms import recognise
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import BadSample, DataError
 from tests.support.runs import run_of

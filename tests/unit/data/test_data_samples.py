@@ -12,8 +12,8 @@ from PIL import Image
 
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen
-from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.data.conversation.tokens import Tokenizer
+from mindspeed_mm.data.media.media import Foreseen
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.unit.data.data_rows import talk, targets, turn
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.named_templates import TEMPLATES
-from mindspeed_mm.data.targets import find_turns
-from mindspeed_mm.data.templates import ChatTemplate
+from mindspeed_mm.data.conversation.named_templates import TEMPLATES
+from mindspeed_mm.data.conversation.targets import find_turns
+from mindspeed_mm.data.conversation.templates import ChatTemplate
 from mindspeed_mm.utils.errors import DataError
 from tests.unit.data.conftest import CHATML_VL, MARKED, NO_PROMPT, PLAIN, SPECIAL, THINKING
 from tests.unit.data.data_rows import talk, targets, turn

@@ -13,8 +13,8 @@ from PIL import Image
 
 from mindspeed_mm.configs.data_config import DataConfig, DatasetParam
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.media import Geometry
-from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.data.conversation.tokens import Tokenizer
+from mindspeed_mm.data.media.media import Geometry
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.clips import write_clip

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindspeed_mm.data.containers import open_container, packets_of
-from mindspeed_mm.data.frames import FrameSource
-from mindspeed_mm.data.media import DecodedVideo, MediaRef
-from mindspeed_mm.data.media_files import find_media
-from mindspeed_mm.data.video import FrameRule, VideoFacts, VideoLength, look_video, plan_frames, read_clip
+from mindspeed_mm.data.media.containers import open_container, packets_of
+from mindspeed_mm.data.media.frames import FrameSource
+from mindspeed_mm.data.media.media import DecodedVideo, MediaRef
+from mindspeed_mm.data.media.media_files import find_media
+from mindspeed_mm.data.media.video import FrameRule, VideoFacts, VideoLength, look_video, plan_frames, read_clip
 from mindspeed_mm.utils.errors import BadSample
 from tests.support.clips import numbered_frame, read_number, real_clips, write_clip
 
@@ -255,7 +255,7 @@ def test_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             time.sleep(0.02)
             yield packet
 
-    monkeypatch.setattr("mindspeed_mm.data.containers.packets_of", slow)
+    monkeypatch.setattr("mindspeed_mm.data.media.containers.packets_of", slow)
     with pytest.raises(BadSample, match=r"longer than 0\.1 s") as raised:
         read_clip(file, facts, plan_frames(facts, _rule()), (128, 64), 0.1)
     assert raised.value.reason == "video takes too long" and str(path) in str(raised.value)

@@ -32,7 +32,7 @@ from torch.utils.data import (
 
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data import build_mm_dataloader
-from mindspeed_mm.data.providers import RunData, build_run_data
+from mindspeed_mm.data.loading.providers import RunData, build_run_data
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from tests.support.runs import run_of

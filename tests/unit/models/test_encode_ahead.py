@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.data.loading.counting import CountingIterator
 from mindspeed_mm.models.generation import sample_encoder as sora_encode
 from mindspeed_mm.models.generation.prefetch import PrefetchEncoder
 from mindspeed_mm.utils.log import forget_notices

@@ -15,9 +15,9 @@ from torch import nn
 from mindspeed_mm.checkpoint.hf_export import export_from
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.configs.data_config import PreprocessParameters
-from mindspeed_mm.data.audio import SoundFacts, SoundRule
-from mindspeed_mm.data.media import DecodedVideo
-from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.data.conversation.tokens import Tokenizer
+from mindspeed_mm.data.media.audio import SoundFacts, SoundRule
+from mindspeed_mm.data.media.media import DecodedVideo
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for

@@ -18,9 +18,9 @@ from transformers import AutoProcessor
 
 from mindspeed_mm.configs.data_config import DatasetParam, PreprocessParameters
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.collate import Collator
-from mindspeed_mm.data.media import DecodedVideo, Geometry
-from mindspeed_mm.data.tokens import Tokenizer
+from mindspeed_mm.data.conversation.tokens import Tokenizer
+from mindspeed_mm.data.loading.collate import Collator
+from mindspeed_mm.data.media.media import DecodedVideo, Geometry
 from mindspeed_mm.models.common.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError

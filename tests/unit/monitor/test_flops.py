@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.counting import CountingIterator
+from mindspeed_mm.data.loading.counting import CountingIterator
 from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.transformers_model import TransformersModel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
-from mindspeed_mm.data.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.watch import Watch

@@ -17,11 +17,11 @@ import pytest
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.containers import open_container
 from mindspeed_mm.data.generation import captions
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.table_files import ParquetFile
-from mindspeed_mm.data.usable import require_media_packages
+from mindspeed_mm.data.loading.usable import require_media_packages
+from mindspeed_mm.data.media.containers import open_container
+from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.sources.table_files import ParquetFile
 from mindspeed_mm.tasks.generation import inference
 from mindspeed_mm.tasks.generation.outputs import read_frames
 from mindspeed_mm.tools import convert, data_check

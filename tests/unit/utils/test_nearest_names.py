@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_mm.configs.data_config import DatasetAttr
-from mindspeed_mm.data.turns import missing_column
+from mindspeed_mm.data.conversation.turns import missing_column
 from mindspeed_mm.utils.errors import did_you_mean, nearest_names
 
 GOOD = [

@@ -22,11 +22,11 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig, check_loc
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.adapter import check_model_path
-from mindspeed_mm.data.contents import _named
+from mindspeed_mm.data.conversation.contents import _named
+from mindspeed_mm.data.conversation.messages import RowFault, short_repr
 from mindspeed_mm.data.generation.annotations import read_annotation
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.media_files import find_media
-from mindspeed_mm.data.messages import RowFault, short_repr
+from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.media.media_files import find_media
 from mindspeed_mm.utils.errors import ConfigError, MMError
 from mindspeed_mm.utils.text import shorten
 

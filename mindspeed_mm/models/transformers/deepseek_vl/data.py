@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media import Foreseen, Geometry
 
 
 class FixedTokensAdapter(DefaultAdapter):

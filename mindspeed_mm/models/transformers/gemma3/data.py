@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media import Foreseen, Geometry
 
 _PATCHES_PER_TOKEN = 16
 _CROP_RULES = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")

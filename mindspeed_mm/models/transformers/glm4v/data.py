@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.data.adapter import TICKS, in_ticks
-from mindspeed_mm.data.media import Foreseen, Geometry
-from mindspeed_mm.data.media_reader import MediaLimits
+from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media_reader import MediaLimits
 from mindspeed_mm.models.transformers.qwen3_vl.data import TimedVideoAdapter
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media import Foreseen, Geometry
 from mindspeed_mm.utils.errors import ConfigError
 
 

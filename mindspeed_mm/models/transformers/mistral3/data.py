@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media import Foreseen, Geometry
 
 
 class RowsOfPatchesAdapter(DefaultAdapter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import DecodedVideo
+from mindspeed_mm.data.media.media import DecodedVideo
 
 
 class OmniAdapter(DefaultAdapter):

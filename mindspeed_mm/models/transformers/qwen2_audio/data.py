@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
-from mindspeed_mm.data.media_reader import MediaLimits
+from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media_reader import MediaLimits
 
 # A single token is what stood for a sound before processors wrote them all, and the model would take it for that.
 _LEAST_FRAMES = 7

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.media import Foreseen, Geometry
-from mindspeed_mm.data.media_reader import MediaLimits
+from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media_reader import MediaLimits
 
 
 class Qwen3ASRAdapter(DefaultAdapter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_mm.data.media_reader import MediaLimits
+from mindspeed_mm.data.media.media_reader import MediaLimits
 from mindspeed_mm.models.transformers.qwen2_5_omni.data import OmniAdapter
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_mm.data.adapter import TICKS, DefaultAdapter, in_ticks
-from mindspeed_mm.data.media import Foreseen, Geometry
+from mindspeed_mm.data.media.media import Foreseen, Geometry
 
 
 class TimedVideoAdapter(DefaultAdapter):

@@ -12,9 +12,9 @@ import torch
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
-from mindspeed_mm.data.encode import TOO_LONG, MediaSource, PlannedMedium, Prepared, TokenSample
-from mindspeed_mm.data.media import MediaRef
-from mindspeed_mm.data.records import Conversation, Message
+from mindspeed_mm.data.conversation.encode import TOO_LONG, MediaSource, PlannedMedium, Prepared, TokenSample
+from mindspeed_mm.data.conversation.records import Conversation, Message
+from mindspeed_mm.data.media.media import MediaRef
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import notice

@@ -13,12 +13,12 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.generation_data import GenerationDataloaderParam
 from mindspeed_mm.data import build_mm_dataloader
-from mindspeed_mm.data.batching import Batching, build_planner
-from mindspeed_mm.data.counting import CountingIterator, drop_host_fields
 from mindspeed_mm.data.generation.buckets import Bucket, BucketTable
 from mindspeed_mm.data.generation.collate import collate
-from mindspeed_mm.data.media import SampleSize
-from mindspeed_mm.data.plan import FILLER, BatchLayout
+from mindspeed_mm.data.loading.counting import CountingIterator, drop_host_fields
+from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.plan.batching import Batching, build_planner
+from mindspeed_mm.data.plan.plan import FILLER, BatchLayout
 from mindspeed_mm.utils.sample_random import sample_key
 
 TABLE = BucketTable([Bucket(9, 32, 64), Bucket(9, 64, 32), Bucket(5, 32, 64), Bucket(1, 32, 64)])

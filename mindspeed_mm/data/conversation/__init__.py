@@ -1,0 +1,1 @@
+"""Conversations: from the columns of a row to token ids and targets."""

@@ -1,0 +1,1 @@
+"""Media of rows: what their headers say, and what they are decoded to."""

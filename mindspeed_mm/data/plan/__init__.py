@@ -1,0 +1,1 @@
+"""Which samples make up each global batch: order, packs, balance."""

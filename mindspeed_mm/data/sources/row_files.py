@@ -1,0 +1,69 @@
+"""Open data files by their content."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mindspeed_mm.data.sources.csv_file import CsvFile
+from mindspeed_mm.data.sources.json_rows import RowBounds, find_lines, find_objects, json_shape
+from mindspeed_mm.data.sources.table_files import ArrowFile, ParquetFile, is_arrow_stream
+from mindspeed_mm.data.sources.text_rows import BAD_ROW, RowFile, TextFile
+from mindspeed_mm.utils.errors import BadSample, DataError
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+
+
+class JsonFile(TextFile):
+    """Rows of a json or jsonl file: one object a line, an array of objects, or objects one after the other."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        shape = json_shape(path)
+        if shape is None:
+            raise DataError(f"{path}: expected JSON rows")
+        self._shape = shape
+        self._position = shape.begin
+
+    def _find(self, position: int) -> tuple[RowBounds, int | None] | None:
+        return find_lines(self.path, position) if self._shape.by_line else (find_objects(self.path, self._shape), None)
+
+    def where(self, index: int) -> str:
+        """Name a row: by its line where rows are lines."""
+        return super().where(index) if self._shape.by_line else f"{self.path}, row {index + 1}"
+
+    def _parse(self, text: bytes, index: int) -> dict[str, Any]:
+        try:
+            value = json.loads(text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            what = f"not UTF-8 ({error.reason} at byte {error.start} of the row)"
+            raise BadSample(f"{self.where(index)}: {what}", BAD_ROW) from None
+        except ValueError as error:
+            raise BadSample(f"{self.where(index)}: not valid JSON: {error}; found {text[:60]!r}", BAD_ROW) from None
+        if not isinstance(value, dict):
+            found = f"expected an object, found {type(value).__name__} {text[:60]!r}"
+            raise BadSample(f"{self.where(index)}: {found}", BAD_ROW)
+        return value
+
+
+def open_rows(path: str) -> RowFile:
+    """Open a data file by its content, whatever its suffix.
+
+    Raises:
+        DataError: Unreadable or unknown content.
+    """
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(16)
+    except OSError as error:
+        raise DataError(f"{path}: can't be opened: {error.strerror or error}") from None
+    if magic.startswith(b"PAR1"):
+        return ParquetFile(path)
+    if magic.startswith(b"ARROW1") or is_arrow_stream(magic):
+        return ArrowFile(path)
+    for signature, name in _COMPRESSED.items():
+        if magic.startswith(signature):
+            raise DataError(
+                f"{path}: this is a {name} file; expected json, jsonl, csv, parquet or arrow, not compressed"
+            )
+    return CsvFile(path) if json_shape(path) is None else JsonFile(path)
