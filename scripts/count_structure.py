@@ -72,7 +72,7 @@ MODEL_NAMES = {"model", "chunk", "wrapped", "unwrapped", "inner", "user_model", 
 #: `as_trainable` asks a model for everything that it may lack
 MODEL_CONTRACT = "models/contract.py"
 #: files whose `model` is a library's, which is used and not trained
-FROZEN_MODELS = ("models/ae/", "models/text_encoder/", "tasks/generation/")
+FROZEN_MODELS = ("models/generation/ae/", "models/generation/text_encoder/", "tasks/generation/")
 #: environment variables of a launcher, the one module that reads them, and the table that documents all variables
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 LAUNCHER_MODULES = ("utils/launch.py", "configs/environment.py")

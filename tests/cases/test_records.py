@@ -178,7 +178,8 @@ def test_d08_byte_order_mark_crlf_and_locale(data: Any, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
     code = (
         "from mindspeed_mm.configs.files import read_json\n"
-        "from mindspeed_mm.data.loading.build import open_rows_of; from mindspeed_mm.data.sources.registry import find_data_sets\n"
+        "from mindspeed_mm.data.loading.build import open_rows_of\n"
+        "from mindspeed_mm.data.sources.registry import find_data_sets\n"
         "from mindspeed_mm.configs.data_config import DataConfig\n"
         f"param = DataConfig.from_dict(read_json({str(tmp_path / 'data.json')!r})).dataset_param\n"
         "basic = param.basic_parameters\n"
