@@ -135,7 +135,7 @@ def test_a_count_finds_its_lines(counts: ModuleType, tmp_path: Path, name: str, 
         ("description-writes", "configs/arguments.py", WRITES),
         ("untyped-namespaces", "entry/pretrain.py", NAMESPACES),
         ("model-attributes", "models/contract.py", ATTRIBUTES),
-        ("model-attributes", "models/ae/build.py", ATTRIBUTES),
+        ("model-attributes", "models/generation/ae/build.py", ATTRIBUTES),
         ("launcher-reads", "utils/launch.py", LAUNCHER),
     ],
 )

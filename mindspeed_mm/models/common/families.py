@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "mindspeed_mm.models.transformers"
 #: reference to the traits of a causal language model without encoders
-TEXT = f"{PACKAGE}.family:TEXT_TRAITS"
+TEXT = "mindspeed_mm.models.common.family:TEXT_TRAITS"
 
 
 @dataclass(frozen=True)
