@@ -133,7 +133,7 @@ def test_ratios(tmp_path: Path) -> None:
 
 
 def test_headers_are_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_mm.data.media.media import media_reader
+    from mindspeed_mm.data.media import media_reader
 
     looked, image_size = [], media_reader.image_size
     monkeypatch.setattr(
