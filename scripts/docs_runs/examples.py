@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def names_of_snippets() -> dict[str, Any]:
     """What the classes and functions of the page lean on."""
     import transformers
 
-    from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin, adapt_class
+    from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
+    from mindspeed_mm.models.common.families import TEXT, Family
     from mindspeed_mm.models.common.family import TEXT_TRAITS
     from mindspeed_mm.models.common.modelzoo import ModelHub
     from mindspeed_mm.models.common.module import MultiModalModule
@@ -90,12 +92,12 @@ def names_of_snippets() -> dict[str, Any]:
     return {
         "__name__": "snippet",
         "transformers": transformers,
-        "HFLlama": transformers.LlamaForCausalLM,
         "ModelHub": ModelHub,
         "MultiModalModule": MultiModalModule,
         "FSDP2Mixin": FSDP2Mixin,
         "WeightInitMixin": WeightInitMixin,
-        "adapt_class": adapt_class,
+        "Family": Family,
+        "TEXT": TEXT,
         "TEXT_TRAITS": TEXT_TRAITS,
     }
 
@@ -104,13 +106,12 @@ def check_code(names: dict[str, Any], place: str, folder: Path) -> None:
     """What a snippet defines is what the page says that it is."""
     from mindspeed_mm.models.transformers_model import TransformersModel
 
-    hub = names["ModelHub"]
     if "Olmo2ForCausalLM" in names:
         hf = {"init_from_hf_path": str(folder / "runs/custom_model/olmo2"), "train_from_scratch": True}
         model = TransformersModel({**hf, "model_id": "my_olmo2"})
         right = isinstance(model.model, names["Olmo2ForCausalLM"])
-    elif "LlamaForCausalLM" in names:
-        right = hub.MODEL_MAPPINGS.get("llama") is names["LlamaForCausalLM"]
+    elif "FAMILY" in names:
+        right = any(replace(names["FAMILY"], package=known.package) == known for known in records())
     elif "CustomModel" in names:
         right = isinstance(names["CustomModel"]({"width": 8}), names["FSDP2Mixin"])
     elif "_fully_shard" in names:
@@ -121,6 +122,13 @@ def check_code(names: dict[str, Any], place: str, folder: Path) -> None:
         raise DocumentError(
             f"{place}: what it defines is not what the page says; scripts/docs_runs/examples.py checks it"
         )
+
+
+def records() -> list[Any]:
+    """The records of the families that are folders of the package."""
+    from mindspeed_mm.models.common.families import family_folders, find_family
+
+    return [find_family(name) for name in family_folders()]
 
 
 def sharded_units(plan: Any, folder: Path) -> list[str]:
