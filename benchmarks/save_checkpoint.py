@@ -72,7 +72,7 @@ def measure(folder: Path, layers: int, saves: int) -> None:
 
     from mindspeed_mm.checkpoint.saver import CheckpointSaver
     from mindspeed_mm.checkpoint.snapshot import Snapshots
-    from mindspeed_mm.parallel.dims import Dims
+    from mindspeed_mm.configs.dims import Dims
     from mindspeed_mm.parallel.meshes import parameter_mesh
     from mindspeed_mm.parallel.world import start_world
 

@@ -21,7 +21,7 @@ from mindspeed_mm.utils.log import logger
 if TYPE_CHECKING:
     from torch import nn
 
-    from mindspeed_mm.parallel.dims import Dims
+    from mindspeed_mm.configs.dims import Dims
 
 
 def asks_for_dry_run(words: Sequence[str]) -> bool:
@@ -91,11 +91,11 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     import torch
 
     from mindspeed_mm.backends.fsdp2 import call_provider, with_precision
-    from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.contract import as_shardable
 
     path = run.parallel.fsdp2_config_path
+    assert run.fsdp2 is not None, "the run is described for this backend"
     context = BuildContext(
         load_weights=False,
         in_run=True,
@@ -105,7 +105,8 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         loss=run.loss,
         seq_length=run.batch.seq_length,
         fsdp2_config_path=path,
-        fsdp2=with_precision(load_fsdp2_config(path), run.precision),
+        fsdp2=with_precision(run.fsdp2, run.precision),
+        dims=run.dims,
     )
     with build_context(context):
         with torch.device("meta"):
@@ -122,14 +123,8 @@ def _megatron_outline(run: Run) -> dict[str, object]:
     """Plan the stages of the transformers model that model.json describes."""
     from mindspeed_mm import accelerator
     from mindspeed_mm.configs.vlm_config import VLMModelConfig
-    from mindspeed_mm.parallel.dims import Dims
 
-    parallel, described = run.parallel, run.model
-    dims = Dims.of(
-        run.launch.world_size,
-        pp=parallel.pipeline_model_parallel_size,
-        tp=parallel.tensor_model_parallel_size,
-    )
+    parallel, described, dims = run.parallel, run.model, run.dims
     if not isinstance(described, VLMModelConfig):
         return {"model": None, "layout": _layout(run, dims), "stages": None}
     accelerator.prepare_megatron()
@@ -149,7 +144,8 @@ def _stage(stage: object) -> dict[str, object]:
 
 
 def _layout(run: Run, dims: Dims) -> dict[str, object]:
-    return {"backend": run.parallel.backend, "world_size": run.launch.world_size, **dataclasses.asdict(dims)}
+    sizes = {**dataclasses.asdict(dims), "cp": dims.cp, "dp_replicate": dims.dp_replicate}
+    return {"backend": run.parallel.backend, "world_size": run.launch.world_size, **sizes}
 
 
 def _model_outline(model: nn.Module) -> dict[str, object]:

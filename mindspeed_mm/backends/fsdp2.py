@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.flags.model import PrecisionArguments
-from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.base_model import applies_flags
@@ -66,10 +66,12 @@ class FSDP2Backend:
     def setup(self, run: Run) -> None:
         """Start the process group, seed, and read fsdp2.yaml."""
         self.described = run
-        self.config = with_precision(load_fsdp2_config(run.parallel.fsdp2_config_path), run.precision)
+        assert run.fsdp2 is not None, "the run is described for this backend"
+        self.config = with_precision(run.fsdp2, run.precision)
         self.compute_dtype = self.config.param_dtype or "fp32"
         self.world = start_world(
             run.parallel.distributed_backend,
+            run.dims,
             timeout_minutes=run.parallel.distributed_timeout_minutes,
             needs_cpu_tensors=self.config.offload_to_cpu,
         )
@@ -77,8 +79,7 @@ class FSDP2Backend:
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16",
-            data_parallel_size=self.world.batch.size,
-            group=self.world.batch.group,
+            ranks=self.world.gradients,
         )
         self._conversions: list[Any] | None = None
 
@@ -106,6 +107,8 @@ class FSDP2Backend:
                 run.parallel.recompute_granularity, run.parallel.recompute_method, run.parallel.recompute_num_layers
             ),
             fsdp2=self.config,
+            dims=run.dims,
+            world=self.world,
         )
         on_meta = run.parallel.init_model_with_meta_device
         accelerator.current().manual_seed(run.process.seed)
@@ -127,9 +130,9 @@ class FSDP2Backend:
             if not applies_flags(root := contract.sharded_module):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
             waiting = list(contract.waiting()) if load_weights else []
-            contract.fully_shard(self.world.batch.group, run.parallel.fsdp2_config_path)
+            contract.fully_shard(self.world.gradients.group, run.parallel.fsdp2_config_path)
         limit_waiting(run.parallel.distributed_timeout_minutes)
-        accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
+        accelerator.current().manual_seed(run.process.seed + 100003 * self.world.gradients.rank)
         self.model, self._contract = model, contract
         self._root = contract.sharded_module
         self._units = sharded_units(self._root)
@@ -206,8 +209,8 @@ class FSDP2Backend:
 
     def local_norm(self) -> torch.Tensor:
         """See `Executor`; gradients of parameters outside of FSDP are summed over ranks first."""
-        if self.world.batch.size > 1:
-            sum_plain_gradients(self._parameters, self.world.batch.group)
+        if self.world.gradients.size > 1:
+            sum_plain_gradients(self._parameters, self.world.gradients.group)
         dtype = accelerator.current().sum_dtype
         squared = local_squared_norm(self._parameters, self._copies, dtype)
         zero = torch.zeros((), dtype=dtype, device=self.world.device)

@@ -24,6 +24,7 @@ from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
 from mindspeed_mm.checkpoint.megatron.state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Parallel
 from mindspeed_mm.data.loading.counting import BatchCounts
@@ -39,7 +40,6 @@ from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import build_loss_scale
 from mindspeed_mm.optimizer.megatron import build_megatron_optimizer, step_busy_groups, sum_of_squares, trained_names
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_options
-from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.world import RankSet, World, limit_waiting, start_world
 from mindspeed_mm.utils.errors import ConfigError
@@ -133,8 +133,7 @@ class PTDBackend:
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
-            data_parallel_size=self.world.batch.size,
-            group=self.world.batch.group,
+            ranks=self.world.gradients,
         )
         self._connect_schedule()
         meta_model = self._meta_model
@@ -369,16 +368,20 @@ def world_of_megatron(world: World) -> World:
     """Return `world` with this process's ranks in Megatron's groups, which must be initialised."""
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    batch = RankSet(
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_group(),
+    )
     return replace(
         world,
         dims=Dims.of(world.size, pp=pp, tp=tp),
-        batch=RankSet(
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-            parallel_state.get_data_parallel_group(),
+        batch=batch,
+        gradients=batch,
+        tensor=RankSet(
+            parallel_state.get_tensor_model_parallel_rank(), tp, parallel_state.get_tensor_model_parallel_group()
         ),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
     )
 
 

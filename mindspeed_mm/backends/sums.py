@@ -148,6 +148,7 @@ class StepReducer:
             world: sums are taken over its rank set `sums`; its `host` has the same ranks.
         """
         self._sums, self._host = world.sums, world.host
+        self._counts_batches = world.counts_batches
         self._is_pair: dict[str, bool] = {}  # the same on all ranks: each metric, in the order of the device's vector
         self._media: list[str] = []
 
@@ -168,7 +169,7 @@ class StepReducer:
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
         ranks, rank = self._sums.size, self._sums.rank
-        values = [sums.sums, sums.means, has_new, stop_requested]
+        values = [sums.sums, self._means(sums), has_new, stop_requested]
         values += [getattr(counts, name) for name in _SUMMED]
         values += [counts.media.get(kind, 0) for kind in self._media]
         waits, costs = [0.0] * ranks, [0.0] * ranks
@@ -206,12 +207,16 @@ class StepReducer:
         Raises:
             ConfigError: the loss function returned a sum in one micro-batch and a mean in another.
         """
-        host = torch.tensor([sums.sums, sums.means], dtype=torch.float64)
+        host = torch.tensor([sums.sums, self._means(sums)], dtype=torch.float64)
         device, host = self._sum(torch.stack([sums.loss, sums.denominator]), host)
         with_sum, means = host.tolist()
         _refuse_sums_and_means(with_sum, means)
         loss, denominator = device.tolist()
         return loss, denominator if denominator <= 0 or not means else means
+
+    def _means(self, sums: StepSums) -> int:
+        """Return how many micro-batches' means this rank adds: context-parallel ranks have parts of the same ones."""
+        return sums.means if self._counts_batches else 0
 
     def _sum(self, device: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both vectors, summed over all ranks."""

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.scalars import read_bool, read_int
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Section, Size, build_section
-from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
@@ -96,9 +95,30 @@ class Fsdp2Config(Section):
         description="ours: reduce gradients once a step instead of once a micro-batch; "
         "every rank then holds whole unsharded gradients in between",
     )
-    expert_parallel_size: Count = Field(1, description="must be 1: expert parallelism is not there yet")
-    moe_modules: Paths | None = Field(None, description="no effect here: expert parallelism is not there yet")
-    reshard_local_experts: Bool = Field(True, description="no effect here: expert parallelism is not there yet")
+    expert_parallel_size: Count = Field(
+        1, description="ranks that split the experts of a layer; also --expert-model-parallel-size"
+    )
+    moe_modules: Paths | None = Field(
+        None, description="module paths of the experts; null = all modules of experts that transformers knows"
+    )
+    reshard_local_experts: Bool = Field(
+        True,
+        description="true = shard each rank's experts further, over all ranks that have the same ones; false = keep "
+        "them whole; ep_fsdp_size sets the number of ranks",
+    )
+    ep_fsdp_size: Count | None = Field(
+        None, description="ours: ranks that shard each rank's experts further; null = as reshard_local_experts says"
+    )
+    tp_colwise: Paths | None = Field(
+        None,
+        description="ours: module paths of linear layers whose outputs tensor-parallel ranks split; null = the "
+        "family's own",
+    )
+    tp_rowwise: Paths | None = Field(
+        None,
+        description="ours: module paths of linear layers whose inputs tensor-parallel ranks split; null = the "
+        "family's own",
+    )
     align_fsdp_param_groups: Bool = Field(
         False, description="no effect here: FSDP2 units take parameters of any kind and size"
     )
@@ -108,6 +128,13 @@ class Fsdp2Config(Section):
     def file(self) -> str:
         """What messages call the file that this was read from."""
         return self._file
+
+    @property
+    def expert_sharding_size(self) -> int | None:
+        """Number of ranks that shard each rank's experts further; None: all that have the same experts."""
+        if self.ep_fsdp_size is not None:
+            return self.ep_fsdp_size
+        return None if self.reshard_local_experts else 1
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> Fsdp2Config:
@@ -125,12 +152,7 @@ class Fsdp2Config(Section):
         file = file or "fsdp2.yaml"
         config, _ = build_section(cls, {} if mapping is None else mapping, file, "fsdp2.yaml", kind="fsdp2")
         config._file = file
-        if config.expert_parallel_size > 1:
-            raise ConfigError(
-                f"{file}: 'expert_parallel_size' is {config.expert_parallel_size}; expert parallelism is not there "
-                "yet, write 1 (experts are then sharded like every other parameter)"
-            )
-        for key in ("moe_modules", "reshard_local_experts", "align_fsdp_param_groups"):
+        for key in ("align_fsdp_param_groups",):
             if key in config.model_fields_set:
                 notice(f"{file}: '{key}' has {cls.model_fields[key].description}", key=f"fsdp2:{key}")
         if config.pin_memory and not config.offload_to_cpu:

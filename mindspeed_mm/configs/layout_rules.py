@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.distributed import NO_SELECTIVE_RECOMPUTE
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of, backends_of
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 _PARALLEL_SIZES = {
@@ -14,7 +17,17 @@ _PARALLEL_SIZES = {
     "expert_model_parallel_size": "expert parallelism",
     "expert_tensor_parallel_size": "expert parallelism",
 }
-_ON_NO_BACKEND = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_NOT_ON_FSDP2 = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_SPREADS = "fsdp2.yaml's sharding_size spreads the model over ranks"
+_CONTEXT_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo")
+_NOT_ON_MEGATRON = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def settle_layout(args: ParsedFlags) -> None:
@@ -39,9 +52,57 @@ def settle_layout(args: ParsedFlags) -> None:
 
 def data_parallel_size(args: ParsedFlags) -> int:
     """Return how many ranks read rows of their own; at least 1, also where the sizes don't fit (see `check_layout`)."""
-    if backend_of(args) != "ptd":
-        return args.world_size
     return max(1, args.world_size // _model_parallel_size(args))
+
+
+def dims_of(args: ParsedFlags, fsdp2: Fsdp2Config | None) -> Dims:
+    """Return the sizes of the parallelisms of a launch.
+
+    Args:
+        args: flags that have passed `check_layout`.
+        fsdp2: fsdp2.yaml; None on the Megatron backend.
+
+    Raises:
+        ConfigError: sizes that don't fit the number of processes, or flags and file that disagree.
+    """
+    tensor = args.tensor_model_parallel_size
+    if fsdp2 is None:
+        return Dims.of(args.world_size, pp=args.pipeline_model_parallel_size, tp=tensor)
+    experts = _expert_parallel_size(args, fsdp2)
+    ring, ulysses = context_parallel_sizes(args)
+    return Dims.of(
+        args.world_size,
+        ring=ring,
+        ulysses=ulysses,
+        tp=tensor,
+        ep=experts,
+        ep_shard=fsdp2.expert_sharding_size,
+        sharding_size=fsdp2.sharding_size,
+        where=fsdp2.file,
+    )
+
+
+def context_parallel_sizes(args: ParsedFlags) -> tuple[int, int]:
+    """Return the sizes of the ring and of Ulysses, whose product is --context-parallel-size."""
+    size, algorithm = args.context_parallel_size, args.context_parallel_algo
+    if algorithm == "ulysses_cp_algo":
+        return 1, size
+    if algorithm == "megatron_cp_algo":
+        return size, 1
+    ulysses = args.ulysses_degree_in_cp or 1
+    return size // ulysses, ulysses
+
+
+def _expert_parallel_size(args: ParsedFlags, fsdp2: Fsdp2Config) -> int:
+    flag, key = args.expert_model_parallel_size, fsdp2.expert_parallel_size
+    if flag > 1 and key > 1 and flag != key:
+        raise ConfigError(
+            f"--expert-model-parallel-size is {flag}, and {fsdp2.file}'s expert_parallel_size is {key}; write one of "
+            "the two, or the same number in both"
+        )
+    if key > 1:
+        raise ConfigError(f"{fsdp2.file}: expert_parallel_size is {key}; expert parallelism is not there yet, write 1")
+    return max(flag, key)
 
 
 def check_layout(args: ParsedFlags) -> list[str]:
@@ -59,18 +120,38 @@ def check_layout(args: ParsedFlags) -> list[str]:
 
 
 def _sizes_of_fsdp2(args: ParsedFlags) -> list[str]:
-    instead = "fsdp2.yaml's sharding_size spreads the model over ranks"
-    return [
-        f"{_spelled(name)} {size}: the FSDP2 backend has no {what} yet; set it to 1 ({instead})"
-        for name, what in _PARALLEL_SIZES.items()
+    problems = [
+        f"{_spelled(name)} {size}: the FSDP2 backend has no {_PARALLEL_SIZES[name]}; set it to 1 ({_SPREADS})"
+        for name in _NOT_ON_FSDP2
         if (size := getattr(args, name)) is not None and size > 1
     ]
+    size, algorithm, ulysses = args.context_parallel_size, args.context_parallel_algo, args.ulysses_degree_in_cp
+    if size > 1 and algorithm not in _CONTEXT_ALGORITHMS:
+        problems.append(
+            f"--context-parallel-algo {algorithm} is not there; expected one of {', '.join(_CONTEXT_ALGORITHMS)}"
+        )
+    elif size > 1 and algorithm == "hybrid_cp_algo" and (ulysses is None or size % ulysses):
+        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        found = "it is absent" if ulysses is None else f"found {ulysses}"
+        problems.append(
+            f"--context-parallel-algo hybrid_cp_algo needs --ulysses-degree-in-cp, a divisor of "
+            f"--context-parallel-size {size}: one of {fitting}; {found}"
+        )
+    model_size = _model_parallel_size(args)
+    if not problems and args.world_size % model_size:
+        fitting = ", ".join(str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0)
+        problems.append(
+            f"{args.world_size} process{'es' if args.world_size > 1 else ''} can't be split into groups of "
+            f"{model_size} (--tensor-model-parallel-size {args.tensor_model_parallel_size} × --context-parallel-size "
+            f"{size}); start a multiple of {model_size} processes, or choose sizes whose product is one of {fitting}"
+        )
+    return problems
 
 
 def _sizes_of_megatron(args: ParsedFlags) -> list[str]:
     problems = [
         f"{_spelled(name)} {size}: the Megatron backend has no {_PARALLEL_SIZES[name]} yet; set it to 1"
-        for name in _ON_NO_BACKEND
+        for name in _NOT_ON_MEGATRON
         if (size := getattr(args, name)) is not None and size > 1
     ]
     model_size = _model_parallel_size(args)
@@ -86,6 +167,8 @@ def _sizes_of_megatron(args: ParsedFlags) -> list[str]:
 
 
 def _model_parallel_size(args: ParsedFlags) -> int:
+    if backend_of(args) == "fsdp2":
+        return args.tensor_model_parallel_size * args.context_parallel_size
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size
 
 

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.argument_rules import ScheduleLengths, check_schedule, schedule_lengths
 from mindspeed_mm.configs.config import MMConfig
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.flags.model import LossArguments, PrecisionArguments, ProcessArguments
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.flags.training import TrainingArguments
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.layout_rules import dims_of
 from mindspeed_mm.configs.packing import asks_for_packing
 from mindspeed_mm.configs.run_sections import Batch, OptimizerConfig, Parallel, ScheduleConfig, pick
 from mindspeed_mm.configs.sections import raise_all
@@ -43,6 +46,8 @@ class Run:
         model: model.json, typed; None: the script brings a model of its own.
         data: data.json, typed; None: the script brings data of its own.
         tools: tools.json.
+        fsdp2: fsdp2.yaml; None on the Megatron backend.
+        dims: sizes of the parallelisms.
         files: the files as they are written: `files.model`, `files.data`, `files.tool`, those that were given.
         trust_remote_code: whether code that comes with a directory may run, for model, processor and tokenizer alike.
         own_flags: attribute → value of the flags that the script has added.
@@ -52,6 +57,8 @@ class Run:
     model: ModelConfig | None
     data: RunDataConfig | None
     tools: ToolsConfig
+    fsdp2: Fsdp2Config | None
+    dims: Dims
     files: MMConfig
     process: ProcessArguments
     parallel: Parallel
@@ -108,13 +115,20 @@ def build_run(
     data: RunDataConfig | None,
     own_flags: Mapping[str, object],
 ) -> Run:
-    """Build the description from flags and files; `args` has been checked (`configs.arguments.validate_args`)."""
+    """Build the description from flags and files; `args` has been checked (`configs.arguments.validate_args`).
+
+    Raises:
+        ConfigError: fsdp2.yaml can't be honoured, or the sizes of the parallelisms don't fit.
+    """
+    fsdp2 = load_fsdp2_config(args.fsdp2_config_path) if backend == "fsdp2" else None
     packs = args.use_txt_dynamic_batching or asks_for_packing(getattr(files, "data", None))
     return Run(
         launch=launch,
         model=model,
         data=data,
         tools=ToolsConfig.from_dict(getattr(files, "tool", None) or {}),
+        fsdp2=fsdp2,
+        dims=dims_of(args, fsdp2),
         files=files,
         process=pick(ProcessArguments, args),
         parallel=pick(Parallel, args, backend=backend),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.optimizer.loss_scale import LossScale
+from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.log import notice
 
 Number: TypeAlias = float | torch.Tensor
@@ -33,18 +34,16 @@ class BackwardFactor:
         is_agreed: whether all ranks know the estimate; False until a run's first step.
     """
 
-    def __init__(
-        self, loss_scale: LossScale, *, estimates: bool, data_parallel_size: int, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, loss_scale: LossScale, *, estimates: bool, ranks: RankSet | None = None) -> None:
         """
         Args:
             loss_scale: loss scale of the run.
             estimates: whether the run computes in float16; False: the factor is the loss scale alone.
-            data_parallel_size: number of data-parallel ranks.
-            group: process group of the data-parallel ranks.
+            ranks: the ranks that add losses of different tokens; None: this process alone.
         """
         self._loss_scale, self._estimates = loss_scale, estimates
-        self._ranks, self._group = data_parallel_size, group
+        self._ranks = 1 if ranks is None else ranks.size
+        self._group = None if ranks is None else ranks.group
         self._divisor: Number | None = None
         self._micro_batches = 1
         self._is_mean = False

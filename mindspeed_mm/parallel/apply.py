@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
-from mindspeed_mm.parallel.dims import Dims
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
 Parallelism: TypeAlias = Literal["tensor", "experts", "context", "recompute", "compile", "fully_shard"]

@@ -282,7 +282,7 @@ class Sharded:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from mindspeed_mm.parallel.dims import Dims
+        from mindspeed_mm.configs.dims import Dims
         from mindspeed_mm.parallel.meshes import parameter_mesh
         from mindspeed_mm.parallel.world import start_world
 

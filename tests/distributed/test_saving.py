@@ -65,7 +65,7 @@ class Trained:
 
         from mindspeed_mm.checkpoint.saver import CheckpointSaver
         from mindspeed_mm.checkpoint.snapshot import Snapshots
-        from mindspeed_mm.parallel.dims import Dims
+        from mindspeed_mm.configs.dims import Dims
         from mindspeed_mm.parallel.meshes import parameter_mesh
         from mindspeed_mm.parallel.world import start_world
 

@@ -65,8 +65,8 @@ def test_fsdp2_model_layout_units_and_notices(
     words = ("--use-torch-fsdp2", "--fsdp2-config-path", "fsdp2.yaml", "--world-size", "8", "--log-params-norm")
     found = answer(VLM, model, capsys, *words)
     assert found["layout"] == {
-        **{"backend": "fsdp2", "world_size": 8, "pp": 1, "tp": 1, "cp": 1, "ep": 1},
-        **{"dp_replicate": 2, "dp_shard": 4},
+        **{"backend": "fsdp2", "world_size": 8, "pp": 1, "dp": 8, "tp": 1, "ep": 1, "ep_shard": 1},
+        **{"cp": 1, "ring": 1, "ulysses": 1, "dp_replicate": 2, "dp_shard": 4},
     }
     assert found["units"] == [f"model.language_model.layers.{n}" for n in range(len(found["units"]))]
     assert found["recomputed"] == ["model.visual.blocks.0"] and found["ignored"] == []

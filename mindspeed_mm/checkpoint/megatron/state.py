@@ -78,7 +78,7 @@ class MegatronState:
         self._shapes = None
         if meta_model is not None:
             self._shapes = {n: tuple(p.shape) for n, p in persistent_tensors(meta_model).items()}
-        self._local = local_parameters(chunks, self._shapes, world.tensor_rank, world.dims.tp)
+        self._local = local_parameters(chunks, self._shapes, world.tensor.rank, world.dims.tp)
         self._layout = {"tensor": world.dims.tp, "pipeline": world.dims.pp}
         self._known = _Known()
         self._optimizer: Any = None
@@ -180,7 +180,7 @@ class MegatronState:
         """Gather the tensors of all ranks; a collective."""
         spread, mains = is_spread(self._optimizer), self._mains()
         own = _Known()
-        if self._world.tensor_rank == 0 and (spread or self._world.batch.rank == 0):
+        if self._world.tensor.rank == 0 and (spread or self._world.batch.rank == 0):
             for p in self._local:
                 own.shapes |= {s: self._shapes[s] if self._shapes else p.size for s in p.made.sources}
                 if p.param in mains:
@@ -221,7 +221,7 @@ class MegatronState:
             self._local,
             self._mains(),
             spread=self._optimizer is not None and is_spread(self._optimizer),
-            tensor_rank=self._world.tensor_rank,
+            tensor_rank=self._world.tensor.rank,
             data_rank=self._world.batch.rank,
             data_size=self._world.batch.size,
         )

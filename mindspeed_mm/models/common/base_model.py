@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
@@ -22,9 +24,8 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
-from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
-from mindspeed_mm.parallel.meshes import ParameterMeshes, own_mesh, parameter_mesh
+from mindspeed_mm.parallel.meshes import ParameterMeshes, build_meshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.units import whole_units
@@ -101,7 +102,7 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         module = self._module()
         check_paths(module, config, self._keys_with_paths())
-        dims = Dims.of(world_size, sharding_size=config.sharding_size, where=config.file)
+        dims = (current_build_context().dims or Dims(dp=world_size)).with_sharding(config.sharding_size, config.file)
         patterns = config.sub_modules_to_wrap
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
@@ -126,9 +127,7 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
-        ranks = dist.get_world_size(process_group)
-        self._dims = Dims.of(ranks, sharding_size=config.sharding_size, where=config.file)
-        self.device_mesh = parameter_mesh(self._dims, process_group)
+        self._dims, self.device_mesh = _layout(process_group, config)
         ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         meshes = ParameterMeshes(self.device_mesh)
@@ -241,6 +240,17 @@ class FSDP2Mixin:
         if not isinstance(self, nn.Module):
             raise TypeError(f"{type(self).__name__} derives from FSDP2Mixin but is no torch.nn.Module")
         return self
+
+
+def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tuple[Dims, DeviceMesh]:
+    """Return the sizes and the mesh to shard over: those of the run, or outside of one those of a process group."""
+    world = current_build_context().world
+    if world is None or process_group not in (None, world.gradients.group):
+        dims = Dims(dp=dist.get_world_size(process_group)).with_sharding(config.sharding_size, config.file)
+        return dims, parameter_mesh(dims, process_group)
+    dims = world.dims.with_sharding(config.sharding_size, config.file)  # the model's class may override the file
+    is_own = world.meshes is None or dims != world.dims
+    return dims, (build_meshes(dims) if is_own or world.meshes is None else world.meshes).parameters
 
 
 def applies_flags(model: nn.Module) -> bool:

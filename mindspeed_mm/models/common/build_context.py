@@ -8,10 +8,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.parallel.recompute import BlockRecompute
 from mindspeed_mm.parallel.sizes import ParallelSizes
+from mindspeed_mm.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class BuildContext:
         fsdp2_config_path: fsdp2.yaml of the run, which `fsdp2` is the content of.
         sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
         loss_group: data-parallel ranks.
+        dims: sizes of the parallelisms of a run on the FSDP2 backend.
+        world: its processes; None in a dry run, where there are sizes only.
         recompute: what the flags say of recompute under FSDP2.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
@@ -44,6 +48,8 @@ class BuildContext:
     sizes: ParallelSizes | None = None
     pipeline_rank: int = 0
     loss_group: Any = None
+    dims: Dims | None = None
+    world: World | None = None
     recompute: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2: Fsdp2Config | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common import base_model
 from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags
@@ -21,7 +22,6 @@ from mindspeed_mm.parallel.apply import (
     ParallelStep,
     apply_parallelisms,
 )
-from mindspeed_mm.parallel.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
 FULL = BlockRecompute("full", "block", 1)
@@ -36,7 +36,7 @@ class Recorder(nn.Module, FSDP2Mixin):
 
     def _pre_fully_shard(self, process_group: Any, fsdp2_config_path: Any) -> tuple[dict[str, Any], Fsdp2Config]:
         self.calls.append("pre")
-        self._dims = Dims(dp_shard=2, ep=2)
+        self._dims = Dims(dp=2, dp_shard=2, ep=2)
         return {"reshard_after_forward": False}, Fsdp2Config()
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
