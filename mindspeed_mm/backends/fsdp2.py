@@ -26,7 +26,7 @@ from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.base_model import applies_flags
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
+from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
@@ -123,7 +123,7 @@ class FSDP2Backend:
                 (model,) = model
             contract = as_shardable(model)
             check_packing(model, run.batch)
-            tell_trained_in_evaluation_mode([model])
+            report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
             # tensors that a checkpoint may lack (--no-strict-load) must be initialised first
             contract.set_weights_come_later((waits or not load_weights) and not run.checkpoint.no_strict_load)

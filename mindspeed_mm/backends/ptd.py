@@ -29,7 +29,7 @@ from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Parallel
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
-from mindspeed_mm.models.common.modes import tell_trained_in_evaluation_mode
+from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.contract import Staged, as_staged
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -112,7 +112,7 @@ class PTDBackend:
             if self._meta_model is not None:
                 materialize_chunk(stage.model, self.world.device)
             check_packing(stage.model, run.batch)
-        tell_trained_in_evaluation_mode(chunks)
+        report_modules_trained_in_eval_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must read the same options

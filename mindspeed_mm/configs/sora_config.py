@@ -122,7 +122,8 @@ class TextEncoderConfig(Section):
     )
     max_length: Count | None = Field(
         None,
-        description="longest caption in tokens; absent = data.json's tokenizer_config.model_max_length, or the family's"
+        description="longest caption in tokens; absent = data.json's tokenizer_config.model_max_length, or the "
+        "family's",
     )
 
 

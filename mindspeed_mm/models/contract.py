@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.models.common.family import FamilyTraits
-from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -179,13 +179,13 @@ class Staged(Trainable):
         return None if build is None else build()
 
     @property
-    def made_of(self) -> Callable[[str], Made] | None:
-        """`made_of`: name of a parameter → the transformers' tensors that it is made of; None: not stated."""
-        return _stated(self.model, "made_of")
+    def param_mapping(self) -> Callable[[str], ParamMapping] | None:
+        """`param_mapping`: name of a parameter → the transformers' tensors that it is made of; None: not stated."""
+        return _stated(self.model, "param_mapping")
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """The transformers' tensors that a parameter is made of; its own name where the chunk knows none."""
-        return (name,) if self.made_of is None else self.made_of(name).sources
+        return (name,) if self.param_mapping is None else self.param_mapping(name).sources
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
         """`modalities_of`: the kinds of media that the tower of a parameter takes; (): it is of none."""

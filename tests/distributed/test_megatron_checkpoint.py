@@ -1,7 +1,7 @@
 """Weights, checkpoints and exports of the Megatron backend: any layout goes on from what any other has written.
 
-What a layout holds is put together here by other means than the package's: whole
-parameters over tensor-parallel ranks, split by `Made.split`; what data-parallel ranks own by Megatron's own maps.
+What a layout holds is put together here by other means than the package's: whole parameters over tensor-parallel ranks,
+split by `ParamMapping.split`; what data-parallel ranks own by Megatron's own maps.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Run:
         for chunk in self.chunks:
             for name, param in chunk.named_parameters():
                 param.data.fill_(torch.nan)
-                param.requires_grad_(not any(part in chunk.made_of(name).sources[0] for part in layout.frozen))
+                param.requires_grad_(not any(part in chunk.param_mapping(name).sources[0] for part in layout.frozen))
         if plain:
             self.chunks, seed = [chunk.text_decoder for chunk in self.chunks], None
         world = world_of_megatron(start_world("gloo"))
@@ -162,11 +162,11 @@ class Run:
             for name, param in chunk.named_parameters():
                 if not param.requires_grad:
                     continue
-                made, values = chunk.made_of(name), []
-                for source in made.sources:
+                mapping, values = chunk.param_mapping(name), []
+                for source in mapping.sources:
                     generator = torch.Generator().manual_seed(hash_of(f"{source} {number}"))
                     values.append(torch.randn(shapes[source], generator=generator))
-                whole = made.join(values)
+                whole = mapping.join(values)
                 if getattr(param, "tensor_model_parallel", False):
                     whole = whole.chunk(self.layout.tensor, dim=param.partition_dim)[self.tensor_rank]
                 param.main_grad.copy_(whole)
@@ -182,7 +182,7 @@ class Run:
         for chunk in self.chunks:
             for name, param in chunk.named_parameters():
                 dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
-                place = (chunk.made_of(name), tuple(param.shape), dim, self.tensor_rank)
+                place = (chunk.param_mapping(name), tuple(param.shape), dim, self.tensor_rank)
                 if param not in mains:
                     if not (self.layout.distributed and param.requires_grad):
                         own.append((*place, "", (0, param.numel()), param.detach().flatten().float().numpy()))
@@ -196,22 +196,22 @@ class Run:
         dist.all_gather_object(everyones, own)
         locals_: dict[Any, torch.Tensor] = {}
         whole: dict[str, torch.Tensor] = {}
-        for made, shape, dim, tensor_rank, kind, span, flat in (item for items in everyones for item in items):
+        for mapping, shape, dim, tensor_rank, kind, span, flat in (item for items in everyones for item in items):
             if span is None:
-                whole |= {f"optimizer.{source}.step": torch.tensor(flat) for source in made.sources}
+                whole |= {f"optimizer.{source}.step": torch.tensor(flat) for source in mapping.sources}
                 continue
-            local = locals_.setdefault((made, shape, dim, kind, tensor_rank), torch.full(shape, torch.nan))
+            local = locals_.setdefault((mapping, shape, dim, kind, tensor_rank), torch.full(shape, torch.nan))
             part = local.view(-1)[span[0] : span[1]]
             assert part.isnan().all() or torch.equal(part, torch.from_numpy(flat)), "replicas or copies differ"
             part.copy_(torch.from_numpy(flat))
         counts = {n: p.shape[0] for n, p in self.meta_model.named_parameters()}
-        for (made, shape, dim, kind, tensor_rank), local in locals_.items():
+        for (mapping, shape, dim, kind, tensor_rank), local in locals_.items():
             if tensor_rank:
                 continue
             if dim is not None:
-                parts = [locals_[made, shape, dim, kind, r] for r in range(self.layout.tensor)]
+                parts = [locals_[mapping, shape, dim, kind, r] for r in range(self.layout.tensor)]
                 local = torch.cat(parts, dim)
-            for source, value in zip(made.sources, made.split(local, [counts[s] for s in made.sources])):
+            for source, value in zip(mapping.sources, mapping.split(local, [counts[s] for s in mapping.sources])):
                 assert not value.isnan().any(), (source, kind)
                 whole[f"optimizer.{source}.{kind}" if kind else f"model.{source}"] = value
         return whole
@@ -222,7 +222,7 @@ class Run:
         for chunk in self.chunks:
             for name, param in chunk.named_parameters():
                 dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
-                found.append((chunk.made_of(name), dim, param.detach().clone()))
+                found.append((chunk.param_mapping(name), dim, param.detach().clone()))
         everyones: list[Any] = [None] * RANKS
         dist.all_gather_object(everyones, (self.tensor_rank, found))
         counts = {n: p.shape[0] for n, p in self.meta_model.named_parameters()}
@@ -230,10 +230,10 @@ class Run:
         by_rank: dict[int, list[Any]] = {}
         for rank, items in everyones:
             by_rank.setdefault(rank, []).extend(items)
-        for number, (made, dim, value) in enumerate(by_rank[0]):
+        for number, (mapping, dim, value) in enumerate(by_rank[0]):
             if dim is not None:
                 value = torch.cat([by_rank[r][number][2] for r in range(self.layout.tensor)], dim)
-            for source, part in zip(made.sources, made.split(value, [counts[s] for s in made.sources])):
+            for source, part in zip(mapping.sources, mapping.split(value, [counts[s] for s in mapping.sources])):
                 whole[f"model.{source}"] = part
         return whole
 
@@ -531,7 +531,7 @@ def weights_that_are_missing(folder: Path, hf_dir: Path) -> dict[str, Any]:
 
 
 def models_without_transformers(folder: Path, hf_dir: Path) -> dict[str, Any]:
-    """A chunk without `made_of` is resumed under its own names, where as many tensor-parallel ranks split it."""
+    """A chunk without `param_mapping` is resumed under its own names, where as many tensor-parallel ranks split it."""
     from mindspeed_mm.utils.errors import CheckpointError
 
     run = Run(hf_dir, LAYOUTS["TP2 DP2 distributed"], plain=True)

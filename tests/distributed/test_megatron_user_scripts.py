@@ -103,7 +103,8 @@ def train(folder: Path, pools: dict[int, RankPool], layout: str, run: str, scrip
 def test_a_users_model_goes_on_in_every_layout(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """Stages draw their own random weights, so that the layouts are compared from a checkpoint on.
 
-    How rows of a tensor-parallel parameter are ordered only the model knows: without `made_of` that size must stay.
+    Only the model knows how the rows of a tensor-parallel parameter are ordered: without `param_mapping` that size must
+    stay.
     Five rows are evaluated in two steps of four: their loss is that of the same rows in whole steps.
     """
     whole = train(tmp_path, megatron_pools, "1 process", "whole", save_interval=2)
@@ -111,7 +112,9 @@ def test_a_users_model_goes_on_in_every_layout(megatron_pools: dict[int, RankPoo
     assert len(losses) == 4
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(r["largest"] > r["loss"] for r in records if "loss" in r)
-    with pytest.raises(RankError, match="saved with --tensor-model-parallel-size 1, this run has 2: without `made_of`"):
+    with pytest.raises(
+        RankError, match="saved with --tensor-model-parallel-size 1, this run has 2: without `param_mapping`"
+    ):
         train(tmp_path, megatron_pools, "TP2", "TP2", load=whole, ckpt_step=2)
     evaluated = []
     for layout in ("1 process", "PP2", "DP2"):

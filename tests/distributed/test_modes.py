@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.common.modes import evaluation_mode, tell_trained_in_evaluation_mode
+from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.support.tiny_steps import Chunk, Line, Micro, TinySteps, forward_step
 from tests.support.workers import RankPool
@@ -63,9 +63,9 @@ def test_every_module_comes_back_into_its_own_mode() -> None:
 def test_what_is_trained_in_evaluation_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
     model[1].requires_grad_(False).eval()
-    tell_trained_in_evaluation_mode([model])
+    report_modules_trained_in_eval_mode([model])
     assert caplog.text == ""
-    tell_trained_in_evaluation_mode([model.eval(), nn.Linear(2, 2).eval()])
+    report_modules_trained_in_eval_mode([model.eval(), nn.Linear(2, 2).eval()])
     assert "as model_provider returned them: 0 and 1 more modules" in caplog.text
 
 

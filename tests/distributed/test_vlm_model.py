@@ -47,7 +47,7 @@ def published_sizes() -> dict[str, Any]:
                 counts += param.numel()
                 trained += param.numel() * param.requires_grad
                 on_meta &= param.is_meta
-                names += chunk.made_of(name).sources
+                names += chunk.param_mapping(name).sources
         meta_model = chunk.meta_model()
         assert sorted(names) == sorted(n for n, _ in meta_model.named_parameters())
         frozen = sum(p.numel() for p in meta_model.model.visual.parameters())

@@ -168,9 +168,7 @@ def test_a_launch_is_taken_without_a_word(
     beside = [default_of(other, "HF_PATH") for other in SCRIPTS if other.parent == script.parent]
     assert content["init_from_diffusers"] in beside
     monkeypatch.setenv("WORLD_SIZE", "2")
-    args = in_root(
-        lambda words: described_args(words, SORA), found.words
-    )
+    args = in_root(lambda words: described_args(words, SORA), found.words)
     assert (args.lr, args.data_parallel_size, args.save) == (3e-5, 2, str(tmp_path / "run"))
     described = SoRAModelConfig.from_dict(args.mm.model)
     assert described.init_from_diffusers == str(made)

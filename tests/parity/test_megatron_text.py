@@ -55,7 +55,7 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
 
     values = {n: leaf(n, w.shape, w.dtype, read).node for n, w in weights.items()}
     rank = parallel_state.get_tensor_model_parallel_rank()
-    model.made_of = lambda name: decoder_tensor(name, shape)  # type: ignore[assignment]
+    model.param_mapping = lambda name: decoder_tensor(name, shape)  # type: ignore[assignment]
     local = local_parameters([model], {n: tuple(w.shape) for n, w in weights.items()}, rank, tensor_parallel)
     fill(parameter_parts(local), values)
 
@@ -87,8 +87,8 @@ def compare(family: str, tensor_parallel: int, sequence_parallel: bool) -> dict[
             parts = [torch.empty_like(gradient) for _ in range(tensor_parallel)]
             dist.all_gather(parts, gradient.contiguous())
             gradient = torch.cat(parts, dim=param.partition_dim)
-        made = decoder_tensor(name, shape)
-        for source, part in zip(made.sources, made.split(gradient, [len(weights[s]) for s in made.sources])):
+        mapping = decoder_tensor(name, shape)
+        for source, part in zip(mapping.sources, mapping.split(gradient, [len(weights[s]) for s in mapping.sources])):
             found[source] = relative(part, gradients[source])
     assert set(found) - {"logits", "loss"} == set(gradients)
     return found

@@ -62,8 +62,8 @@ def fill(model: Any, reference: Any) -> None:
     """Give the model this rank's part of the reference's weights."""
     weights = {f"model.visual.{n}": p.detach() for n, p in reference.named_parameters()}
     for name, param in model.named_parameters():
-        made = model.made_of(name)
-        whole = made.join([weights[s] for s in made.sources])
+        mapping = model.param_mapping(name)
+        whole = mapping.join([weights[s] for s in mapping.sources])
         if getattr(param, "tensor_model_parallel", False):
             whole = whole.chunk(dist.get_world_size(), param.partition_dim)[dist.get_rank()]
         assert whole.shape == param.shape, name
@@ -81,8 +81,8 @@ def gradients(model: Any, reference: Any) -> dict[str, torch.Tensor]:
             parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, gradient.contiguous())
             gradient = torch.cat(parts, dim=param.partition_dim)
-        made = model.made_of(name)
-        found.update(zip(made.sources, made.split(gradient, [rows[s] for s in made.sources])))
+        mapping = model.param_mapping(name)
+        found.update(zip(mapping.sources, mapping.split(gradient, [rows[s] for s in mapping.sources])))
     return found
 
 

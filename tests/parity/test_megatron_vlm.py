@@ -153,8 +153,8 @@ def compare_gradients(model: Any, reference: Any, weights: dict[str, torch.Tenso
             parts = [torch.empty_like(gradient) for _ in range(ranks)]
             dist.all_gather(parts, gradient.contiguous())
             gradient = torch.cat(parts, dim=param.partition_dim)
-        made = model.made_of(name)
-        for source, part in zip(made.sources, made.split(gradient, [len(weights[s]) for s in made.sources])):
+        mapping = model.param_mapping(name)
+        for source, part in zip(mapping.sources, mapping.split(gradient, [len(weights[s]) for s in mapping.sources])):
             if expected[source] is None:
                 found[source] = float(part.abs().max())
             else:

@@ -38,7 +38,7 @@ def read_tensors(
                 ensure_parameter_state(owned)
                 for name in state_names(owned.group):
                     wanted += [(f"optimizer.{part.source}.{name}", part, owned.state[name]) for part in parts]
-        counted = p.made.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
+        counted = p.mapping.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
         counts = _read(reader, wanted, [f"optimizer.{source}.step" for source in counted])
         if owned is not None:
             steps.setdefault(id(owned.group), (owned.group, set()))[1].update(counts)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.lazy import Region, whole
-from mindspeed_mm.models.common.megatron_names import Made, same
+from mindspeed_mm.models.common.megatron_names import ParamMapping, same
 from mindspeed_mm.models.contract import Staged
 from mindspeed_mm.utils.errors import CheckpointError
 
@@ -84,7 +84,7 @@ class LocalParameter:
 
     Attributes:
         param: the parameter.
-        made: the composition of the whole tensor from transformers tensors.
+        mapping: the composition of the whole tensor from transformers tensors.
         offset: offset of the rank's part in the whole tensor, by dimension.
         size: shape of the whole tensor.
         rows: number of rows of each source; empty for a single source, which is the whole tensor.
@@ -92,7 +92,7 @@ class LocalParameter:
     """
 
     param: nn.Parameter
-    made: Made
+    mapping: ParamMapping
     offset: Shape
     size: Shape
     rows: Shape
@@ -121,9 +121,9 @@ class LocalParameter:
         """Split a piece of the parameter by sources: (source, region of the source, piece of the parameter)."""
         region = tuple((start + by, length) for (start, length), by in zip(piece, self.offset, strict=True))
         if not self.rows:
-            return [(self.made.sources[0], region, piece)]
+            return [(self.mapping.sources[0], region, piece)]
         (start, length), base, found = region[0], 0, []
-        for rows in self.made.rows(self.rows):
+        for rows in self.mapping.rows(self.rows):
             low, high = max(start, base), min(start + length, base + rows.length)
             if low < high:
                 inner = ((rows.start + low - base, high - low), *region[1:])
@@ -159,7 +159,7 @@ def local_parameters(
     """Return the parameters of this rank's chunks.
 
     Args:
-        chunks: a chunk without `made_of` stores its tensors under their names in the whole model.
+        chunks: a chunk without `param_mapping` stores its tensors under their names in the whole model.
         shapes: shapes of transformers' tensors by name; None: the model is no transformers model.
         tensor_rank, tensor_size: tensor-parallel rank and size.
 
@@ -168,37 +168,37 @@ def local_parameters(
     """
     found = []
     for chunk in chunks:
-        made_of = Staged(chunk).made_of or own_names(chunk)
+        param_mapping = Staged(chunk).param_mapping or own_names(chunk)
         for name, param in chunk.named_parameters():
-            made = made_of(name)
+            mapping = param_mapping(name)
             offset, size = [0] * param.dim(), list(param.shape)
             if getattr(param, "tensor_model_parallel", False):
                 dim = param.partition_dim  # type: ignore[attr-defined]
                 offset[dim], size[dim] = tensor_rank * size[dim], tensor_size * size[dim]
-            rows = _rows_of(name, made, tuple(size), shapes)
+            rows = _rows_of(name, mapping, tuple(size), shapes)
             is_copy = bool(getattr(param, "shared", False))
-            found.append(LocalParameter(param, made, tuple(offset), tuple(size), rows, is_copy))
+            found.append(LocalParameter(param, mapping, tuple(offset), tuple(size), rows, is_copy))
     return found
 
 
-def _rows_of(name: str, made: Made, size: Shape, shapes: Mapping[str, Shape] | None) -> Shape:
+def _rows_of(name: str, mapping: ParamMapping, size: Shape, shapes: Mapping[str, Shape] | None) -> Shape:
     if shapes is None:
         return ()
-    missing = [s for s in made.sources if s not in shapes]
+    missing = [s for s in mapping.sources if s not in shapes]
     if missing:
         raise CheckpointError(f"{name} consists of {missing[0]}, which the transformers model does not have")
-    single = len(made.blocks) == 1
-    rows = () if single else tuple(shapes[s][0] for s in made.sources)
-    expected = shapes[made.sources[0]] if single else (sum(rows), *shapes[made.sources[0]][1:])
+    single = len(mapping.blocks) == 1
+    rows = () if single else tuple(shapes[s][0] for s in mapping.sources)
+    expected = shapes[mapping.sources[0]] if single else (sum(rows), *shapes[mapping.sources[0]][1:])
     if expected != size:
         raise CheckpointError(
-            f"{' and '.join(made.sources)} give a tensor of shape {expected}, and {name} is {size} as a whole: "
+            f"{' and '.join(mapping.sources)} give a tensor of shape {expected}, and {name} is {size} as a whole: "
             "configuration and weights don't belong together"
         )
     return rows
 
 
-def own_names(chunk: nn.Module) -> Callable[[str], Made]:
+def own_names(chunk: nn.Module) -> Callable[[str], ParamMapping]:
     """Return the naming of a chunk of plain Megatron-core modules: its names, with layer numbers of the whole model."""
     numbers = {
         name: module.layer_number - 1
@@ -207,7 +207,7 @@ def own_names(chunk: nn.Module) -> Callable[[str], Made]:
     }
     tied = Staged(chunk).has_tied_head
 
-    def name_of(name: str) -> Made:
+    def name_of(name: str) -> ParamMapping:
         if tied and name.endswith("output_layer.weight"):
             return same(name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight")
         for layer, number in numbers.items():

@@ -67,7 +67,7 @@ class MegatronState:
     def __init__(self, chunks: Sequence[nn.Module], meta_model: Any, world: World) -> None:
         """
         Args:
-            chunks: not wrapped, with storage; `made_of` maps their parameters to transformers' tensors.
+            chunks: not wrapped, with storage; `param_mapping` maps their parameters to transformers' tensors.
             meta_model: the transformers model on the meta device; None for other models, which are saved under their
                 own names, and can't be loaded from or exported to the hub's layout.
 
@@ -182,11 +182,11 @@ class MegatronState:
         own = _Known()
         if self._world.tensor.rank == 0 and (spread or self._world.batch.rank == 0):
             for p in self._local:
-                own.shapes |= {s: self._shapes[s] if self._shapes else p.size for s in p.made.sources}
+                own.shapes |= {s: self._shapes[s] if self._shapes else p.size for s in p.mapping.sources}
                 if p.param in mains:
                     group = mains[p.param].group
                     entries = (*state_names(group), "step") if counts_steps(group) else state_names(group)
-                    own.optimizer_entries |= dict.fromkeys(p.made.sources, entries)
+                    own.optimizer_entries |= dict.fromkeys(p.mapping.sources, entries)
         gathered: list[Any] = [None] * self._world.size
         dist.all_gather_object(gathered, own, group=self._world.host.group)
         known = _Known()
@@ -196,12 +196,16 @@ class MegatronState:
         return known
 
     def _refuse_other_split(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Raise if a model without `made_of` was saved with another tensor-parallel size: rows may be interleaved."""
+        """Refuse another tensor-parallel size for a model without `param_mapping`: rows may be interleaved.
+
+        Raises:
+            CheckpointError: the checkpoint was saved with another tensor-parallel size.
+        """
         saved = int(extra.get("layout", {}).get("tensor", 1))
         if self._meta_model is None and saved != self._world.dims.tp:
             raise CheckpointError(
                 f"checkpoint '{directory}' was saved with --tensor-model-parallel-size {saved}, this run has "
-                f"{self._world.dims.tp}: without `made_of` nothing is known about the order of the model's rows"
+                f"{self._world.dims.tp}: without `param_mapping` nothing is known about the order of the model's rows"
             )
 
     def _fill(self, values: dict[str, Node], *, in_order: bool = False) -> None:

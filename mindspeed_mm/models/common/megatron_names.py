@@ -13,7 +13,7 @@ class Block:
     """The `index`-th of `of` equal blocks of rows (dimension 0) of a source.
 
     Attributes:
-        source: position in `Made.sources`.
+        source: position in `ParamMapping.sources`.
     """
 
     source: int
@@ -31,7 +31,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Made:
+class ParamMapping:
     """How a Megatron-core tensor is made.
 
     The whole tensor (what the tensor-parallel ranks hold, one after the other along the dimension that is split) is
@@ -85,17 +85,19 @@ class Made:
         return found
 
 
-def same(source: str) -> Made:
+def same(source: str) -> ParamMapping:
     """A tensor that is the same in both."""
-    return Made((source,), (Block(0, 0, 1),))
+    return ParamMapping((source,), (Block(0, 0, 1),))
 
 
-def interleaved(sources: Sequence[str], pieces: int) -> Made:
+def interleaved(sources: Sequence[str], pieces: int) -> ParamMapping:
     """Rows of the sources in turn, piece by piece: queries, keys and values of a group; gate and up of a rank."""
-    return Made(tuple(sources), tuple(Block(k, i, pieces) for i in range(pieces) for k in range(len(sources))))
+    return ParamMapping(tuple(sources), tuple(Block(k, i, pieces) for i in range(pieces) for k in range(len(sources))))
 
 
-def regrouped(source: str, parts: int, pieces: int) -> Made:
+def regrouped(source: str, parts: int, pieces: int) -> ParamMapping:
     """A source of `parts` equal parts one after the other (queries, keys, values) → piece by piece of each part."""
     of = parts * pieces
-    return Made((source,), tuple(Block(0, part * pieces + i, of) for i in range(pieces) for part in range(parts)))
+    return ParamMapping(
+        (source,), tuple(Block(0, part * pieces + i, of) for i in range(pieces) for part in range(parts))
+    )

@@ -31,7 +31,7 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
             module.training = mode  # where a later one has changed an earlier one, as modules may have two parents
 
 
-def tell_trained_in_evaluation_mode(models: Sequence[nn.Module]) -> None:
+def report_modules_trained_in_eval_mode(models: Sequence[nn.Module]) -> None:
     """Log which modules are trained although they are in evaluation mode, as what `from_pretrained` returns is."""
     found = [
         name or type(module).__name__

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
-    from mindspeed_mm.models.common.megatron_names import Made
+    from mindspeed_mm.models.common.megatron_names import ParamMapping
     from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
 
 LayerSpec: TypeAlias = "Callable[[TransformerConfig], ModuleSpec]"
-TensorNames: TypeAlias = "Callable[[str, DecoderShape, str, str], Made]"
+TensorNames: TypeAlias = "Callable[[str, DecoderShape, str, str], ParamMapping]"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Towers:
 
     Attributes:
         image_encoder: (vision config, ParallelSizes, *, layers, has_patch_embedding, has_projector) → module with
-            `forward(pixel_values, grid_thw)`, `set_input_tensor`, `made_of`, `vision_encoder`, `vision_projector`.
+            `forward(pixel_values, grid_thw)`, `set_input_tensor`, `param_mapping`, `vision_encoder` and
+            `vision_projector`.
         smallest_image: (vision config) → (pixel_values, grid_thw) of one merged patch of zeros.
         positions: (transformers model on meta, batch) → position ids [3, batch, sequence] int64, or None for the plain
             order.
@@ -75,7 +76,7 @@ class MegatronFamily:
         """The spec of a decoder layer for Megatron-core's configuration of the decoder."""
         return _loaded(self.layer_spec)(config)
 
-    def made_of(self, name: str, shape: DecoderShape) -> Made:
+    def param_mapping(self, name: str, shape: DecoderShape) -> ParamMapping:
         """Which of transformers' tensors a tensor of the decoder is made of.
 
         Args:

@@ -21,7 +21,7 @@ from mindspeed_mm.models.common.family import freeze_parts, require_packed_posit
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
 from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
-from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
@@ -261,7 +261,7 @@ class VLModel(MegatronModule):
         """The embedding on the stage that has it, the head's weight on the last one."""
         return None if self.text_decoder is None else self.text_decoder.shared_embedding_or_output_weight()
 
-    def made_of(self, name: str) -> Made:
+    def param_mapping(self, name: str) -> ParamMapping:
         """Which of transformers' tensors a parameter is made of.
 
         Args:
@@ -269,14 +269,14 @@ class VLModel(MegatronModule):
         """
         part, inner = name.split(".", 1)
         if part == "image_encoder":
-            return self.image_encoder.made_of(inner)
+            return self.image_encoder.param_mapping(inner)
         if inner.startswith("decoder.layers."):
             number, rest = inner.removeprefix("decoder.layers.").split(".", 1)
             inner = f"decoder.layers.{int(number) + self.stage.text_layers.start}.{rest}"
-        made = self.family.made_of(inner, self._shape)
-        if made.sources == (self.family.head,) and self.share_embeddings_and_output_weights:
-            return self.family.made_of("embedding.word_embeddings.weight", self._shape)
-        return made
+        mapping = self.family.param_mapping(inner, self._shape)
+        if mapping.sources == (self.family.head,) and self.share_embeddings_and_output_weights:
+            return self.family.param_mapping("embedding.word_embeddings.weight", self._shape)
+        return mapping
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Prepare a collated micro-batch, on the host.

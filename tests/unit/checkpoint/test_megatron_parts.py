@@ -20,11 +20,11 @@ from mindspeed_mm.checkpoint.megatron.parts import (
     rectangles,
     to_write,
 )
-from mindspeed_mm.models.common.megatron_names import Made, interleaved, regrouped, same
+from mindspeed_mm.models.common.megatron_names import ParamMapping, interleaved, regrouped, same
 from mindspeed_mm.utils.errors import CheckpointError
 
 # name → (how it is made, shapes of the sources, whole shape, dimension that is split)
-MADE: dict[str, tuple[Made, dict[str, tuple[int, ...]], tuple[int, ...], int | None]] = {
+MAPPINGS: dict[str, tuple[ParamMapping, dict[str, tuple[int, ...]], tuple[int, ...], int | None]] = {
     "the same, by rows": (same("a"), {"a": (8, 3)}, (8, 3), 0),
     "the same, by columns": (same("a"), {"a": (3, 8)}, (3, 8), 1),
     "the same, whole": (same("a"), {"a": (5,)}, (5,), None),
@@ -43,13 +43,13 @@ MADE: dict[str, tuple[Made, dict[str, tuple[int, ...]], tuple[int, ...], int | N
 
 def parameters_by_rank(name: str, tensor_size: int) -> tuple[list[LocalParameter], dict[str, torch.Tensor]]:
     """What each tensor-parallel rank holds, and the sources: every element is another number."""
-    made, shapes, whole_shape, dim = MADE[name]
+    mapping, shapes, whole_shape, dim = MAPPINGS[name]
     values: dict[str, torch.Tensor] = {}
     base = 0
     for source, shape in shapes.items():
         values[source] = torch.arange(base, base + math.prod(shape), dtype=torch.float32).view(shape)
         base += math.prod(shape)
-    whole = made.join([values[s] for s in made.sources])
+    whole = mapping.join([values[s] for s in mapping.sources])
     assert tuple(whole.shape) == whole_shape
     found = []
     for rank in range(tensor_size):
@@ -59,7 +59,7 @@ def parameters_by_rank(name: str, tensor_size: int) -> tuple[list[LocalParameter
             param.tensor_model_parallel, param.partition_dim = True, dim
         chunk: Any = nn.Module()
         chunk.weight = param
-        chunk.made_of = lambda _: made
+        chunk.param_mapping = lambda _: mapping
         found += local_parameters([chunk], shapes, rank, tensor_size)
     return found, values
 
@@ -71,7 +71,7 @@ def cut(total: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("cuts", [(), (50,), (7, 9, 61), (3, 20, 21, 22, 40, 97)], ids=lambda c: f"{len(c)} cuts")
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", MAPPINGS)
 def test_ranges_of_elements_become_rectangles_of_the_sources(name: str, tensor_size: int, cuts: Sequence[int]) -> None:
     """Out of a rank's flat elements and back, in every layout; and no element twice."""
     ranks, values = parameters_by_rank(name, tensor_size)
@@ -131,7 +131,7 @@ def model(tied_copy: bool = False) -> list[LocalParameter]:
     if tied_copy:
         chunk.head = nn.Parameter(torch.zeros(5, 7))
         chunk.head.shared = True
-    chunk.made_of = same
+    chunk.param_mapping = same
     return local_parameters([chunk], None, 0, 2)
 
 
@@ -163,7 +163,7 @@ def test_what_the_distributed_optimizer_owns_its_owner_writes() -> None:
 def test_chunks_and_model_that_do_not_belong_together_are_refused() -> None:
     chunk: Any = nn.Module()
     chunk.weight = nn.Parameter(torch.zeros(4, 3))
-    chunk.made_of = lambda _: same("a")
+    chunk.param_mapping = lambda _: same("a")
     with pytest.raises(CheckpointError, match=r"a give a tensor of shape \(5, 3\), and weight is \(4, 3\) as a whole"):
         local_parameters([chunk], {"a": (5, 3)}, 0, 1)
     with pytest.raises(CheckpointError, match="weight consists of a, which the transformers model does not have"):

@@ -121,9 +121,11 @@ def test_frames_drawn_by_number(hf_dir: Path, tmp_path: Path, keys: dict[str, An
 
 def _steps(hf_dir: Path, **changed: Any) -> list[dict[str, Any]]:
     """The published steps from a picture to pixel values, with the processor's own numbers."""
-    part = find_adapter(SimpleNamespace(init_from_hf_path=str(hf_dir))).load_processor(
-        str(hf_dir), DatasetParam.from_dict(described(hf_dir)).preprocess_parameters
-    ).image_processor
+    part = (
+        find_adapter(SimpleNamespace(init_from_hf_path=str(hf_dir)))
+        .load_processor(str(hf_dir), DatasetParam.from_dict(described(hf_dir)).preprocess_parameters)
+        .image_processor
+    )
     own = {"size": [part.size["height"], part.size["width"]], "interpolation": "BICUBIC", "antialias": None}
     norm = {"mean": list(part.image_mean), "std": list(part.image_std)}
     return [

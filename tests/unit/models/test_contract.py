@@ -90,12 +90,12 @@ def test_what_a_model_states() -> None:
         model.check_packing()
 
 
-def test_a_chunk_says_of_what_it_is_made() -> None:
+def test_a_chunk_states_the_sources_of_its_parameters() -> None:
     """And one of plain Megatron-core modules keeps its own names, and the type that it has."""
     weight = nn.Parameter(torch.ones(1))
     chunk: Any = SimpleNamespace(set_input_tensor=print, config=None, model_type=1)
     staged = as_staged(chunk)
-    assert (staged.meta_model, staged.made_of, staged.names_of("a"), staged.modalities_of("a")) == (
+    assert (staged.meta_model, staged.param_mapping, staged.names_of("a"), staged.modalities_of("a")) == (
         None,
         None,
         ("a",),
@@ -104,7 +104,7 @@ def test_a_chunk_says_of_what_it_is_made() -> None:
     assert staged.tied_copy() is None
     staged.set_model_type(2)
     assert chunk.model_type == 1
-    chunk.made_of, chunk.modalities_of, chunk.meta_model = same, lambda name: ["image"], lambda: "meta model"
+    chunk.param_mapping, chunk.modalities_of, chunk.meta_model = same, lambda name: ["image"], lambda: "meta model"
     chunk.share_embeddings_and_output_weights, chunk.pre_process, chunk.post_process = True, True, False
     chunk.shared_embedding_or_output_weight = lambda: weight
     del chunk.model_type

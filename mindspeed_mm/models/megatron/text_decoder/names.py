@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mindspeed_mm.models.common.megatron_names import Made, interleaved, same
+from mindspeed_mm.models.common.megatron_names import ParamMapping, interleaved, same
 
 # name in a layer of transformers' decoder → name in a layer of Megatron-core's, for tensors that are the same
 _SAME = {
@@ -32,7 +32,9 @@ class DecoderShape:
     tensor_parallel: int
 
 
-def decoder_tensor(name: str, shape: DecoderShape, layers: str = "model.", head: str = "lm_head.weight") -> Made:
+def decoder_tensor(
+    name: str, shape: DecoderShape, layers: str = "model.", head: str = "lm_head.weight"
+) -> ParamMapping:
     """Return how a tensor of the decoder is built of transformers' tensors.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mindspeed_mm.models.common.megatron_names import Made, interleaved, regrouped, same
+from mindspeed_mm.models.common.megatron_names import ParamMapping, interleaved, regrouped, same
 
 # name in the Megatron-core tower → name in transformers', for tensors that are the same
 _SAME = {
@@ -27,7 +27,7 @@ _SAME_IN_BLOCK = {
 _BLOCK = re.compile(r"^vision_encoder\.blocks\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 
 
-def tower_tensor(name: str, heads: int, tensor_parallel: int, prefix: str = "model.visual.") -> Made:
+def tower_tensor(name: str, heads: int, tensor_parallel: int, prefix: str = "model.visual.") -> ParamMapping:
     """Return how a tensor of the tower or its projector is built of transformers' tensors.
 
     Args:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from mindspeed_mm.models.common.megatron_names import Made
+from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.megatron.layers import RMSNorm, decoder_layer_spec
 from mindspeed_mm.models.megatron.text_decoder.gpt import recompute_for
 from mindspeed_mm.models.megatron.vision.names import tower_tensor
@@ -298,7 +298,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
             hidden = hidden.detach().requires_grad_()
         return blocks(hidden, None, rotary_pos_emb=layout.angles, packed_seq_params=layout.segments)
 
-    def made_of(self, name: str) -> Made:
+    def param_mapping(self, name: str) -> ParamMapping:
         """Return which of transformers' tensors a parameter is built of.
 
         Args:

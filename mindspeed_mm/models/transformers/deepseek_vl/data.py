@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 
 class FixedTokensAdapter(DefaultAdapter):
@@ -14,7 +14,7 @@ class FixedTokensAdapter(DefaultAdapter):
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Repeat the picture's token."""
         patches = processor.num_image_tokens
         return Foreseen(processor.image_token * patches, patches, patches**2, rows=1)

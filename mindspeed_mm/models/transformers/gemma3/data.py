@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 _PATCHES_PER_TOKEN = 16
 _CROP_RULES = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
@@ -19,14 +19,14 @@ class PanAndScanAdapter(DefaultAdapter):
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
     token_keys: Sequence[str] = ("token_type_ids",)
 
-    def load_processor(self, path: str, options: PreprocessParameters) -> Any:
+    def load_processor(self, path: str, options: PreprocessParameters) -> Processor:
         """Load the processor with or without crops of pictures (`image_do_pan_and_scan`)."""
         processor = super().load_processor(path, options)
         if options.image_do_pan_and_scan and hasattr(processor, "images_kwargs"):
             processor.images_kwargs = {**processor.images_kwargs, "do_pan_and_scan": True}
         return processor
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Write a picture as the processor does, with the parts that it would cut from one of this shape."""
         import torch
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.data.adapter import TICKS, in_ticks
 from mindspeed_mm.data.media.media import Foreseen, Geometry
 from mindspeed_mm.data.media.media_reader import MediaLimits
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.models.transformers.qwen3_vl.data import TimedVideoAdapter
 
 
 class GlmAdapter(TimedVideoAdapter):
     """Seconds in the text are those at which frames are shown, known before a clip is decoded."""
 
-    def limits(self, processor: Any) -> MediaLimits:
+    def limits(self, processor: Processor) -> MediaLimits:
         """Take no more frames than the processor takes of its longest video; longer ones get them further apart."""
         part = processor.video_processor
         return replace(super().limits(processor), video_max_frames=int(part.max_duration * part.fps))
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Write a video as the processor does, from the times of its frames."""
         if geometry.kind != "video":
             return super().foresee(processor, geometry)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 _PATCHES_PER_TOKEN = 4
 
@@ -21,7 +22,7 @@ class TilesAndFramesAdapter(DefaultAdapter):
         """Count tiles and frames together, as images: the tensor doesn't distinguish them."""
         return {**super().media_counts(batch), "video": 0}
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Write a picture with the tokens of its tiles, and a video frame by frame."""
         start, end, length = processor.start_image_token, processor.end_image_token, processor.image_seq_length
         if geometry.kind == "image":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ class SquarePictureAdapter(DefaultAdapter):
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
 
-    def load_processor(self, path: str, options: PreprocessParameters) -> Any:
+    def load_processor(self, path: str, options: PreprocessParameters) -> Processor:
         """Load the processor.
 
         Raises:
@@ -30,7 +30,7 @@ class SquarePictureAdapter(DefaultAdapter):
             )
         return processor
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Count the patches of the square; None where the processor doesn't cut to one."""
         part = processor.image_processor
         if not part.do_center_crop:

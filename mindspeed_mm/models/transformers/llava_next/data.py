@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 
 class TiledPictureAdapter(DefaultAdapter):
@@ -15,7 +16,7 @@ class TiledPictureAdapter(DefaultAdapter):
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
     padded_keys: Sequence[str] = ("pixel_values",)
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Count features as the processor does, for the tower's size of picture."""
         from transformers.image_processing_utils import select_best_resolution
 
@@ -28,7 +29,7 @@ class TiledPictureAdapter(DefaultAdapter):
         patches = self.patches_per_tile(processor, side)
         return Foreseen(processor.image_token * tokens, tiles * patches, tiles * patches**2, rows=1)
 
-    def patches_per_tile(self, processor: Any, side: int) -> int:
+    def patches_per_tile(self, processor: Processor, side: int) -> int:
         """Patches of the tower's size of picture."""
         return (side // processor.patch_size) ** 2
 

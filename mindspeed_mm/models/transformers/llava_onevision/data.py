@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.models.transformers.llava_next.data import TiledPictureAdapter
 
 
@@ -18,7 +18,7 @@ class TilesAndClipsAdapter(TiledPictureAdapter):
         "video": ("pixel_values_videos",),
     }
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Count a video's tokens by its frames, each pooled to half its sides."""
         if geometry.kind == "image":
             return super().foresee(processor, geometry)
@@ -27,7 +27,7 @@ class TilesAndClipsAdapter(TiledPictureAdapter):
         rows = geometry.frames * patches
         return Foreseen(processor.video_token * tokens, rows, rows * patches, rows=1)
 
-    def patches_per_tile(self, processor: Any, side: int) -> int:
+    def patches_per_tile(self, processor: Processor, side: int) -> int:
         """As many as a tile has tokens."""
         return processor.num_image_tokens
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 
 class RowsOfPatchesAdapter(DefaultAdapter):
@@ -17,7 +17,7 @@ class RowsOfPatchesAdapter(DefaultAdapter):
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
     padded_keys: Sequence[str] = ("pixel_values",)
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Fit the picture into the processor's largest one, and write it as the processor does."""
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 

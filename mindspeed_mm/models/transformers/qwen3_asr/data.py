@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.media.media import Foreseen, Geometry
 from mindspeed_mm.data.media.media_reader import MediaLimits
+from mindspeed_mm.data.processors import Processor
 
 
 class Qwen3ASRAdapter(DefaultAdapter):
@@ -18,12 +18,12 @@ class Qwen3ASRAdapter(DefaultAdapter):
     media_keys = {"audio": ("input_features", "input_features_mask")}
     padded_keys = ("input_features", "input_features_mask")
 
-    def limits(self, processor: Any) -> MediaLimits:
+    def limits(self, processor: Processor) -> MediaLimits:
         """Sounds aren't cut, and filled up with silence to the processor's shortest length."""
         least = processor.feature_extractor.min_length
         return replace(super().limits(processor), max_audio_seconds=None, min_audio_samples=least)
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Count as the processor does, of the whole frames of a sound by itself."""
         if geometry.kind != "audio":
             return super().foresee(processor, geometry)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_mm.data.media.media_reader import MediaLimits
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.models.transformers.qwen2_5_omni.data import OmniAdapter
 
 
@@ -17,7 +17,7 @@ class Qwen3OmniAdapter(OmniAdapter):
     else than behind the end of the sound. So sounds are padded with silence to whole frames, and at least a window.
     """
 
-    def limits(self, processor: Any) -> MediaLimits:
+    def limits(self, processor: Processor) -> MediaLimits:
         """Sounds aren't cut: the processor doesn't either."""
         frame = processor.feature_extractor.hop_length
         return replace(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspeed_mm.data.adapter import TICKS, DefaultAdapter, in_ticks
 from mindspeed_mm.data.media.media import Foreseen, Geometry
+from mindspeed_mm.data.processors import Processor
 
 
 class TimedVideoAdapter(DefaultAdapter):
     """Times in the text are those at which frames are shown, known before a clip is decoded."""
 
-    def foresee(self, processor: Any, geometry: Geometry) -> Foreseen | None:
+    def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Write a video as the processor does, from the times of its frames."""
         if geometry.kind != "video":
             return super().foresee(processor, geometry)

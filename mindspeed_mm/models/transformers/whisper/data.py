@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from mindspeed_mm.data.adapter import DataAdapter, DefaultAdapter
 from mindspeed_mm.data.conversation.encode import TOO_LONG, MediaSource, PlannedMedium, Prepared, TokenSample
 from mindspeed_mm.data.conversation.records import Conversation, Message
 from mindspeed_mm.data.media.media import MediaRef
+from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 from mindspeed_mm.utils.log import notice
@@ -36,7 +36,7 @@ class TranscriptEncoder:
         max_length: Longest sample in tokens; None means no limit but the decoder's positions.
     """
 
-    def __init__(self, processor: Any, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
+    def __init__(self, processor: Processor, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
         options = param.preprocess_parameters
         self.adapter = adapter
         self.max_length = min(max_length or _POSITIONS, _positions(options.model_name_or_path))
