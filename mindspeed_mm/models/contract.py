@@ -1,8 +1,8 @@
 """The contract between a model, whoever wrote it, and the rest of the framework.
 
-A model that is trained may state any of the attributes and methods below; none is required but what its backend needs.
-`as_trainable`, `as_shardable` and `as_staged` are the only places that ask for them: everything else reads the typed
-views that they return, which ask the model anew each time.
+A trained model may state any of the attributes and methods below; only those that its backend needs are required.
+`as_trainable`, `as_shardable` and `as_staged` are the only places that read them from a model: everything else uses the
+typed views that these functions return, which read the model's attributes on each access.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class WeightOrigin(NamedTuple):
     """Where a model's weights come from.
 
     Attributes:
-        source: HF directory that an export starts from; None: none.
-        dtype: of the weights there, in which an export is written; None: as they are trained.
-        pending: directory whose weights the model waits for, built without values; None: it waits for none.
+        source: HF directory that an export starts from; None: there is none.
+        dtype: dtype of the weights in `source`; exports are written in it. None: exports keep the trained dtype.
+        pending: HF directory that a model built without values is filled from later; None: no weights are pending.
     """
 
     source: str | None
@@ -58,17 +58,17 @@ class Trainable:
 
     @property
     def name(self) -> str:
-        """The name of its class, for messages."""
+        """Name of the model's class, for messages."""
         return type(self.model).__name__
 
     @property
     def config(self) -> Any:
-        """`config`: what it was built from; None: not stated."""
+        """`config`: what the model was built from; None: not stated."""
         return _stated(self.model, "config")
 
     @property
     def traits(self) -> FamilyTraits | None:
-        """`traits`: names of its parts and towers; None: not stated."""
+        """`traits`: names of the model's parts and towers; None: not stated."""
         found = _stated(self.model, "traits")
         return found if isinstance(found, FamilyTraits) else None
 
@@ -82,43 +82,43 @@ class Trainable:
 
     @property
     def ema_decay(self) -> float | None:
-        """`ema_decay`: the average of the weights that it asks for; None: none."""
+        """`ema_decay`: decay of the exponential moving average of the weights; None: no average is kept."""
         return _stated(self.model, "ema_decay")
 
     @property
     def is_transformers(self) -> bool:
-        """Whether it can be asked for its parts as transformers' models can."""
+        """Whether the model has `config`, `get_decoder` and `get_output_embeddings`, as transformers models do."""
         return all(hasattr(self.model, name) for name in ("config", "get_decoder", "get_output_embeddings"))
 
     @property
     def block_classes(self) -> set[str]:
-        """Names of the classes of its blocks, as transformers and diffusers state them."""
+        """Class names of the model's blocks, as transformers and diffusers models state them."""
         stated = (_stated(self.model, name) for name in ("_no_split_modules", "_repeated_blocks"))
         return {name for names in stated for name in names or ()}
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Patterns of tensors that its library silently leaves out when it loads the class."""
+        """Patterns of tensor names that the model's library ignores silently when it loads the class."""
         return tuple(_stated(self.model, "_keys_to_ignore_on_load_unexpected") or ())
 
     def check_packing(self) -> None:
-        """Let it refuse packed rows, where it has `check_packing`.
+        """Call the model's `check_packing`, if it has one.
 
         Raises:
-            ConfigError: the model's own refusal.
+            ConfigError: the model can't train on packed rows.
         """
         check = _stated(self.model, "check_packing")
         if check is not None:
             check()
 
     def freeze(self, config: Any) -> None:
-        """Let it freeze parts by model.json, where it has `freeze`."""
+        """Call the model's `freeze`, if it has one, with the content of model.json."""
         freeze = _stated(self.model, "freeze")
         if freeze is not None:
             freeze(config)
 
     def final_export_layout(self) -> PipelineLayout | None:
-        """The pipeline that it is a part of, where it has `export_layout`; None: it is exported by itself."""
+        """Return the result of `export_layout`: the diffusers pipeline around the model; None: it is exported alone."""
         describe = _stated(self.model, "export_layout")
         return None if describe is None else describe()
 
@@ -128,14 +128,14 @@ class Shardable(Trainable):
 
     @property
     def sharded_module(self) -> nn.Module:
-        """`sharded_module`: what `fully_shard` works on, whose parameter names checkpoints use; else the model."""
+        """`sharded_module`: the module that `fully_shard` shards and checkpoints name; not stated: the model itself."""
         stated = _stated(self.model, "sharded_module")
         return self.model if stated is None else stated
 
     def waiting(self) -> Iterator[tuple[nn.Module, Path]]:
-        """The modules that wait for weights, itself or ones inside, each with the directory of these.
+        """Yield each module with pending weights, the model itself or a submodule, with the directory of the weights.
 
-        A module that delegates its sharding is given by what it delegates to.
+        For a module that delegates its sharding, the module that it delegates to is yielded.
         """
         for module in self.model.modules():
             directory = as_trainable(module).weights.pending
@@ -143,11 +143,11 @@ class Shardable(Trainable):
                 yield Shardable(module).sharded_module, directory
 
     def set_weights_come_later(self, later: bool) -> None:
-        """Set `weights_come_later`: whether something else fills its weights after sharding, so that none are drawn."""
+        """Set `weights_come_later`: whether weights are loaded after sharding, so that no random ones are drawn."""
         self.model.weights_come_later = later  # type: ignore[assignment]
 
     def fully_shard(self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None) -> None:
-        """Let it shard itself."""
+        """Call the model's `fully_shard`, which shards it in place."""
         self.model.fully_shard(  # type: ignore[operator]
             process_group=process_group, fsdp2_config_path=fsdp2_config_path
         )
@@ -158,14 +158,14 @@ class Shardable(Trainable):
         return None if plan is None else plan(world_size, fsdp2_config_path)
 
     def set_expected_factor(self, expected: ExpectedFactor) -> None:
-        """Set `expected_factor`, if it has it: about what its loss is multiplied with in a float16 backward pass."""
+        """Set `expected_factor`, if the model has it: the approximate gradient of its loss in a float16 backward."""
         if hasattr(self.model, "expected_factor"):
             self.model.expected_factor = expected  # type: ignore[assignment]
 
     def idle_towers(self) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
-        """The trained parameters of each tower that a batch may leave idle, with the kinds of media that it takes."""
+        """Return the modalities and the trained parameters of each tower that a batch may leave idle."""
         towers = self.traits.towers if self.traits is not None else ()
-        known = [t for t in towers if t.run_dummy is not None]  # of others, batches needn't be counted right
+        known = [t for t in towers if t.run_dummy is not None]  # media counts of others aren't reliable
         return [(t.modalities, [p for p in t.parameters(self.sharded_module) if p.requires_grad]) for t in known]
 
 
@@ -174,51 +174,51 @@ class Staged(Trainable):
 
     @property
     def meta_model(self) -> Any:
-        """`meta_model()`: the meta model of the transformers model that it is a part of; None: there is none."""
+        """`meta_model()`: the whole transformers model on the meta device; None: there is none."""
         build = _stated(self.model, "meta_model")
         return None if build is None else build()
 
     @property
     def param_mapping(self) -> Callable[[str], ParamMapping] | None:
-        """`param_mapping`: name of a parameter → the transformers' tensors that it is made of; None: not stated."""
+        """`param_mapping`: name of a parameter → the transformers tensors that it consists of; None: not stated."""
         return _stated(self.model, "param_mapping")
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """The transformers' tensors that a parameter is made of; its own name where the chunk knows none."""
+        """Return the names of the transformers tensors of a parameter; without `param_mapping`, its own name."""
         return (name,) if self.param_mapping is None else self.param_mapping(name).sources
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
-        """`modalities_of`: the kinds of media that the tower of a parameter takes; (): it is of none."""
+        """Return the modalities of the tower that a parameter belongs to (`modalities_of`); (): it belongs to none."""
         find = _stated(self.model, "modalities_of")
         return () if find is None else tuple(find(name))
 
     @property
     def has_tied_head(self) -> bool:
-        """`share_embeddings_and_output_weights`: whether the head is the embedding."""
+        """`share_embeddings_and_output_weights`: whether the output layer shares the embedding's weight."""
         return bool(_stated(self.model, "share_embeddings_and_output_weights"))
 
     def tied_copy(self) -> nn.Parameter | None:
-        """Its copy of a tied embedding, where another chunk has the other one; None: it has none, or both."""
+        """Return the chunk's copy of a tied embedding if another chunk has the other; None: it has none, or both."""
         model: Any = self.model
         if not self.has_tied_head or model.pre_process == model.post_process:
             return None
         return model.shared_embedding_or_output_weight()
 
     def set_model_type(self, default: Any) -> None:
-        """Give it the `model_type` that Megatron's schedules ask for, unless it has one."""
+        """Set the `model_type` that Megatron's schedules read, unless the model has one."""
         self.model.model_type = getattr(self.model, "model_type", default)
 
 
 def as_trainable(model: nn.Module) -> Trainable:
-    """View a model by what it may state to any backend."""
+    """Return the view of a model that every backend uses."""
     return Trainable(model)
 
 
 def as_shardable(model: nn.Module) -> Shardable:
-    """View a model by what it may state to the FSDP2 backend.
+    """Return the view of a model that the FSDP2 backend uses.
 
     Raises:
-        ConfigError: it can't shard itself.
+        ConfigError: the model has no `fully_shard`.
     """
     if not hasattr(model, "fully_shard"):
         raise ConfigError(
@@ -229,10 +229,10 @@ def as_shardable(model: nn.Module) -> Shardable:
 
 
 def as_staged(chunk: nn.Module) -> Staged:
-    """View a chunk by what it may state to the Megatron backend.
+    """Return the view of a pipeline stage's chunk that the Megatron backend uses.
 
     Raises:
-        ConfigError: Megatron's schedules can't drive it.
+        ConfigError: the chunk has no `set_input_tensor` or no `config`.
     """
     if not hasattr(chunk, "set_input_tensor") or not hasattr(chunk, "config"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""TransformersModel: a transformers model as model.json describes it, with its loss."""
+"""TransformersModel: a transformers model built from model.json, with its loss."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _PARTS = ("vision_encoder", "vision_projector", "audio_encoder", "text_decoder")
 
 
 class TransformersModel(MultiModalModule):
-    """A model of the transformers library, trained as it is.
+    """A model of the transformers library, trained without changes to its code.
 
-    Built from model.json's content: the HF directory `init_from_hf_path` gives structure (its config.json is
-    authoritative) and weights, the class comes from ModelHub. Under `torch.device("meta")` only the structure is built.
+    It is built from model.json's content: the HF directory `init_from_hf_path` gives structure (its config.json is
+    authoritative) and weights, and ModelHub the class. Under `torch.device("meta")` only the structure is built.
 
     Attributes:
-        model: the transformers model; paths of fsdp2.yaml are relative to it.
-        source_dtype: of the HF directory's weights, in which an export is written.
-        traits: names of its parts.
-        loss_options: loss_cfg.
+        model: the transformers model; paths in fsdp2.yaml are relative to it.
+        source_dtype: dtype of the HF directory's weights; exports are written in it.
+        traits: names of the model's parts and towers.
+        loss_options: `loss_cfg` of model.json.
     """
 
     def __init__(self, config: Any) -> None:
@@ -73,7 +73,7 @@ class TransformersModel(MultiModalModule):
             )
         self.traits: FamilyTraits = traits_of(self.model)
         self.model.train()
-        self._freeze(described)  # a model's own hook may put what it freezes into evaluation mode
+        self._freeze(described)  # a model's own hook may put frozen parts into evaluation mode
         self.loss_options = LossOptions(
             loss_type=choose_loss_type(current_build_context().loss, described.loss_cfg),
             compute_mode=described.loss_cfg.compute_mode,
@@ -92,15 +92,15 @@ class TransformersModel(MultiModalModule):
         self._loss_group: dist.ProcessGroup | None = None
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Prepare a collated micro-batch, on the host: find its target positions and the places of packed samples.
+        """Prepare a collated micro-batch on the host: find its target positions, and the positions of packed samples.
 
         Args:
-            batch: input_ids and labels [batch, sequence], media tensors, attention_mask or, of packed rows, documents
-                (see `models/common/packed.py`).
+            batch: input_ids and labels [batch, sequence], media tensors, and attention_mask or, for packed rows,
+                documents (see `models/common/packed.py`).
 
         Raises:
-            DataError: documents that aren't right.
-            ConfigError: packed rows for a model that can't take them.
+            DataError: `documents` is malformed; see `take_documents`.
+            ConfigError: the rows are packed, and the model can't train on packed rows.
         """
         batch = dict(batch)
         documents = take_documents(batch)
@@ -115,10 +115,10 @@ class TransformersModel(MultiModalModule):
         return batch if self.traits.one_tower_pass is None else self.traits.one_tower_pass(self.model, batch)
 
     def check_packing(self) -> None:
-        """Refuse, before a run begins, packed rows that this model or its attention can't keep apart.
+        """Check, before a run begins, that the model and its attention keep the samples of packed rows separate.
 
         Raises:
-            ConfigError: with the key to change.
+            ConfigError: they don't; the message names the key to change.
         """
         require_packed_positions(self.traits, type(self.model).__name__)
         if self._boundaries is not None:
@@ -132,12 +132,12 @@ class TransformersModel(MultiModalModule):
         Args:
             input_ids: [batch, sequence] int64.
             labels: [batch, sequence] int64, not shifted, -100 = no target. None: the plain model output is returned.
-            batch: attention_mask, media fields and so on, as the transformers model takes them; `targets` and, of
+            batch: attention_mask, media fields and so on, as the transformers model takes them; `targets` and, for
                 packed rows, `position_ids` and `packed_rows` as `prepare` computed them on the host.
 
         Returns:
-            the loss; its `metrics` have `router_aux_loss` where the load-balancing loss is trained: its gradient, times
-            its coefficient, is in that of `loss`, its value isn't.
+            the loss. Where the load-balancing loss is trained, `metrics` has `router_aux_loss`; its gradient, times its
+            coefficient, is part of the gradient of `loss`, but its value is not part of the value of `loss`.
         """
         targets: Targets | None = batch.pop("targets", None)
         shares: SampleShares | None = batch.pop("sample_shares", None)
@@ -161,7 +161,7 @@ class TransformersModel(MultiModalModule):
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
-            batch["output_router_logits"] = False  # transformers' own loss would be of the whole micro-batch
+            batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
         loss_sum = self.model(input_ids=input_ids, use_cache=False, **batch).logits
         metrics = {}
         if self._router_loss is not None and shares is not None:
@@ -195,21 +195,21 @@ class TransformersModel(MultiModalModule):
         }
 
     expected_factor: Callable[[int], float | torch.Tensor] | None = None
-    """In float16: targets of a micro-batch → about what its loss, taken as a sum, is multiplied with in backward."""
+    """In float16: number of target tokens of a micro-batch → approximate gradient of its summed loss in backward."""
     weights_come_later: bool = False
 
     @property
     def sharded_module(self) -> torch.nn.Module:
-        """The module that `fully_shard` works on, whose parameter names checkpoints use."""
+        """The module that `fully_shard` shards; checkpoints use its parameter names."""
         return self.model
 
     @property
     def pending_weights(self) -> str | None:
-        """The HF directory whose weights a model built on meta waits for; None: it draws random ones by itself."""
+        """The HF directory that fills a model built on meta after sharding; None: its weights are drawn at random."""
         return None if self.described.train_from_scratch else self.source
 
     def _recompute_overrides(self, config: Fsdp2Config) -> dict[str, Any]:
-        """Non-reentrant recompute where routers must keep their graph."""
+        """Return the override for non-reentrant recompute if the routers' autograd graph must be kept."""
         if self._router_loss is None or not config.recompute_modules or not config.use_reentrant:
             return {}
         notice(
@@ -222,7 +222,7 @@ class TransformersModel(MultiModalModule):
         stated = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
         frozen = {part: value for part, value in stated.items() if value is not None}
         done = freeze_parts(self.model, self.traits, frozen)
-        as_trainable(self.model).freeze(self.config)  # a model's own hook may freeze more
+        as_trainable(self.model).freeze(self.config)  # a model's own hook may freeze more parts
         for part, value in frozen.items():
             if value and part not in self.traits.parts:
                 notice(
@@ -251,10 +251,10 @@ def load_hf_config(path: str, where: str = "model.json: init_from_hf_path") -> A
 
 
 def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
-    """Load a HF directory in float32 into host memory; every weight must be there.
+    """Load a HF directory in float32 into host memory; no weight may be missing.
 
     Raises:
-        CheckpointError: no weight file, or weights missing from it.
+        CheckpointError: there is no weight file, or weights are missing from it.
     """
     _require_weights(path)
     try:
@@ -282,7 +282,7 @@ def load_pretrained(model_class: Any, hf_config: Any, path: str) -> Any:
         )
     with torch.device("meta"):
         stated = dict(_structure(model_class, hf_config).named_parameters())
-    for name, parameter in model.named_parameters():  # loading resets what the class states as never trained
+    for name, parameter in model.named_parameters():  # loading resets what the class freezes
         parameter.requires_grad_(stated[name].requires_grad)
     return model
 
@@ -313,7 +313,7 @@ def _build(model_class: Any, hf_config: Any, described: TransformersModelConfig)
 
 
 def _router_loss(model: Any, described: TransformersModelConfig) -> RouterLoss | None:
-    """Return the load-balancing loss of the experts, if model.json or the model's own config asks for it."""
+    """Return the experts' load-balancing loss if model.json or the model's own config asks for it."""
     is_stated = "router_aux_loss_coef" in described.loss_cfg.model_fields_set
     coefficient = chosen_coefficient(described.loss_cfg.router_aux_loss_coef if is_stated else None, model.config)
     return RouterLoss(model, coefficient) if coefficient else None
@@ -332,7 +332,7 @@ def _structure(model_class: Any, hf_config: Any) -> Any:
 
     with no_init_weights():
         model = model_class._from_config(hf_config, dtype=torch.float32)
-    model.tie_weights()  # transformers leaves it out together with the initialisation
+    model.tie_weights()  # transformers skips it together with the initialisation
     return model
 
 

@@ -1,4 +1,4 @@
-"""FSDP2Mixin and WeightInitMixin: they let fsdp2.yaml configure the sharding of any nn.Module."""
+"""FSDP2Mixin, which shards any nn.Module as fsdp2.yaml states, and WeightInitMixin, which initialises its weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class ShardingOutline:
     Attributes:
         dims: sizes of the kinds of parallelism.
         units: paths of the modules that become units of fully_shard beside the model itself.
-        recomputed, ignored: paths of the modules that fsdp2.yaml recomputes in backward, and leaves whole.
+        recomputed: paths of the modules that are recomputed in backward, as fsdp2.yaml states.
+        ignored: paths of the modules that are not sharded, as fsdp2.yaml states.
     """
 
     dims: Dims
@@ -49,18 +50,18 @@ class ShardingOutline:
 
 
 class FSDP2Mixin:
-    """Gives a model `fully_shard(process_group, fsdp2_config_path)`.
+    """Adds `fully_shard(process_group, fsdp2_config_path)` to a model.
 
     The steps may be overridden one by one: `_pre_fully_shard` reads the file and builds mesh and policies,
     `_fully_shard` applies recompute, wrapping and prefetch, `_post_fully_shard` gives a model built on meta its storage
-    and values. What is applied in which order is in `parallel/apply.py`; each step there calls a method of this class,
-    to be overridden by itself. Paths in the file are relative to the object itself.
+    and values. `parallel/apply.py` holds the order of what is applied; each step there calls a method of this class,
+    which may be overridden by itself. Paths in the file are relative to the object itself.
 
     Attributes:
         fsdp2_config: the file's content, after `_pre_fully_shard`.
         device_mesh: the mesh that parameters are sharded over.
-        fsdp2_overrides: values that take the place of the file's (set before `fully_shard`).
-        weights_come_later: whether weights are loaded after sharding, so that none are initialised randomly.
+        fsdp2_overrides: values that replace the file's; to be set before `fully_shard`.
+        weights_come_later: whether weights are loaded after sharding, so that no random ones are drawn.
     """
 
     fsdp2_config: Fsdp2Config | None = None
@@ -74,7 +75,7 @@ class FSDP2Mixin:
         """Hook: freeze parts of the model as model.json states. By default nothing is frozen."""
 
     def post_meta_init(self) -> None:
-        """Hook: called after a model built on meta got its values."""
+        """Hook: called after a model built on meta has been given its values."""
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard this model over `process_group` as the YAML file at `fsdp2_config_path` states.
@@ -84,7 +85,7 @@ class FSDP2Mixin:
             fsdp2_config_path: None: defaults (one unit, replicated parameters).
 
         Returns:
-            True: nothing is left to do for the caller.
+            True: nothing is left for the caller to do.
         """
         fsdp2_kwargs, config = self._pre_fully_shard(process_group, fsdp2_config_path)
         apply_parallelisms(self, self._request(fsdp2_kwargs), MODEL_STEPS)
@@ -93,10 +94,10 @@ class FSDP2Mixin:
         return True
 
     def plan_sharding(self, world_size: int, fsdp2_config_path: str | None = None) -> ShardingOutline:
-        """Return what `fully_shard` would do on `world_size` ranks; no process group and no values are needed.
+        """Return how `fully_shard` would shard the model on `world_size` ranks, without a process group or values.
 
         Raises:
-            ConfigError: paths that match nothing, or sizes that don't fit.
+            ConfigError: a path matches no module, or sizes don't fit the number of ranks.
         """
         config = fsdp2_config(fsdp2_config_path)
         config = config.model_copy(update=dict(self.fsdp2_overrides))
@@ -137,7 +138,7 @@ class FSDP2Mixin:
         return {**plan.kwargs()}, config
 
     def _keys_with_paths(self) -> list[str]:
-        """The lists of fsdp2.yaml that are relative to this object: a step that a class overrides reads its own."""
+        """Return the keys of fsdp2.yaml whose paths are checked here; an overridden step checks its own."""
         keys, own = ["ignored_modules"], type(self)
         if own._fully_shard is FSDP2Mixin._fully_shard:
             if own.set_recompute_modules_to_wrap is FSDP2Mixin.set_recompute_modules_to_wrap:
@@ -162,11 +163,11 @@ class FSDP2Mixin:
             module.to(device)
 
     def draw_weights(self, *, storage_is_empty: bool, buffers_only: bool = False) -> None:
-        """Give every parameter random values that depend on the run's seed and its name, not on the layout.
+        """Initialise every parameter with random values that depend on the run's seed and its name, not on the layout.
 
         Args:
-            storage_is_empty: the model was materialised from meta.
-            buffers_only: only the buffers (rotary tables): a checkpoint has the parameters.
+            storage_is_empty: whether the model was materialised from meta.
+            buffers_only: whether only buffers (rotary tables) are initialised, because a checkpoint has the parameters.
         """
         initialize_from_names(
             self._module(),
@@ -178,9 +179,9 @@ class FSDP2Mixin:
         )
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
-        """Recompute blocks in backward as the flags state, unless fsdp2.yaml names what is recomputed.
+        """Recompute blocks in backward as the flags state, unless fsdp2.yaml has `recompute_modules`.
 
-        Only called with --recompute-granularity full, for a class with a `_fully_shard` of its own, too.
+        Called only with --recompute-granularity full, also for a class that overrides `_fully_shard`.
         """
         recompute_blocks(self._module(), block_lists(self._module()), self.fsdp2_config or Fsdp2Config(), blocks)
 
@@ -254,12 +255,12 @@ def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tup
 
 
 def applies_flags(model: nn.Module) -> bool:
-    """Whether `model.fully_shard` applies what flags ask for beside fsdp2.yaml: FSDP2Mixin's does."""
+    """Whether `model.fully_shard` is FSDP2Mixin's, which also applies the flags that concern sharding."""
     return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
 
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
-    """Find what initialises `module`'s own tensors: the innermost ancestor (or itself) that has `_init_weights`."""
+    """Return the `_init_weights` of `module` or of its innermost ancestor that has one; else WeightInitMixin's."""
     found: Any = root
     current = root
     for part in name.split(".") if name else ():
@@ -272,7 +273,7 @@ def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn
 
 
 class WeightInitMixin:
-    """Random weights for models without an initialisation of their own.
+    """Random initialisation for models that have none of their own.
 
     Linear and convolution weights and embeddings are normal with standard deviation 0.02, biases zero, norms one.
     """
@@ -304,9 +305,9 @@ class WeightInitMixin:
 
 @functools.cache
 def adapt_class(hf_class: type) -> type:
-    """Return `hf_class` with the mixins, under its own name (exports and configs keep the architecture's name).
+    """Return `hf_class` with the mixins, under its own name: exports and configs keep the architecture's name.
 
-    A class of diffusers is initialised as its constructor does it; build it with `build_on_meta`.
+    A class of diffusers is initialised as in its constructor; build it with `build_on_meta`.
     """
     initialiser = DiffusersInitMixin if is_diffusers_class(hf_class) else WeightInitMixin
     return type(hf_class.__name__, (hf_class, FSDP2Mixin, initialiser), {"__module__": hf_class.__module__})

@@ -1,7 +1,7 @@
-"""Samples of a packed row must not see each other in transformers' attention: what it needs for that, and a check.
+"""Separation of the samples of a packed row in transformers' attention, and a check of it.
 
-transformers finds the samples by positions that restart, where nothing else is handed over. What goes wrong there goes
-wrong silently, so the first packed batch is looked at where it arrives: in front of the first layer.
+transformers finds the samples by restarting positions, unless it is given their boundaries. A failure there would be
+silent, so the first packed batch is checked in front of the first layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class PackedRows:
 
     Attributes:
         cumulative_lengths: [samples + 1] int32, over the flattened rows; padding counts as a sample.
-        longest: tokens of the longest one.
-        boundary: (row, position) where a sample begins behind another; None if there is none.
+        longest: number of tokens of the longest sample.
+        boundary: (row, position) where a sample begins after another one; None: there is no such place.
     """
 
     cumulative_lengths: torch.Tensor
@@ -33,7 +33,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, documents: torch.Tensor) -> PackedRows:
-        """Of `documents` [batch, sequence] int64, on the host."""
+        """Compute the boundaries for `documents` [batch, sequence] int64, on the host."""
         rows = run_lengths(documents)
         lengths = torch.tensor([0, *(length for row in rows for length in row)])
         boundary = next(((number, row[0]) for number, row in enumerate(rows) if len(row) > 1), None)
@@ -41,13 +41,13 @@ class PackedRows:
 
 
 class SampleBoundaries:
-    """Passes a packed batch's boundaries to flash attention, and checks once whether attention respects them."""
+    """Passes a packed batch's boundaries to flash attention, and checks once that attention respects them."""
 
     def __init__(self, language_model: nn.Module, name: str) -> None:
         """
         Args:
             language_model: receives `inputs_embeds`; its decoder layers are `layers`.
-            name: of the model, for messages.
+            name: name of the model, for messages.
         """
         self._name = name
         self._config: Any = language_model.config
@@ -57,20 +57,20 @@ class SampleBoundaries:
         language_model.layers[0].register_forward_pre_hook(self._before_layer, with_kwargs=True)  # type: ignore[index,union-attr]
 
     def for_batch(self, rows: PackedRows | None) -> None:
-        """Set the rows of the next forward of the model; None: rows that aren't packed."""
+        """Set the boundaries for the next forward of the model; None: its rows aren't packed."""
         self._rows = rows
 
     def check_implementation(self) -> None:
-        """Ask transformers for the mask of two samples in a row, before anything is trained.
+        """Check, before training, that transformers' mask for a row of two samples separates them.
 
         Raises:
-            ConfigError: this attention implementation gets none that separates them.
+            ConfigError: the attention implementation gets no mask that separates them.
         """
         from transformers.masking_utils import create_causal_mask
 
         if is_flash_attention_requested(self._config):
             return
-        no_mask = no_cache = None  # by place: releases of transformers name the cache differently
+        no_mask = no_cache = None  # positional: releases of transformers name the cache differently
         positions = torch.tensor([[0, 1, 0, 1]])
         mask = create_causal_mask(self._config, torch.zeros(1, 4, 1), no_mask, no_cache, position_ids=positions)
         if not _separates(mask, 0, 2):
@@ -81,7 +81,7 @@ class SampleBoundaries:
     ) -> tuple[Any, dict[str, Any]]:
         rows = self._rows
         if rows is not None and is_flash_attention_requested(self._config):
-            # restarting positions are recognised in batches of one row only
+            # flash attention recognises restarting positions only in batches of one row
             lengths, longest = rows.cumulative_lengths, rows.longest
             given = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
             kwargs = {**kwargs, **given, "max_length_q": longest, "max_length_k": longest}
@@ -109,7 +109,7 @@ class SampleBoundaries:
 
 
 def _separates(mask: Any, row: int, start: int) -> bool:
-    """Whether a mask hides the token before `start` from the one at `start`, which it lets see itself."""
+    """Whether a mask lets the token at `start` attend to itself, but not to the token before it."""
     if mask is None:
         return False
     if isinstance(mask, torch.Tensor):

@@ -21,19 +21,21 @@ class BuildContext:
     """How a model is to be built.
 
     Attributes:
-        load_weights: fill the model from init_from_hf_path (or with random values); False where a checkpoint will.
-        in_run: whether it is a training run's, which must not begin with random values that nobody asks for.
-        defer_weights: build the structure only, on meta; whoever builds fills each rank's part after sharding.
-        seed: of random weights.
-        trust_remote_code: whether modelling files of the checkpoint may run.
+        load_weights: whether the model is filled from init_from_hf_path (or with random values); False: a checkpoint
+            is loaded later.
+        in_run: whether the model is built for a training run, which starts from random values only if asked to.
+        defer_weights: whether only the structure is built, on meta; the caller fills each rank's part after sharding.
+        seed: seed of random weights.
+        trust_remote_code: whether modelling files of the checkpoint may be executed.
         loss: flags that choose the loss type (--calculate-per-token-loss and the like).
         seq_length: longest row in tokens; None: no limit.
-        fsdp2_config_path: fsdp2.yaml of the run, which `fsdp2` is the content of.
-        sizes, pipeline_rank: layout of the Megatron backend, and this process's place in it; None elsewhere.
-        loss_group: data-parallel ranks.
+        fsdp2_config_path: path of the run's fsdp2.yaml; `fsdp2` is its content.
+        sizes: layout of the Megatron backend; None under FSDP2.
+        pipeline_rank: this process's pipeline stage under the Megatron backend.
+        loss_group: group of the data-parallel ranks.
         dims: sizes of the parallelisms of a run on the FSDP2 backend.
-        world: its processes; None in a dry run, where there are sizes only.
-        recompute: what the flags say of recompute under FSDP2.
+        world: the run's processes; None in a dry run, which has sizes only.
+        recompute: the flags' recompute settings under FSDP2.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
 
@@ -58,18 +60,18 @@ _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_conte
 
 
 def current_build_context() -> BuildContext:
-    """The context that the backend set; its defaults outside a run."""
+    """Return the context that the backend has set; outside a run, the defaults."""
     return _current.get() or BuildContext()
 
 
 def fsdp2_config(path: str | None) -> Fsdp2Config:
-    """fsdp2.yaml as the run has read it; another path than the run's, or one outside a run, is read here.
+    """Return the content of fsdp2.yaml: the run's own if `path` is the run's, else the file is read.
 
     Args:
-        path: of the file; None: all defaults, or what the run has of them.
+        path: path of the file; None: the run's configuration if it has no file either, else all defaults.
 
     Raises:
-        ConfigError: the file is missing or no YAML, or holds unknown keys or wrong values.
+        ConfigError: the file is missing or not YAML, or has unknown keys or wrong values.
     """
     context = _current.get()
     if context is not None and context.fsdp2 is not None and path == context.fsdp2_config_path:

@@ -1,7 +1,7 @@
-"""Positions with fractions, passed to the language model as they were computed.
+"""Fractional position ids, passed to the language model in the dtype in which they were computed.
 
-FSDP casts the inputs of a unit to the dtype of its parameters. In bfloat16 positions above 256 aren't exact any more,
-so positions that aren't whole numbers bypass the units' casts.
+FSDP casts the floating-point inputs of a unit to its compute dtype. bfloat16 does not represent all positions above 256
+exactly, so fractional positions bypass the units' casts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ class ExactPositions:
     def __init__(self, language_model: nn.Module) -> None:
         """
         Args:
-            language_model: takes `position_ids`. To be called before it is wrapped, so that the hook runs behind
-                FSDP's.
+            language_model: takes `position_ids`. It must not be wrapped yet, so that the hook runs after FSDP's.
         """
         self._positions: torch.Tensor | None = None
         language_model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     def for_batch(self, batch: dict[str, Any]) -> None:
-        """Keep `position_ids` of the next forward if they are of a floating-point dtype, and round those of `batch`."""
+        """Keep floating-point `position_ids` for the next forward, and replace those of `batch` by integers."""
         positions = batch.get("position_ids")
         self._positions = positions if positions is not None and positions.is_floating_point() else None
         if self._positions is not None:

@@ -1,7 +1,7 @@
-"""The one record of a family of models, and how it is found: by its model_id, or by its model_type.
+"""The record of a model family, which is found by model_id or by model_type.
 
-Importing this module, or a family's folder, imports neither torch nor transformers: what a record names is imported
-when it is first asked for.
+Importing this module, or a family's folder, imports neither torch nor transformers: the objects that a record names are
+imported on first use.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TEXT = "mindspeed_mm.models.common.family:TEXT_TRAITS"
 class Family:
     """The description of a family, for both backends.
 
-    Each field is the object itself or a reference `module:attribute` to it; a module that begins with a dot is relative
-    to `package`, as in an import.
+    Each of the first four fields is the object itself or a reference `module:attribute` to it; a module that begins
+    with a dot is relative to `package`, as in an import statement.
 
     Attributes:
-        model: the class that is trained; one that can't shard itself (a class of transformers) gets the mixins.
-        traits: names of its parts; None: those that the class states as `traits`, or what can be inferred of it.
-        adapter: how its rows are made ready; None: what suits most families.
-        megatron: how its models are built of Megatron-core's modules; None: they train on FSDP2 only.
-        package: what references are relative to.
-        check_release: raises ConfigError where an installed package is too old for this family, though not for others.
+        model: the class that is trained; a class without `fully_shard` (one of transformers) gets the mixins.
+        traits: its traits; None: the `traits` of the class, or traits inferred from the class.
+        adapter: its data adapter; None: the default adapter, which suits most families.
+        megatron: its Megatron-core form; None: the family trains on FSDP2 only.
+        package: the package that references are relative to.
+        check_release: raises ConfigError if an installed package is too old for this family.
     """
 
     model: str | type
@@ -58,7 +58,7 @@ class Family:
         found: Any = self._load(self.model)
         traits = self._load(self.traits)
         if not hasattr(found, "fully_shard"):
-            # a class of its own: another record may give the same class other traits
+            # a subclass, because another record may give the same class other traits
             found = type(found.__name__, (adapt_class(found),), {"__module__": found.__module__})
         if traits is not None:
             found.traits = traits
@@ -66,13 +66,13 @@ class Family:
 
     @cached_property
     def data_adapter(self) -> DataAdapter | None:
-        """The adapter; None: the family has none of its own."""
+        """The data adapter; None: the family has none of its own."""
         self._check()
         return self._load(self.adapter)
 
     @cached_property
     def megatron_form(self) -> MegatronFamily | None:
-        """How it is built of Megatron-core's modules; None: it isn't. (Megatron-core itself isn't imported.)"""
+        """The Megatron-core form; None: there is none. Megatron-core itself isn't imported."""
         return self._load(self.megatron)
 
     def _check(self) -> None:
@@ -84,25 +84,27 @@ class Family:
 
 
 def load_reference(reference: str, package: str | None = None) -> Any:
-    """Import what `module:attribute` names.
+    """Import and return the object that a reference names.
 
     Args:
-        package: what a module with a dot in front is relative to.
+        reference: `module:attribute`.
+        package: the package that a module with a leading dot is relative to.
     """
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module, package), attribute)
 
 
-#: model_id → class, as users register it; `ModelHub.MODEL_MAPPINGS`
+#: model_id → class, as users registered it; `ModelHub.MODEL_MAPPINGS` is this dictionary
 REGISTERED_CLASSES: dict[str, type] = {}
 _REGISTERED: dict[str, Family] = {}
 
 
 def register_family(name: str, family: Family | type) -> None:
-    """Register a family under its model_id, or the model_type that its config.json has.
+    """Register a family under its model_id, or under the model_type in its config.json.
 
     Args:
-        family: a class stands for a family of which nothing else is stated.
+        name: the model_id or model_type.
+        family: the record, or only the class that is trained.
 
     Raises:
         ConfigError: the name belongs to another registered family or class.
@@ -117,16 +119,16 @@ def register_family(name: str, family: Family | type) -> None:
 
 
 def _title(family: Family | type | str) -> str:
-    """Where a class comes from; equal after its module was imported again."""
+    """Qualified name of a class, which stays the same if its module is imported again."""
     if isinstance(family, Family):
         return _title(family.model)
     return family if isinstance(family, str) else f"{family.__module__}.{family.__qualname__}"
 
 
 def find_family(name: str | None) -> Family | None:
-    """Return the record of a family: one that was registered, or that of the folder with its name; None: neither.
+    """Return the record of a family: a registered one, or that of the folder with its name; None: there is neither.
 
-    A class that a user registered, or wrote into `ModelHub.MODEL_MAPPINGS`, takes the place of the record's.
+    A class that a user registered, or wrote into `ModelHub.MODEL_MAPPINGS`, replaces the record's.
     """
     if name is None:
         return None
@@ -140,21 +142,21 @@ def find_family(name: str | None) -> Family | None:
 
 
 def family_folders() -> list[str]:
-    """Names of the folders of this package that contain a family."""
+    """Return the names of the folders of this package that contain a family."""
     package = importlib.import_module(PACKAGE)
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
 
 
 def known_families() -> list[str]:
-    """Names of all families that can be found now."""
+    """Return the names of all families that are registered or have a folder."""
     return sorted({*family_folders(), *_REGISTERED, *REGISTERED_CLASSES})
 
 
 def require_megatron_form(model_type: str) -> MegatronFamily:
-    """Return how the models of a HF `model_type` are built of Megatron-core's modules.
+    """Return the Megatron-core form of the family of a HF `model_type`.
 
     Raises:
-        ConfigError: no such family, or one without a Megatron-core form.
+        ConfigError: there is no such family, or it has no Megatron-core form.
     """
     family = find_family(model_type)
     found = None if family is None else family.megatron_form
@@ -167,7 +169,7 @@ def require_megatron_form(model_type: str) -> MegatronFamily:
 
 
 def find_family_structure(model_type: str) -> FamilyStructure:
-    """Return what the family of a HF `model_type` states about model.json's numbers; see `require_megatron_form`."""
+    """Return how the family of a HF `model_type` reads the numbers in model.json; see `require_megatron_form`."""
     return require_megatron_form(model_type).structure
 
 

@@ -1,4 +1,4 @@
-"""What a family folder states about its models; everything has a default that suits plain text models."""
+"""Traits of a model family: its parts, towers and packed rows; all have defaults that suit plain text models."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ PackedMasks = Callable[[Any, Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class FamilyTraits:
-    """Names of parts, relative to the transformers model.
+    """Properties of a family's models; paths are relative to the transformers model.
 
     Attributes:
         language_model: path of the module that receives `inputs_embeds`.
         parts: published part name (vision_encoder, vision_projector, audio_encoder, text_decoder) → module paths, for
-            freezing. A part's paths may contain another part (the projector inside the tower): the more exact key wins.
+            freezing. A part's paths may contain another part (the projector inside the tower): the longer path wins.
         sub_configs: published block (vision_encoder, audio_encoder, text_decoder) → key of the HF sub-config.
         towers: encoders that a batch may leave idle, in the order in which the model runs them.
         packed_positions: (transformers model, micro-batch, documents [batch, sequence]) → position ids of packed rows,
             restarting with every sample: [batch, sequence], or [4, batch, sequence] with those and the model's own in
             three dimensions. None: the family can't train on packed rows.
-        packed_masks: (transformers model, micro-batch of packed rows with its position_ids) → `attention_mask` as the
-            model takes it of them. None: the model computes it itself, from the positions.
-        one_tower_pass: (transformers model, micro-batch) → the micro-batch such that each tower runs once, whatever
-            kinds of media in it. None: it does so anyway.
+        packed_masks: (transformers model, micro-batch of packed rows with its position_ids) → the model's
+            `attention_mask` for them. None: the model computes it itself, from the positions.
+        one_tower_pass: (transformers model, micro-batch) → the micro-batch, changed so that each tower runs once
+            whatever modalities it contains. None: each tower runs once anyway.
     """
 
     language_model: str | None = None
@@ -45,7 +45,7 @@ class FamilyTraits:
     one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
 
 
-#: of a causal language model without encoders that computes its masks from restarting positions
+#: traits of a causal language model without encoders that computes its masks from restarting positions
 TEXT_TRAITS = FamilyTraits(
     language_model="model",
     parts={"text_decoder": ("",)},
@@ -55,13 +55,14 @@ TEXT_TRAITS = FamilyTraits(
 
 
 def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions:
-    """The family's `packed_positions`.
+    """Return the family's `packed_positions`.
 
     Args:
-        name: of the model, for the message.
+        traits: the family's traits.
+        name: name of the model, for the message.
 
     Raises:
-        ConfigError: it has none: the model can't train on packed rows.
+        ConfigError: the family has none, so the model can't train on packed rows.
     """
     if traits.packed_positions is None or traits.language_model is None:
         raise ConfigError(
@@ -74,7 +75,7 @@ def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions
 def freeze_parts(model: nn.Module, traits: FamilyTraits, frozen: Mapping[str, bool]) -> list[str]:
     """Set requires_grad of the parts named in `frozen` (True: not trained). Parts not named stay trainable.
 
-    What transformers itself never trains (tables of sinusoids) stays frozen.
+    Parameters that transformers itself freezes (sinusoidal position tables) stay frozen.
 
     Returns:
         names of the parts that the model has and that were frozen.

@@ -1,4 +1,4 @@
-"""Projection of target positions only: the head gets these, or chunks of them, never the whole sequence."""
+"""Projection of target positions only: the language-model head never receives the whole sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, Targets, weight
 class HeadLoss:
     """Makes a language-model head return the loss of the current targets instead of all logits.
 
-    Works through hooks inside the head's own call, where its weight is whole even if the head is a unit of FSDP. To be
-    installed before the model is wrapped, so that the hooks run between FSDP's gather and free.
+    It works through hooks inside the head's own call, where the weight is gathered even if the head is an FSDP unit. It
+    must be created before the model is wrapped, so that the hooks run between FSDP's gather and free.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -26,11 +26,12 @@ class HeadLoss:
         head.register_forward_hook(self._after)
 
     def expect(self, targets: Targets, chunk: int | None, factor: float | torch.Tensor | None = None) -> None:
-        """Let the next call of the head return the weighted cross-entropy sum (float32 scalar) for `targets`.
+        """Make the next call of the head return the weighted cross-entropy sum (float32 scalar) for `targets`.
 
         Args:
-            chunk: at most so many positions' logits exist at once; None: all targets' logits.
-            factor: about what the sum's gradient will be; None: whatever it is, it keeps gradients in their range.
+            targets: target positions of the micro-batch.
+            chunk: number of positions whose logits may exist at once; None: the logits of all targets.
+            factor: approximate gradient of the sum in backward; None: gradients stay in range without it.
         """
         self._targets, self._chunk, self._factor = targets, chunk, factor
 
@@ -50,7 +51,7 @@ class HeadLoss:
         if self._chunk is None:
             return weighted_cross_entropy(logits, targets.tokens, targets.weights)
         hidden, self._hidden = self._hidden, None
-        # the empty projection ties the head's hooks into the graph even if the loss below makes its own gradients
+        # the empty projection keeps the head's hooks in the graph although the loss below computes its own gradients
         return (
             ChunkedCrossEntropy.apply(
                 hidden,

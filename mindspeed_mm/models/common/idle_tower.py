@@ -1,9 +1,9 @@
-"""Any batch trains: a tower without input in a batch runs a pass that contributes zero.
+"""A zero-contribution pass through towers that have no input in a micro-batch, so that any batch trains.
 
 Sharded towers are gathered and reduced by collectives. A rank whose rows are text only would skip those of the vision
 tower while its peers wait in them: an abort on gloo, a hang elsewhere. So each rank runs every tower in every
-micro-batch; without input it runs on a smallest dummy, and the result joins the text embeddings with zero gradient.
-One mechanism for all towers, through a forward pre-hook on the language model.
+micro-batch; a tower without input runs on a smallest dummy input, and its output is tied to the text embeddings with
+zero gradient. One mechanism, a forward pre-hook on the language model, serves all towers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Tower:
 
     Attributes:
         path: module path of the tower, relative to the model (`model.visual`).
-        modalities: what it encodes, as the data adapter counts it (`image`, `video`, `audio`).
+        modalities: what it encodes, by the names of the data adapter's counts (`image`, `video`, `audio`).
         input_keys: batch fields whose presence means that the tower runs.
         run_dummy: (model, device) → an output tensor of the tower, computed through its own forward on a smallest
             input. None: not known (see `models/transformers/inferred.py`).
-        beside: paths of modules and parameters outside of it that work on its output alone (a projector).
-        patches_per_row: configuration → patches in a row of its media tensor.
+        beside: paths of modules and parameters outside of the tower that only process its output (a projector).
+        patches_per_row: configuration → number of patches in a row of its media tensor.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Tower:
     patches_per_row: Callable[[Any], int] = lambda config: 1
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters of the tower and of what stands beside it, which nothing else uses."""
+        """Return the parameters of the tower and of the modules beside it, which nothing else uses."""
         prefixes = (self.path, *self.beside)
         return [
             parameter
@@ -59,15 +59,15 @@ class ZeroContribution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """The embeddings' gradient unchanged, zeros for the tower."""
+        """Return the embeddings' gradient unchanged, and zeros for the tower."""
         return grad, torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
 
 
 class IdleTowers:
     """Runs the towers that a batch leaves idle; `for_batch` announces each batch.
 
-    The towers are given in the order in which the model runs them, and an idle one has its turn there too: ranks that
-    leave different towers idle would else go through them in different orders.
+    Towers are listed in the order in which the model runs them, and an idle tower runs at its place in that order:
+    otherwise ranks with different idle towers would run the towers in different orders.
     """
 
     def __init__(self, model: nn.Module, towers: Iterable[Tower]) -> None:
@@ -77,11 +77,11 @@ class IdleTowers:
         self._outputs: list[torch.Tensor] = []
 
     def install(self, language_model: nn.Module) -> None:
-        """Hook onto `language_model`, which receives `inputs_embeds`. To be called after the model has been wrapped.
+        """Register the hook on `language_model`, which receives `inputs_embeds`, after the model has been wrapped.
 
-        The hook goes before FSDP's own: the towers are then gathered where a busy tower would be, after the token
-        embedding and before the language model, in forward and in backward; any other place would order the
-        collectives differently from rank to rank.
+        The hook runs before FSDP's own: idle towers are then gathered where busy towers are, after the token embedding
+        and before the language model, in forward and in backward. Any other place would give the collectives a
+        different order on different ranks.
         """
         if self._towers:
             language_model.register_forward_pre_hook(self._hook, prepend=True, with_kwargs=True)
@@ -91,9 +91,9 @@ class IdleTowers:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def for_batch(self, batch: dict[str, Any]) -> None:
-        """Note which towers the next forward of the model leaves idle.
+        """Find the towers that the next forward of the model leaves idle.
 
-        One tower may serve several kinds of input (images and videos); any of them keeps it busy.
+        One tower may serve several modalities (images and videos); input of any of them keeps it busy.
         """
         self._pending = tuple(t for t in self._towers if all(batch.get(key) is None for key in t.input_keys))
         self._outputs = []

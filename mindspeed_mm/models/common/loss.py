@@ -36,8 +36,8 @@ class LossOptions:
 
     Attributes:
         loss_type: see the module's table.
-        compute_mode: `default` makes all target tokens' logits at once; `chunk` at most `chunk_size` positions a row at
-            a time; `dynamic_chunk` at most `chunk_size` positions in all.
+        compute_mode: `default` computes the logits of all target tokens at once; `chunk` those of at most `chunk_size`
+            positions per row at a time; `dynamic_chunk` those of at most `chunk_size` positions in all.
         chunk_size: see compute_mode.
     """
 
@@ -46,7 +46,7 @@ class LossOptions:
     chunk_size: int = 1024
 
     def positions_per_chunk(self, batch: int) -> int | None:
-        """Positions whose logits may exist at once; None: all.
+        """Return the number of positions whose logits may exist at once; None: all.
 
         For dynamic_chunk the published rule is the largest power of two per row that keeps batch * chunk within bounds.
         """
@@ -60,13 +60,13 @@ class LossOptions:
 
 @dataclass
 class Targets:
-    """Which positions predict what, and how much each counts.
+    """Target positions of a micro-batch, with the tokens they predict and their weights.
 
     Attributes:
         index: [n] int64, positions in the flattened [batch * sequence] hidden states.
         tokens: [n] int64, the tokens they must predict.
         weights: [n] float32 or None (all 1).
-        denominator: float32 scalar: what this micro-batch adds to the step's denominator.
+        denominator: float32 scalar that this micro-batch adds to the step's denominator.
     """
 
     index: torch.Tensor
@@ -81,9 +81,9 @@ def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.T
     Args:
         labels: [batch, sequence] int64, not shifted, -100 where there is no target. On the host this costs no
             synchronisation with the device.
-        loss_type: see the module's table; where it says row, a packed row's samples are meant, each by itself.
+        loss_type: see the module's table; for packed rows, "row" there means one sample.
         documents: [batch, sequence] int64, number of each position's sample in a packed row, 0 for padding; a sample's
-            last token never predicts the next one's first. None: rows are samples.
+            last token never predicts the next sample's first. None: each row is one sample.
     """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     is_target = shifted != IGNORE_INDEX
@@ -110,7 +110,7 @@ def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.T
 
 
 def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sum of weight * cross-entropy, computed in float32.
+    """Return the sum of weight * cross-entropy, computed in float32.
 
     Args:
         logits: [n, vocabulary], any float dtype.
@@ -126,10 +126,10 @@ def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: 
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head projection and cross-entropy a chunk of positions at a time; logits of one chunk exist at once.
+    """Head projection and cross-entropy, one chunk of positions at a time: only one chunk's logits exist at once.
 
     The gradients are computed in the forward pass, chunk by chunk, and scaled in backward, so nothing is computed
-    twice. In float16 they are multiplied with the expected factor of backward, so that they fit its range.
+    twice. In float16 they are multiplied by the expected gradient of the loss, so that they stay in float16's range.
     """
 
     @staticmethod
@@ -187,14 +187,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class LossOutput(TypedDict):
-    """What the `forward` of a model returns of a micro-batch with targets.
+    """Output of a model's `forward` for a micro-batch with targets.
 
     Attributes:
         loss: float32 scalar with graph: a sum, or a mean where `denominator` is None.
         denominator: float32 scalar; the sum is divided by it over the global batch. None: the mean is averaged over
             micro-batches and ranks.
-        metrics: name → number, or pair (sum, denominator) of float32 scalars; beside a mean the pair `loss` that it was
-            made of, which tells of a step without targets.
+        metrics: name → number, or pair (sum, denominator) of float32 scalars. With a mean, `loss` is the pair that it
+            was computed from, by which a step without targets is recognised.
     """
 
     loss: torch.Tensor
@@ -205,11 +205,12 @@ class LossOutput(TypedDict):
 def finish_loss(
     weighted_sum: torch.Tensor, denominator: torch.Tensor, loss_type: LossType, group: dist.ProcessGroup | None = None
 ) -> LossOutput:
-    """Turn a micro-batch's sum into what a model returns, and its `loss_func` passes on.
+    """Return the output of a model's `forward` for a micro-batch's weighted sum.
 
     Args:
         weighted_sum: float32 scalar from `weighted_cross_entropy` or `ChunkedCrossEntropy`.
-        denominator: from `Targets`.
+        denominator: that of `Targets`.
+        loss_type: see the module's table.
         group: the data-parallel group, for token_loss.
     """
     if loss_type in ("per_token_loss", "per_sample_loss", "square_loss"):

@@ -1,4 +1,4 @@
-"""Which of transformers' tensors a tensor of a Megatron-core model is made of, and back."""
+"""Mapping between the parameters of a Megatron-core model and the tensors of the transformers model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class Block:
-    """The `index`-th of `of` equal blocks of rows (dimension 0) of a source.
+    """One of several equal blocks of rows (dimension 0) of a source tensor.
 
     Attributes:
-        source: position in `ParamMapping.sources`.
+        source: position of the source in `ParamMapping.sources`.
+        index: position of the block in the source, from 0.
+        of: number of blocks in the source.
     """
 
     source: int
@@ -23,7 +25,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """`length` rows of transformers' tensor `source`, from `start` on."""
+    """`length` rows of the transformers tensor `source`, beginning at row `start`."""
 
     source: str
     start: int
@@ -32,21 +34,21 @@ class Rows:
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """How a Megatron-core tensor is made.
+    """The transformers tensors that a Megatron-core parameter consists of.
 
-    The whole tensor (what the tensor-parallel ranks hold, one after the other along the dimension that is split) is
-    made of blocks of rows of transformers' tensors; the other dimensions are the same in both.
+    The whole parameter (the parts of the tensor-parallel ranks, concatenated along the dimension that is split)
+    consists of blocks of rows of transformers tensors; the other dimensions are the same in both.
 
     Attributes:
-        sources: names of transformers' tensors; every row of theirs is in exactly one block.
-        blocks: from the first row to the last.
+        sources: names of the transformers tensors; each of their rows is in exactly one block.
+        blocks: the blocks, from the first row to the last.
     """
 
     sources: tuple[str, ...]
     blocks: tuple[Block, ...]
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Values of the sources → the whole Megatron-core tensor."""
+        """Return the whole Megatron-core parameter for the values of the sources."""
         if len(self.blocks) == 1:
             return values[0]
         parts = []
@@ -56,7 +58,7 @@ class ParamMapping:
         return torch.cat(parts)
 
     def split(self, whole: torch.Tensor, row_counts: Sequence[int]) -> list[torch.Tensor]:
-        """The whole Megatron-core tensor → values of the sources, which have `row_counts` rows."""
+        """Return the values of the sources, which have `row_counts` rows, for the whole Megatron-core parameter."""
         if len(self.blocks) == 1:
             return [whole]
         values = [whole.new_empty((rows, *whole.shape[1:])) for rows in row_counts]
@@ -68,10 +70,10 @@ class ParamMapping:
         return values
 
     def rows(self, row_counts: Sequence[int]) -> list[Rows]:
-        """Where the rows of the whole Megatron-core tensor come from, in order; neighbours are put together.
+        """Return the origin of the rows of the whole Megatron-core parameter, in order; adjacent ranges are merged.
 
         Args:
-            row_counts: of the sources.
+            row_counts: number of rows of each source.
         """
         found: list[Rows] = []
         for block in self.blocks:
@@ -86,17 +88,20 @@ class ParamMapping:
 
 
 def same(source: str) -> ParamMapping:
-    """A tensor that is the same in both."""
+    """Map a parameter to one transformers tensor with the same rows in the same order."""
     return ParamMapping((source,), (Block(0, 0, 1),))
 
 
 def interleaved(sources: Sequence[str], pieces: int) -> ParamMapping:
-    """Rows of the sources in turn, piece by piece: queries, keys and values of a group; gate and up of a rank."""
+    """Interleave sources: the first of `pieces` equal parts of each source, then the second of each, and so on.
+
+    So are queries, keys and values stored group by group, and gate and up projections rank by rank.
+    """
     return ParamMapping(tuple(sources), tuple(Block(k, i, pieces) for i in range(pieces) for k in range(len(sources))))
 
 
 def regrouped(source: str, parts: int, pieces: int) -> ParamMapping:
-    """A source of `parts` equal parts one after the other (queries, keys, values) → piece by piece of each part."""
+    """Interleave the `parts` equal parts of one source (queries, keys, values), each cut into `pieces` pieces."""
     of = parts * pieces
     return ParamMapping(
         (source,), tuple(Block(0, part * pieces + i, of) for i in range(pieces) for part in range(parts))

@@ -30,7 +30,7 @@ class ModelHub:
     """Finds the class that a model.json names.
 
     `MODEL_MAPPINGS` may be written to directly, or through `register`. The families of this package are folders of
-    `mindspeed_mm.models.transformers` named by their model_id, imported when asked for.
+    `mindspeed_mm.models.transformers`, named by their model_id and imported on first use.
     """
 
     MODEL_MAPPINGS: ClassVar[dict[str, type]] = REGISTERED_CLASSES
@@ -39,8 +39,7 @@ class ModelHub:
     def register(cls, model_id: str, model: Any = None) -> Any:
         """Register a class, or a `Family`, under `model_id`; without either, return a decorator that registers a class.
 
-        A class says how its family is trained on FSDP2; a `Family` may also bring an adapter for its rows, and how it
-        is built of Megatron-core's modules.
+        A class defines how its family is trained on FSDP2; a `Family` may add a data adapter and a Megatron-core form.
 
         Raises:
             ConfigError: the id belongs to another class or family already.
@@ -57,19 +56,19 @@ class ModelHub:
         """Import the modules that model.json's `plugin` lists, so that they can register models.
 
         Raises:
-            ConfigError: one of them can't be imported; names it and the reason.
+            ConfigError: one of them can't be imported; the message names it and the reason.
         """
         import_plugins(modules)
 
     @classmethod
     def find(cls, model_id: str | None) -> type | None:
-        """Return the class that the family named `model_id` trains; None: there is no such family."""
+        """Return the model class of the family named `model_id`; None: there is no such family."""
         family = find_family(model_id)
         return None if family is None else family.model_class
 
     @classmethod
     def families(cls) -> list[str]:
-        """Ids of the families that are folders of this package."""
+        """Return the ids of the families that are folders of this package."""
         return family_folders()
 
     @classmethod
@@ -79,11 +78,12 @@ class ModelHub:
         Args:
             model_id: from model.json. It must be registered, or equal the HF config's model_type. None: the HF
                 config's architecture.
-            hf_config: the transformers config; authoritative for everything but the class.
+            hf_config: the transformers config; authoritative for everything except the class.
+            where: the file that states `model_id`, for messages.
 
         Raises:
-            ConfigError: unknown id (with the nearest ones), one that contradicts the HF config, or an architecture that
-                transformers does not have.
+            ConfigError: the id is unknown (the message lists the nearest ones) or contradicts the HF config, or
+                transformers does not have the architecture.
         """
         source = _config_of(hf_config)
         settled = settled_model_id(model_id, hf_config.model_type)
@@ -108,12 +108,12 @@ class ModelHub:
 
     @classmethod
     def _fits(cls, model_id: str, model_class: Any, hf_config: PretrainedConfig) -> bool:
-        """Whether a registered class is one of the model that the HF config describes."""
+        """Whether a registered class can be the class of the model that the HF config describes."""
         wanted = getattr(model_class, "config_class", None)
         if wanted is None or isinstance(hf_config, wanted) or hf_config.model_type in (model_id, wanted.model_type):
             return True
         if cls.find(hf_config.model_type) is model_class:
-            return True  # under two names: an Omni model whole, and its thinker alone
+            return True  # one class with two ids: a whole Omni model, and its thinker alone
         is_own = model_id not in cls.families()
         return is_own and any(isinstance(getattr(hf_config, name, None), wanted) for name in hf_config.sub_configs)
 
@@ -144,12 +144,12 @@ class ModelHub:
 
 
 def _config_of(hf_config: PretrainedConfig) -> str:
-    """Where a configuration was read from, for messages."""
+    """The file that a configuration was read from, for messages."""
     return f"{getattr(hf_config, 'name_or_path', '') or 'the HF directory'}/config.json"
 
 
 def likely_architecture(model_type: str) -> str | None:
-    """The class of transformers that writes text, for a model_type; None if there is none."""
+    """Return the name of the transformers class that generates text for a model_type; None: there is none."""
     from transformers.models.auto import modeling_auto as auto
 
     for names in (

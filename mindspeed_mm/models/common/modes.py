@@ -1,4 +1,4 @@
-"""Training and evaluation mode, which a user chooses for each module."""
+"""Training and evaluation mode of modules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mindspeed_mm.utils.log import notice
 
 @contextmanager
 def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluate meanwhile; afterwards every module is in the mode that it had before.
+    """Context in which all modules are in evaluation mode; afterwards each module has its previous mode again.
 
-    A frozen part that its user keeps in evaluation mode (its dropout off, its batch statistics fixed) stays there.
-    Modes are set through `train` and `eval`, which a module may have overridden to do more.
+    A frozen part that a user keeps in evaluation mode (no dropout, fixed batch statistics) thus stays in it. Modes are
+    set through `train` and `eval`, since a module may override them to do more.
     """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
@@ -28,11 +28,11 @@ def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
             if module.training != mode:
                 module.train(mode)
         for module, mode in zip(modules, modes, strict=True):
-            module.training = mode  # where a later one has changed an earlier one, as modules may have two parents
+            module.training = mode  # a module with two parents may have been changed again
 
 
 def report_modules_trained_in_eval_mode(models: Sequence[nn.Module]) -> None:
-    """Log which modules are trained although they are in evaluation mode, as what `from_pretrained` returns is."""
+    """Log which modules are trained although they are in evaluation mode, as models from `from_pretrained` are."""
     found = [
         name or type(module).__name__
         for model in models

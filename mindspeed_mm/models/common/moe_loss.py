@@ -1,15 +1,15 @@
-"""The load-balancing loss of experts, per sample, so that no split of a global batch changes it.
+"""Load-balancing loss of mixture-of-experts routers, computed per sample: no split of a global batch changes it.
 
-Of one sample, over its T tokens in all L layers with experts: `E * sum_e f_e * P_e`, f_e the number of times that an
-expert is among a token's best k over L * T, P_e the mean of its probability. Source: equations 4 to 6 of Switch
-Transformers (Fedus, Zoph and Shazeer, arXiv 2101.03961), over k choices and all layers at once as transformers'
-`load_balancing_loss_func` has it; of a sample alone the two are the same number.
+For one sample of T tokens and a model with E experts in each of L layers, the loss is `E * sum_e f_e * P_e`: f_e is the
+number of times that expert e is among a token's best k, divided by L * T, and P_e is the mean of its probability.
+Source: equations 4 to 6 of Switch Transformers (Fedus, Zoph and Shazeer, arXiv 2101.03961), over k choices and all
+layers at once as in transformers' `load_balancing_loss_func`; for a single sample both give the same number.
 
-f and P are means whose product isn't linear: taken over a micro-batch, the loss would depend on how the global batch
-is cut. Here each sample of a row has one of its own, and weighs in the step what its tokens weigh in the token loss:
-`sum_s w_s * aux_s / sum_s w_s`, w_s being the number of its targets for per_token_loss, 1 for per_sample_loss, the root
-of that number for square_loss. Numerator and denominator are plain sums over the global batch, and the denominator is
-the token loss's own.
+f and P are means, and their product isn't linear: computed over a micro-batch, the loss would depend on how the global
+batch is cut. Here each sample has its own loss, which is weighted in the step as its tokens are in the token loss:
+`sum_s w_s * aux_s / sum_s w_s`, where w_s is the number of its targets for per_token_loss, 1 for per_sample_loss, and
+the square root of that number for square_loss. Numerator and denominator are plain sums over the global batch, and the
+denominator is the token loss's own.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class SampleShares:
-    """The samples of a micro-batch, and how much each counts.
+    """The samples of a micro-batch and their weights.
 
     Attributes:
         sample: [batch * sequence] int64, the number of each position's sample, `len(tokens)` for padding.
-        tokens: [samples] float32, how many positions each has.
-        weights: [samples] float32, the sum of its targets' weights in the token loss.
+        tokens: [samples] float32, the number of each sample's positions.
+        weights: [samples] float32, the sum of the weights of each sample's targets in the token loss.
     """
 
     sample: torch.Tensor
@@ -56,7 +56,7 @@ class SampleShares:
         """Find the samples of a micro-batch; on the host this costs no synchronisation with the device.
 
         Args:
-            targets: of the micro-batch.
+            targets: targets of the micro-batch.
             input_ids: [batch, sequence].
             attention_mask: [batch, sequence], 0 for padding; None: there is none.
             documents: [batch, sequence] int64, number of each position's sample in a packed row, 0 for padding.
@@ -75,12 +75,12 @@ class SampleShares:
 
 
 def balance_loss(router_logits: Sequence[torch.Tensor], top_k: int, shares: SampleShares) -> torch.Tensor:
-    """Sum over samples of weight * load-balancing loss.
+    """Return the sum over samples of weight * load-balancing loss.
 
     Args:
-        router_logits: of each layer with experts, [batch * sequence, experts], any float dtype.
-        top_k: experts that a token is sent to.
-        shares: the samples.
+        router_logits: a tensor for each layer with experts, [batch * sequence, experts], any float dtype.
+        top_k: number of experts that a token is routed to.
+        shares: the samples and their weights.
 
     Returns:
         float32 scalar, differentiable through the probabilities.
@@ -99,7 +99,7 @@ def balance_loss(router_logits: Sequence[torch.Tensor], top_k: int, shares: Samp
 
 
 class AddGradient(torch.autograd.Function):
-    """Train the sum of two scalars, and report the first: its value, with the gradient of both."""
+    """Return the first of two scalars, with the gradient of their sum: the second is trained but not reported."""
 
     @staticmethod
     def forward(ctx: Any, reported: torch.Tensor, added: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -108,15 +108,15 @@ class AddGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """The gradient, for both."""
+        """Return the gradient for each of the two."""
         return grad, grad
 
 
 class RouterLoss:
     """Collects the outputs of a model's routers in a forward pass, and computes their loss.
 
-    A router's output is taken where it is made, inside its layer. Under non-reentrant recompute it keeps its graph;
-    the reentrant kind runs the layer without one, and is refused.
+    A router's output is recorded inside its layer. Non-reentrant recompute keeps the output's autograd graph; reentrant
+    recompute runs the layer without a graph, and is refused.
     """
 
     def __init__(self, model: PreTrainedModel, coefficient: float) -> None:
@@ -126,7 +126,7 @@ class RouterLoss:
             coefficient: weight of the loss beside the token loss.
 
         Raises:
-            ConfigError: transformers knows no such loss for this model.
+            ConfigError: transformers has no such loss for this model.
         """
         self.coefficient = coefficient
         self._name = type(model).__name__
@@ -143,14 +143,14 @@ class RouterLoss:
             router.register_forward_hook(self._keep)
 
     def expect(self) -> None:
-        """Collect in the next forward pass of the model."""
+        """Record the routers' outputs in the next forward pass of the model."""
         self._collected = []
 
     def take(self, shares: SampleShares) -> torch.Tensor:
-        """The loss of the forward pass since `expect`: sum over its samples of weight * loss, float32 scalar.
+        """Return the loss of the forward pass since `expect`: the sum over samples of weight * loss, a float32 scalar.
 
         Raises:
-            ConfigError: the routers ran without a graph, or on other positions than the samples'.
+            ConfigError: the routers ran without an autograd graph, or on another number of positions.
         """
         collected, self._collected = self._collected or [], None
         if {len(logits) for logits in collected} != {len(shares.sample)}:
@@ -180,11 +180,12 @@ def has_balance_loss(model: PreTrainedModel) -> bool:
 
 
 def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> float:
-    """The weight of the load-balancing loss.
+    """Return the coefficient of the load-balancing loss.
 
     Args:
-        stated: model.json's; None: it states none.
-        hf_config: whose `output_router_logits` asks for the loss with the weight beside it.
+        stated: the value in model.json; None: model.json has none.
+        hf_config: the model's configuration; without a value in model.json its `router_aux_loss_coef` is used if its
+            `output_router_logits` is set.
     """
     text = hf_config.get_text_config()
     if stated is not None:
@@ -193,7 +194,7 @@ def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> flo
 
 
 def _routers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of the decoder whose first output transformers records as `router_logits`."""
+    """Return the modules of the decoder whose first output transformers records as `router_logits`."""
     classes = set()
     for part in model.modules():
         recorded = getattr(part, "_can_record_outputs", None) or {}

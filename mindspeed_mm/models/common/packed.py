@@ -1,7 +1,7 @@
-"""Rows of several samples one after the other: where each begins, and how to take them apart.
+"""Packed rows, which hold several samples one after the other: their boundaries, and splitting them into samples.
 
-`documents` [batch, sequence] int64 says of every position the number of its sample within the row, 1, 2, …, and 0 for
-padding, which is at the end of a row. It takes the place of `attention_mask`.
+`documents` [batch, sequence] int64 holds for each position the number of its sample within the row (1, 2, …), and 0 for
+padding, which is at the end of a row. It replaces `attention_mask`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ PACKING_KEY = "dataset_param.basic_parameters.packing: false in data.json (and l
 
 
 def take_documents(batch: dict[str, Any]) -> torch.Tensor | None:
-    """Take `documents` out of a micro-batch, on the host.
+    """Remove `documents` from a micro-batch and return it, on the host.
 
-    An attention_mask that numbers samples (1, 1, 2, 2, 0) is taken for them, as some loaders write it.
+    An attention_mask that numbers samples (1, 1, 2, 2, 0), as some data loaders write it, is read as `documents`.
 
     Returns:
         [batch, sequence] int64; None: the rows are not packed.
 
     Raises:
-        DataError: an attention_mask beside it, another shape, or numbers that aren't 1, 2, … with padding at the end.
+        DataError: there is an attention_mask beside it, its shape is not that of input_ids, or its numbers aren't 1, 2,
+            … with padding at the end.
     """
     documents, mask = batch.pop("documents", None), batch.get("attention_mask")
     if documents is None and isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask > 1).any()):
@@ -54,12 +55,12 @@ def take_documents(batch: dict[str, Any]) -> torch.Tensor | None:
 
 
 def run_lengths(documents: torch.Tensor) -> list[list[int]]:
-    """Lengths of the samples of each row, and of its padding as one more."""
+    """Return the lengths of each row's samples; padding counts as one more sample."""
     return [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents]
 
 
 def restarting_positions(documents: torch.Tensor) -> torch.Tensor:
-    """Positions [batch, sequence] int64 that begin at 0 with every sample, and with the padding."""
+    """Return positions [batch, sequence] int64 that restart at 0 with every sample, and with the padding."""
     positions = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -72,10 +73,10 @@ def plain_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tenso
 
 
 class Unpacked:
-    """The samples of packed rows as rows of their own, in order.
+    """Converts between packed rows and rows of one sample each, in order.
 
     Attributes:
-        mask: [samples, longest] int64, 1 where a row has a token.
+        mask: [samples, longest] int64, 1 where a sample has a token.
     """
 
     def __init__(self, documents: torch.Tensor) -> None:
@@ -92,13 +93,13 @@ class Unpacked:
         self.mask[self._sample, self._place] = 1
 
     def take_apart(self, rows: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence] → [samples, longest], padded with zeros."""
+        """Return packed rows [batch, sequence] as [samples, longest], padded with zeros."""
         apart = rows.new_zeros(self.mask.shape)
         apart[self._sample, self._place] = rows[self._kept]
         return apart
 
     def put_back(self, apart: torch.Tensor) -> torch.Tensor:
-        """[..., samples, longest] → [..., batch, sequence], zeros where padding is."""
+        """Return samples [..., samples, longest] as packed rows [..., batch, sequence], with zeros for padding."""
         rows = apart.new_zeros(*apart.shape[:-2], *self._kept.shape)
         rows[..., self._kept] = apart[..., self._sample, self._place]
         return rows
