@@ -1,4 +1,4 @@
-"""Models of diffusers: how they are recognised, built from a config.json, and initialised."""
+"""Models of diffusers: recognising them, building them from config.json, and initialising them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 
 def is_diffusers_class(model_class: type) -> bool:
-    """Whether a class derives from diffusers' ModelMixin (found by names: nothing is imported)."""
+    """Whether a class derives from diffusers' ModelMixin; the check is by name, and imports nothing."""
     return any(c.__name__ == "ModelMixin" and c.__module__.startswith("diffusers.") for c in model_class.__mro__)
 
 
 def diffusers_structure(directory: Path) -> Any:
-    """The model that the config.json of a diffusers directory describes, on meta; None if it names no diffusers class.
+    """Build the model of a diffusers directory's config.json on meta; None if that file names no diffusers class.
 
     Raises:
         ConfigError: diffusers has no such class.
@@ -43,7 +43,7 @@ def diffusers_structure(directory: Path) -> Any:
 
 
 class DiffusersInitMixin:
-    """Fills modules as their constructors do; see `build_on_meta`."""
+    """Initialises modules as their constructors do; see `build_on_meta`."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if has_recipes(module):

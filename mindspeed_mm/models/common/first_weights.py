@@ -1,4 +1,4 @@
-"""Initial weights of a run without a checkpoint: named weights, or random values on request."""
+"""Check of a run's initial weights: pretrained weights, or random values if they are requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "diffusion_pytorch_model*.bi
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """Names of the files in a model's directory that contain weights; none if it isn't there."""
+    """Return the names of the files with weights in a model's directory; none if there is no such directory."""
     path = Path(directory)
     return sorted({file.name for pattern in _PATTERNS for file in path.glob(pattern)})
 
@@ -20,17 +20,18 @@ def weight_files(directory: str | Path) -> list[str]:
 def check_first_weights(
     what: str, directory: str | Path | None, *, from_scratch: bool, ignores: bool, file: str, keys: tuple[str, str]
 ) -> None:
-    """Refuse a run that would begin with random values although they weren't requested, or although weights are there.
+    """Refuse a run that would start from random values without a request, or although there are weights.
 
     Args:
-        what: the model, for messages.
-        directory: that model.json names; None: it names none.
-        from_scratch, ignores: `train_from_scratch` and `ignore_weights`.
-        file: of both, for messages.
-        keys: the one that names the directory, and a sentence on how else weights are named.
+        what: name of the model, for messages.
+        directory: the directory that model.json names; None: it names none.
+        from_scratch: `train_from_scratch` of model.json.
+        ignores: `ignore_weights` of model.json.
+        file: name of model.json, for messages.
+        keys: the key that names the directory, and a phrase with all ways to give weights.
 
     Raises:
-        ConfigError: with the ways out.
+        ConfigError: the run is refused; the message lists the alternatives.
     """
     context = current_build_context()
     if not (context.in_run and context.load_weights):

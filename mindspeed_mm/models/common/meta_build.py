@@ -1,7 +1,7 @@
-"""A model without storage for its parameters that remembers how its constructor would have filled them.
+"""Building models on meta whose constructors initialise their parameters, with initialisation replayed later.
 
 Libraries such as diffusers have no function that initialises a built model: constructors do it, parameter by parameter.
-So what a constructor does to each parameter is written down while it runs, and done again on the real tensor later.
+So the operations of a constructor on each parameter are recorded while it runs, and replayed on real storage later.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _RECIPES = "_constructor_recipes"
 
 @dataclass
 class ParameterRecipe:
-    """How a constructor fills a parameter.
+    """A recording of how a constructor fills a parameter.
 
     Attributes:
-        value: what it held when it was registered; None: nothing.
-        operations: what was done to it afterwards, in order: each takes the tensor to fill.
+        value: the parameter's value when it was registered; None: it had none.
+        operations: later in-place operations, in order; each takes the tensor to fill.
     """
 
     value: torch.Tensor | None = None
     operations: list[Callable[[torch.Tensor], None]] = field(default_factory=list)
 
     def fill(self, target: torch.Tensor) -> None:
-        """Fill `target`, of the parameter's shape; random values come from the default generator of the host."""
+        """Fill `target`, a tensor of the parameter's shape, with random values of the host's default generator."""
         if self.value is not None:
             target.copy_(self.value)
         for operation in self.operations:
@@ -45,16 +45,15 @@ class ParameterRecipe:
 
 
 def build_on_meta(model_class: Any, config: Mapping[str, Any], seed: int = 1234) -> Any:
-    """Build a model whose parameters are on meta, and whose buffers and other tensors are real, on the host.
+    """Build a model with parameters on meta, and with buffers and other tensors in host memory.
 
-    Tables that the constructor computes (rotary angles, position embeddings) are thus what it made of them, and
-    parameters have recipes for `initialize_from_recipes`. A parameter costs no memory, but for small ones that a module
-    holds a value of.
+    Tables that the constructor computes (rotary angles, position embeddings) thus have their values, and parameters
+    have recipes for `initialize_from_recipes`. Parameters take no memory, except small ones whose value is recorded.
 
     Args:
-        model_class: a diffusers model's, adapted or not: anything with `from_config(dict)`.
-        config: content of its config.json.
-        seed: of the values that constructors draw for parameters that they hold directly (scale_shift_table).
+        model_class: class of a diffusers model, adapted or not; any class with `from_config(dict)` will do.
+        config: content of the model's config.json.
+        seed: seed of values that constructors draw before they register a parameter (scale_shift_table).
     """
     with seeded(seed, "constructor"), torch.device("cpu"), _Recorder():
         model = model_class.from_config(dict(config))
@@ -68,7 +67,7 @@ def has_recipes(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize_from_recipes(module: nn.Module) -> None:
-    """Fill the parameters that are `module`'s own as its constructor would have; those without recipe are left."""
+    """Fill `module`'s own parameters as its constructor would have; parameters without a recipe are left alone."""
     recipes: dict[str, ParameterRecipe] = getattr(module, _RECIPES, {})
     for name, param in module._parameters.items():
         if param is not None and name in recipes:
@@ -76,11 +75,11 @@ def initialize_from_recipes(module: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Puts each parameter on meta as it is registered, and records what is done to it."""
+    """Moves each parameter to meta when it is registered, and records the operations on it."""
 
     def __init__(self) -> None:
         super().__init__()
-        # by storage, as `param.data` and slices are other tensors; the parameter is kept, so its storage stays its own
+        # by storage, since `param.data` and slices are other tensors; keeping the parameter keeps its storage alive
         self._known: dict[int, tuple[nn.Parameter, ParameterRecipe]] = {}
         self._thread = threading.get_ident()
 
@@ -125,7 +124,7 @@ _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.emp
 
 
 def _mark_empty(tensor: torch.Tensor) -> None:
-    """Recognise memory without values by a first element that is not a number: large ones are never touched."""
+    """Mark uninitialised memory by a first element that is NaN; the rest of a large tensor is never touched."""
     if tensor.is_floating_point() and tensor.numel():
         tensor.as_strided((1,), (1,)).fill_(torch.nan)
 

@@ -19,12 +19,12 @@ class MultiModalModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The state dict for a checkpoint; the same as `state_dict`."""
+        """Return the state dict for a checkpoint, which is that of `state_dict`."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
 def unwrap_model(model: nn.Module) -> Any:
-    """The user's own module inside wrappers that keep it as `.module` (Megatron's DistributedDataParallel)."""
+    """Return the user's own module from wrappers that hold it as `.module` (Megatron's DistributedDataParallel)."""
     inner = model
     while isinstance(wrapped := inner._modules.get("module"), nn.Module):
         inner = wrapped

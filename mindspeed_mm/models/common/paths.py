@@ -1,7 +1,7 @@
-"""Module paths of fsdp2.yaml: as transformers calls them today, or as a published file wrote them for an older layout.
+"""Module paths in fsdp2.yaml: current ones, and those of older layouts that published files use.
 
-transformers moved the parts of its multimodal models, and published files name these of their time. What stands for
-what is listed here, entry by entry: a path that is neither in the model nor in this list is an error, never a guess.
+transformers has moved the parts of its multimodal models, and published files use the paths of their time. Each older
+path is listed here with its replacement: a path that is neither in the model nor in this list is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.utils.errors import ConfigError
 
-#: published path → path in transformers' model of today. What follows it in an entry is kept, and has to exist.
+#: published path → current path in the transformers model. The rest of an entry is kept, and must exist.
 OLDER_PATHS: Mapping[str, str] = {
     # the documentation page of fsdp2.yaml; examples/qwen2.5vl/fsdp2_config.yaml
     "text_decoder.decoder.layers": "model.language_model.layers",
@@ -48,15 +48,15 @@ OLDER_PATHS: Mapping[str, str] = {
 
 
 def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
-    """`expand_patterns`, for a transformers model also with the paths of `OLDER_PATHS`; each is reported once."""
+    """Call `expand_patterns`; for a transformers model, paths of `OLDER_PATHS` are replaced, each with one notice."""
     return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if as_trainable(root).is_transformers else {})
 
 
 def check_paths(root: nn.Module, config: Fsdp2Config, keys: Iterable[str]) -> None:
-    """Expand the path lists that fsdp2.yaml has under `keys`.
+    """Check that the entries of fsdp2.yaml's path lists `keys` match modules.
 
     Raises:
-        ConfigError: entries match nothing; all of them, of all keys, in one message.
+        ConfigError: entries match nothing; one message lists all of them, for all keys.
     """
     problems: list[str] = []
     for key in keys:

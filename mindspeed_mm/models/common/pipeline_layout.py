@@ -1,4 +1,4 @@
-"""The pipeline around a trained model, for exports that load as a whole."""
+"""The diffusers pipeline around a trained model, for exports that are complete pipelines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ INDEX = "model_index.json"
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """A pipeline of diffusers around a trained model.
+    """A diffusers pipeline around a trained model.
 
-    A model handed to a backend may have a method `export_layout() -> PipelineLayout | None`; its final export is then
-    the whole pipeline's directory.
+    A trained model may have a method `export_layout() -> PipelineLayout | None`; its final export is then the directory
+    of the whole pipeline.
 
     Attributes:
-        component: folder of the trained model in it ("transformer").
-        others: folder of each other part → the directory that it is copied from.
+        component: folder of the trained model in the pipeline ("transformer").
+        others: folder of each other part → the directory that the part is copied from.
         model_index: content of model_index.json.
     """
 

@@ -1,1 +1,1 @@
-"""Models out of Megatron-core's modules. Imports megatron: for the Megatron backend only."""
+"""Models built of Megatron-core's modules, for the Megatron backend only: importing them imports megatron."""

@@ -1,7 +1,7 @@
-"""How a family's models are built of Megatron-core's modules: what the file `megatron.py` of its folder states.
+"""The Megatron-core form of a family, which the file `megatron.py` of the family's folder states.
 
 Importing this module, or that file, imports neither torch nor Megatron-core: the structure is needed when model.json is
-checked, the rest when a stage is built.
+checked, and the rest when a stage is built.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TensorNames: TypeAlias = "Callable[[str, DecoderShape, str, str], ParamMapping]"
 
 @dataclass(frozen=True)
 class Towers:
-    """The encoders of a family out of Megatron-core's modules.
+    """The encoders of a family, built of Megatron-core's modules.
 
     Attributes:
         image_encoder: (vision config, ParallelSizes, *, layers, has_patch_embedding, has_projector) → module with
@@ -52,12 +52,12 @@ class MegatronFamily:
     `layer_spec`, `tensor_names` and `towers` are the object itself or a reference `module:attribute` to it.
 
     Attributes:
-        structure: norms and biases of the decoder, and what model.json may say of the model.
+        structure: norms and biases of the decoder, and the rules for model.json's numbers.
         decoder: prefix of the decoder's tensors in the transformers model.
-        head: name of the output layer's tensor there.
+        head: name of the output layer's weight in the transformers model.
         layer_spec: Megatron-core's configuration → the spec of a decoder layer.
-        tensor_names: (name in the decoder, DecoderShape, `decoder`, `head`) → the transformers' tensors it is made of.
-        towers: None: the family reads text only.
+        tensor_names: (parameter name, DecoderShape, `decoder`, `head`) → parameter mapping.
+        towers: the encoders; None: the family is text only.
     """
 
     structure: FamilyStructure = field(default_factory=FamilyStructure)
@@ -73,17 +73,18 @@ class MegatronFamily:
         return load_reference(self.towers) if isinstance(self.towers, str) else self.towers
 
     def spec_of_layer(self, config: TransformerConfig) -> ModuleSpec:
-        """The spec of a decoder layer for Megatron-core's configuration of the decoder."""
+        """Return the spec of a decoder layer for Megatron-core's configuration of the decoder."""
         return _loaded(self.layer_spec)(config)
 
     def param_mapping(self, name: str, shape: DecoderShape) -> ParamMapping:
-        """Which of transformers' tensors a tensor of the decoder is made of.
+        """Return the transformers tensors that a parameter of the decoder consists of.
 
         Args:
-            name: in the decoder, with the number of the layer in the whole model.
+            name: name in the decoder, with the number of the layer in the whole model.
+            shape: sizes that the interleaving depends on.
 
         Raises:
-            KeyError: the decoder has no such tensor.
+            KeyError: the decoder has no such parameter.
         """
         return _loaded(self.tensor_names)(name, shape, self.decoder, self.head)
 

@@ -21,10 +21,10 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, in float32, as transformers' models compute it.
+    """Root mean square norm over the last dimension, computed in float32 as in transformers' models.
 
-    Under sequence parallelism its gradient is a part of the sequence's only; the mark on the weight lets Megatron-core
-    sum it over the tensor-parallel ranks.
+    Under sequence parallelism a rank's gradient covers its part of the sequence only; the attribute `sequence_parallel`
+    of the weight makes Megatron-core sum it over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -34,31 +34,32 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] → the same shape and dtype."""
+        """Normalise [..., hidden]; the result has the same shape and dtype."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 @dataclass
 class SampleLengths(PackedSeqParams):
-    """Lengths of the samples of packed rows, for every layer: Megatron-core passes them to the core attention.
+    """Sample lengths of packed rows; Megatron-core passes them to the core attention of every layer.
 
     Attributes:
-        lengths: of each row, padding included; on the host.
+        lengths: the sample lengths of each row, padding included; on the host.
     """
 
-    qkv_format: str = "sbhd"  # anything but "thd": shapes stay as they are without packing
+    qkv_format: str = "sbhd"  # not "thd": tensors keep the shapes that they have without packing
     lengths: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Megatron-core makes rotary tables of this length
+        # the length of Megatron-core's rotary tables
         self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
 
 
 class CoreAttention(nn.Module):
-    """Scaled dot-product attention of one tensor-parallel rank's heads: the seam for context parallelism.
+    """Scaled dot-product attention of one tensor-parallel rank's heads.
 
-    Built by Megatron-core's SelfAttention in the place of its own; grouped queries are not repeated in memory.
+    Megatron-core's SelfAttention builds it instead of its own core attention; keys and values of grouped queries are
+    not repeated in memory.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class CoreAttention(nn.Module):
         """
         Args:
             query: [sequence, batch, heads, head size]; key, value: the same with the groups' heads.
-            attention_mask: bool, True: not seen; as [batch, heads, sequence, sequence]. None: none, or causal.
-            packed_seq_params: SampleLengths of packed rows, whose samples don't see each other; it replaces the mask.
+            attention_mask: bool [batch, heads, sequence, sequence], True: masked out. None: causal, or no mask, as the
+                layer's mask type states.
+            packed_seq_params: SampleLengths of packed rows, whose samples don't attend to each other; they replace the
+                mask.
 
         Returns:
             [sequence, batch, heads * head size].
@@ -120,7 +123,7 @@ class CoreAttention(nn.Module):
     def _attend_in_samples(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[list[int]]
     ) -> torch.Tensor:
-        """[batch, heads, sequence, head size] → the same, sample by sample: no mask of a row's length squared."""
+        """Attend sample by sample, without a mask of a row's length squared: [batch, heads, sequence, head size]."""
         rows = []
         for number, row in enumerate(lengths):
             own = (t[number : number + 1].split(row, dim=2) for t in (q, k, v))
@@ -129,7 +132,11 @@ class CoreAttention(nn.Module):
 
 
 def decoder_layer_spec(*, qk_norm: bool) -> ModuleSpec:
-    """A pre-norm decoder layer: grouped-query attention (with norms of queries and keys, or not), gated MLP."""
+    """Return the spec of a pre-norm decoder layer with grouped-query attention and a gated MLP.
+
+    Args:
+        qk_norm: whether queries and keys are normalised.
+    """
     norm = RMSNorm if qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -157,5 +164,5 @@ def decoder_layer_spec(*, qk_norm: bool) -> ModuleSpec:
 
 
 def layer_spec_of(config: TransformerConfig) -> ModuleSpec:
-    """The layer of `decoder_layer_spec`, with norms of queries and keys where the configuration has them."""
+    """Return `decoder_layer_spec`, with norms of queries and keys if the configuration asks for them."""
     return decoder_layer_spec(qk_norm=config.qk_layernorm)

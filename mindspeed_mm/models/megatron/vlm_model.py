@@ -45,12 +45,14 @@ def planned_stages(
     """Return each pipeline stage's part of a model.
 
     Args:
-        described: model.json.
+        described: content of model.json.
         hf_config: transformers' configuration of the whole model.
-        pipeline, virtual: sizes; virtual is None without interleaving.
+        family: the Megatron-core form of the model's family.
+        pipeline: pipeline-parallel size.
+        virtual: virtual pipeline size; None: no interleaving.
 
     Raises:
-        ConfigError: layer lists and sizes that don't fit.
+        ConfigError: the layer lists don't fit the sizes.
     """
     return plan_stages(
         pipeline,
@@ -64,10 +66,10 @@ def planned_stages(
 
 
 def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | None) -> tuple[nn.Module, list[Stage]]:
-    """Return the transformers model without storage, its parts frozen as model.json states, and its pipeline stages.
+    """Return the transformers model on meta, its parts frozen as model.json states, and its pipeline stages.
 
     Raises:
-        ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
+        ConfigError: the model has no Megatron-core form, or the layer lists don't fit the sizes.
     """
     hf_config = described.hf_config()
     stages = planned_stages(described, hf_config, require_megatron_form(hf_config.model_type), pipeline, virtual)
@@ -77,7 +79,7 @@ def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | 
 
 
 def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
-    """Part → whether it is not trained, as model.json states."""
+    """Return for each part whether model.json freezes it."""
     return {
         "vision_encoder": described.freeze_vision_encoder,
         "vision_projector": described.freeze_vision_projector,
@@ -86,19 +88,18 @@ def frozen_parts(described: VLMModelConfig) -> dict[str, bool]:
 
 
 class VLModel(MegatronModule):
-    """One stage's part of vision tower, projector and language model.
+    """A pipeline stage's part of vision tower, projector and language model.
 
-    Every stage is given the whole micro-batch, and the previous stage passes hidden states through
-    `set_input_tensor`.
+    Every stage receives the whole micro-batch; the hidden states of the previous stage are set by `set_input_tensor`.
 
     Attributes:
         config: Megatron-core's configuration of the whole language model; the schedule reads it.
-        image_encoder, text_decoder: the stage's parts; None where it has none.
-        stage: which layers and parts it has.
-        loss_options: loss_cfg.
-        source: the HF directory that the model comes from; an export starts from its small files and dtypes.
-        pending_weights: the HF directory whose weights it waits for; None: it begins with random ones.
-        seq_length: rows are padded to this length; None: only to what sequence parallelism needs.
+        image_encoder, text_decoder: the stage's parts; None: the stage has no such part.
+        stage: the stage's layers and parts.
+        loss_options: `loss_cfg` of model.json.
+        source: the HF directory of the model; exports take configuration, tokenizer and dtypes from it.
+        pending_weights: the HF directory that the weights are loaded from; None: they are drawn at random.
+        seq_length: the length that rows are padded to; None: rows are padded as sequence parallelism requires.
     """
 
     image_encoder: Any
@@ -125,22 +126,26 @@ class VLModel(MegatronModule):
         """
         Args:
             hf_config: transformers' configuration of the whole model.
-            meta_model: the transformers model without storage; positions are computed by it.
-            vision_recompute, text_recompute: settings of one part that win over those of `sizes`.
+            family: the Megatron-core form of the model's family.
+            sizes: the parallel layout.
+            stage: the stage's layers and parts.
+            meta_model: the transformers model on meta, which computes position ids.
+            loss_options: `loss_cfg` of model.json.
+            vision_recompute, text_recompute: recompute settings of one part; they override those of `sizes`.
             loss_group: data-parallel group, for token_loss.
-            vp_stage: number of the chunk on this pipeline rank; None without interleaving.
+            vp_stage: number of the chunk on this pipeline rank; None: no interleaving.
         """
         text_config = hf_config.get_text_config()
         super().__init__(config=language_config(text_config, sizes, family.structure))
         self.towers: Towers | None = family.loaded_towers
         self.hf_config, self.family, self.sizes, self.stage, self.vp_stage = hf_config, family, sizes, stage, vp_stage
         self.loss_options = loss_options or LossOptions()
-        self._meta_model = (meta_model,)  # a tuple, so that it is no part of this module
+        self._meta_model = (meta_model,)  # a tuple, so that it isn't registered as a submodule
         self._loss_group = loss_group
         self._input: torch.Tensor | None = None
         self.pre_process = stage.has_embedding
         self.post_process = stage.has_head
-        # what transformers makes of the configurations of the whole and of the part, which may differ
+        # as in transformers, since the configurations of the model and of its text model may differ
         self.share_embeddings_and_output_weights = (
             meta_model.get_output_embeddings().weight is meta_model.get_input_embeddings().weight
         )
@@ -169,14 +174,14 @@ class VLModel(MegatronModule):
 
     @classmethod
     def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
-        """Build a stage, without storage, as model.json and the run's layout (the current BuildContext) state.
+        """Build a stage on meta from model.json and the run's layout (the current BuildContext).
 
         Args:
             config: model.json's content.
-            vp_stage: number of the chunk on this pipeline rank; None without interleaving.
+            vp_stage: number of the chunk on this pipeline rank; None: no interleaving.
 
         Raises:
-            ConfigError: a model without a Megatron-core form, or layer lists and sizes that don't fit.
+            ConfigError: the model has no Megatron-core form, or the layer lists don't fit the sizes.
         """
         context = current_build_context()
         sizes = context.sizes or ParallelSizes()
@@ -231,7 +236,7 @@ class VLModel(MegatronModule):
         return model
 
     def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:
-        """Set which parts are not trained, here and in the meta model."""
+        """Freeze or unfreeze parts, in this stage and in the meta model."""
         if self.image_encoder is not None:
             self.image_encoder.vision_encoder.requires_grad_(not vision_encoder)
             if self.image_encoder.vision_projector is not None:
@@ -242,30 +247,30 @@ class VLModel(MegatronModule):
         freeze_parts(self.meta_model(), traits_of(self.meta_model()), frozen)
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
-        """What a parameter of a tower encodes; () for the language model's.
+        """Return the modalities of a tower's parameter; () for parameters of the language model.
 
         Args:
-            name: in this chunk.
+            name: name in this chunk.
         """
         return ("image", "video") if name.startswith("image_encoder.") else ()
 
     def meta_model(self) -> Any:
-        """The transformers model without storage."""
+        """Return the whole transformers model on meta."""
         return self._meta_model[0]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Set the input that the previous stage sent: [sequence, batch, hidden], or the vision tower's states."""
+        """Set the previous stage's output: [sequence, batch, hidden], or hidden states of the vision tower."""
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The embedding on the stage that has it, the head's weight on the last one."""
+        """Return the embedding's weight on the stage that has it, and the head's on the last one."""
         return None if self.text_decoder is None else self.text_decoder.shared_embedding_or_output_weight()
 
     def param_mapping(self, name: str) -> ParamMapping:
-        """Which of transformers' tensors a parameter is made of.
+        """Return the transformers tensors that a parameter consists of.
 
         Args:
-            name: in this chunk.
+            name: name in this chunk.
         """
         part, inner = name.split(".", 1)
         if part == "image_encoder":
@@ -282,16 +287,16 @@ class VLModel(MegatronModule):
         """Prepare a collated micro-batch, on the host.
 
         Args:
-            batch: input_ids, labels (or none), attention_mask or, of packed rows, documents [batch, sequence] (see
+            batch: input_ids, labels (or none), attention_mask or, for packed rows, documents [batch, sequence] (see
                 `models/common/packed.py`), media tensors.
 
         Returns:
-            the batch with `position_ids`, `targets` (if it has labels), `sample_lengths` (if its rows are packed) and
-            padded rows.
+            the batch with padded rows and `position_ids`; with `targets`, if it has labels, and with `sample_lengths`,
+            if its rows are packed.
 
         Raises:
-            DataError: a row is longer than `seq_length`, or padded elsewhere than on the right; wrong documents.
-            ConfigError: packed rows for a model that can't take them.
+            DataError: a row is longer than `seq_length` or not padded on the right, or `documents` is malformed.
+            ConfigError: the rows are packed, and the model can't train on packed rows.
         """
         batch = dict(batch)
         documents = take_documents(batch)
@@ -320,7 +325,7 @@ class VLModel(MegatronModule):
             positions = F.pad(positions, (0, target - length))
         for _, grid in _MEDIA:
             if batch.get(grid) is not None:
-                batch[grid] = batch[grid].tolist()  # lengths of segments are needed on the host, and only there
+                batch[grid] = batch[grid].tolist()  # only the host needs them, for the lengths of segments
         batch["position_ids"] = positions
         if documents is not None:
             documents = F.pad(documents, (0, target - length))
@@ -332,15 +337,15 @@ class VLModel(MegatronModule):
         return batch
 
     def check_packing(self) -> None:
-        """Refuse, before a run begins, packed rows that this model can't keep apart.
+        """Check, before a run begins, that the model can train on packed rows.
 
         Raises:
-            ConfigError: with the key to change.
+            ConfigError: it can't; the message names the key to change.
         """
         require_packed_positions(traits_of(self.meta_model()), type(self.meta_model()).__name__)
 
     def _positions(self, batch: dict[str, Any], documents: torch.Tensor | None) -> torch.Tensor | None:
-        """Position ids, [batch, sequence] or [3, batch, sequence]; None: the plain order."""
+        """Return position ids, [batch, sequence] or [3, batch, sequence]; None: consecutive positions."""
         meta_model = self.meta_model()
         if documents is None:
             return None if self.towers is None else self.towers.positions(meta_model, batch)
@@ -350,7 +355,7 @@ class VLModel(MegatronModule):
         return positions[1:] if positions.dim() == 3 else positions
 
     def _count_media_tokens(self, batch: Mapping[str, Any]) -> tuple[int, ...]:
-        """Placeholders of images and of videos, which must be as many as there are merged patches."""
+        """Count the placeholder tokens of images and of videos, and check them against the merged patches."""
         merge = self.hf_config.vision_config.spatial_merge_size**2
         found = []
         for (_, grid), token in zip(_MEDIA, (self.hf_config.image_token_id, self.hf_config.video_token_id)):
@@ -376,14 +381,15 @@ class VLModel(MegatronModule):
         """Run the stage on a micro-batch from `prepare`.
 
         Args:
-            input_ids, labels: [batch, sequence] int64; position_ids: [batch, sequence] or [3, batch, sequence].
-            targets: of the labels; None: logits are returned.
-            media_tokens: how many placeholders of images and of videos there are.
-            sample_lengths: of packed rows, padding included; None: rows are samples.
+            input_ids, labels: [batch, sequence] int64.
+            position_ids: [batch, sequence] or [3, batch, sequence] int64.
+            targets: targets of the labels; None: logits are returned.
+            media_tokens: numbers of the placeholder tokens of images and of videos.
+            sample_lengths: sample lengths of packed rows, padding included; None: each row is one sample.
             media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
 
         Returns:
-            on the last stage the loss, or logits [batch, sequence, vocabulary]; else what the next stage takes.
+            on the last stage the loss, or logits [batch, sequence, vocabulary]; on others hidden states for the next.
         """
         received, self._input = self._input, None
         images = received if self.image_encoder is None else self._encode_images(media, received)
@@ -405,10 +411,10 @@ class VLModel(MegatronModule):
         return finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
 
     def _encode_images(self, media: Mapping[str, Any], received: torch.Tensor | None) -> torch.Tensor | None:
-        """The output of the stage's part of tower and projector; without media, of a pass over one patch of zeros.
+        """Run the stage's part of tower and projector; without media, on one merged patch of zeros.
 
-        Every micro-batch runs it while it is trained, as gradients are reduced parameter by parameter; and where it
-        spans stages, as the next one waits for what it sends.
+        A trained tower runs in every micro-batch, because gradients are reduced parameter by parameter. So does a tower
+        that spans stages, because the next stage waits for its output.
         """
         device = next(self.image_encoder.parameters()).device
         pixels, grids = _join_media(media)
@@ -427,7 +433,7 @@ class VLModel(MegatronModule):
     def _embed(
         self, input_ids: torch.Tensor, images: torch.Tensor | None, media_tokens: tuple[int, ...]
     ) -> torch.Tensor:
-        """Token embeddings with images and videos in their places: [sequence, batch, hidden], or this rank's part."""
+        """Return token embeddings with media in their places: [sequence, batch, hidden], or this rank's part of it."""
         assert self.text_decoder is not None
         hidden = self.text_decoder.embedding(input_ids=input_ids, position_ids=None)
         if images is not None and not any(media_tokens):
@@ -451,7 +457,7 @@ def _tell_default_freezes(described: VLMModelConfig) -> None:
 
 
 def _join_media(media: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Patches and grids (in host memory) of images, then of videos; (None, None) without any."""
+    """Return patches and grids (in host memory) of images, then of videos; (None, None) without media."""
     found = [(media[p], media[g]) for p, g in _MEDIA if media.get(p) is not None]
     if not found:
         return None, None

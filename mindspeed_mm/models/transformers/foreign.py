@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of their authors' own code, of models that transformers also has in its own layout."""
+"""Refusal of checkpoints in the layout of the authors' own code, where transformers has another layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _OTHERS = {
 
 
 def refuse_foreign_layout(directory: Path) -> None:
-    """Refuse a directory that needs code of its authors where transformers has the model in another layout.
+    """Refuse a directory that needs the authors' own code, if transformers has the model in another layout.
 
     Args:
-        directory: directory with a config.json; transformers reports one that can't be read.
+        directory: directory with a config.json; if that can't be read, transformers reports it.
 
     Raises:
-        ConfigError: with the checkpoint to take instead.
+        ConfigError: the layout is the authors' own; the message names a checkpoint to use instead.
     """
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")

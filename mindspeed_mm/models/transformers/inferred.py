@@ -1,10 +1,10 @@
-"""What is inferred about a transformers model that no family folder describes: its blocks, decoder and encoders.
+"""Traits inferred for a transformers model that no family folder describes: its blocks, decoder and encoders.
 
-Encoders found so have no known smallest input, so a batch that leaves one idle can't run it on a dummy. They stay in
-the root's unit instead, whose parameters every rank gathers anyway, and whose gradients are reduced with zeros where a
-rank has none. (Zeros are gradients: a step that leaves an encoder idle on all ranks still decays its weights.) A block
-of such an encoder that fsdp2.yaml makes a unit of its own needs input in every micro-batch; one without is refused
-before ranks wait for each other.
+The smallest input of an inferred encoder isn't known, so a batch that leaves it idle can't run it on a dummy. Such an
+encoder stays in the root's unit instead, whose parameters every rank gathers anyway, and whose gradients are reduced
+with zeros for ranks that have none. (Zeros are gradients: a step that leaves an encoder idle on all ranks still decays
+its weights.) If fsdp2.yaml makes a block of such an encoder a unit, the encoder needs input in every micro-batch; a
+micro-batch without input is refused before ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.versions import installed_version
 
-#: part → (key of its configuration, kinds of media)
+#: part → (key of its configuration, modalities)
 _ENCODERS = {"vision_encoder": ("vision_config", ("image", "video")), "audio_encoder": ("audio_config", ("audio",))}
 
 
 def block_lists(model: nn.Module) -> list[str]:
-    """Return the paths of lists whose elements become a unit each, without lists inside an element of another.
+    """Return the paths of the module lists whose elements become one unit each, without lists inside such elements.
 
-    transformers and diffusers name the classes of blocks; where they name none, blocks are lists of one class.
+    transformers and diffusers name the classes of blocks; without these names, lists of one class are blocks.
     """
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and list(m.parameters())}
     names = as_trainable(model).block_classes
@@ -39,18 +39,18 @@ def block_lists(model: nn.Module) -> list[str]:
 
 
 def default_wrap_list(model: nn.Module, traits: FamilyTraits) -> list[str]:
-    """`sub_modules_to_wrap` for a model whose fsdp2.yaml names none: its blocks, but no encoder's that may be idle."""
+    """Return `sub_modules_to_wrap` for a file without it: all blocks except those of encoders that may be idle."""
     idle = tuple(f"{tower.path}." for tower in traits.towers if tower.run_dummy is None)
     return [f"{path}.{{*}}" for path in block_lists(model) if not path.startswith(idle)]
 
 
 def traits_of(model: Any) -> FamilyTraits:
-    """The traits that the model's class states (attribute `traits`), or traits inferred from the model."""
+    """Return the traits that the model's class states (attribute `traits`), or traits inferred from the model."""
     return as_trainable(model).traits or infer_traits(model)
 
 
 def infer_traits(model: Any) -> FamilyTraits:
-    """The parts of a model that no family describes. It refuses packed rows, as their support isn't verified."""
+    """Infer the parts of a model that no family describes; packed rows are refused, as their support isn't verified."""
     if not as_trainable(model).is_transformers:
         return FamilyTraits(parts={"text_decoder": ("",)})
     decoder, head = (_path(model, part) for part in (model.get_decoder(), model.get_output_embeddings()))
@@ -63,7 +63,7 @@ def infer_traits(model: Any) -> FamilyTraits:
         "text_decoder": tuple(p for p in (decoder, head) if p)
     }
     if len(encoders) > 1:
-        beside = []  # whose they are can't be inferred
+        beside = []  # their encoder can't be inferred
     elif "vision_encoder" in encoders:
         modules = dict(model.named_modules())
         parts["vision_projector"] = tuple(path for path in beside if path in modules)
@@ -72,13 +72,14 @@ def infer_traits(model: Any) -> FamilyTraits:
 
 
 def guard_idle_encoders(model: nn.Module, traits: FamilyTraits) -> None:
-    """Let ranks differ in which encoders they run, after `model` has been wrapped, or refuse where they can't.
+    """Allow ranks to run different encoders; a forward pass refuses it where an encoder has units of its own.
 
     Args:
         model: the wrapped transformers model.
+        traits: the model's traits.
 
     Raises:
-        ConfigError: this torch has no zeros for what a rank left idle.
+        ConfigError: this release of torch can't reduce gradients of parameters that a rank hasn't used.
     """
     idle = [tower for tower in traits.towers if tower.run_dummy is None]
     if not idle or not isinstance(model, FSDPModule):
@@ -130,7 +131,7 @@ def _path(model: nn.Module, part: nn.Module | None) -> str:
 
 
 def _encoder(model: Any, part: str, decoder: str) -> str | None:
-    """Path of the outermost module beside the decoder that is configured by what configures `part`."""
+    """Return the path of the outermost module, outside of the decoder, whose configuration class is that of `part`."""
     config = getattr(model.config, _ENCODERS[part][0], None)
     for path, module in model.named_modules():
         is_beside = path and path != decoder and not path.startswith(f"{decoder}.")
@@ -140,7 +141,7 @@ def _encoder(model: Any, part: str, decoder: str) -> str | None:
 
 
 def _others(model: nn.Module, known: list[str]) -> list[str]:
-    """Paths of the largest modules (or parameters) that contain nothing of `known` and are in none of them."""
+    """Return the paths of the largest modules (or parameters) that neither contain nor lie in one of `known`."""
     found: dict[str, None] = {}
     for name, _ in model.named_parameters():
         if any(name.startswith(f"{path}.") for path in known):

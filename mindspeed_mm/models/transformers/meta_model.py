@@ -19,21 +19,22 @@ def type_without_fsdp(model: nn.Module) -> Any:
 
 
 def build_meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """Build an unsharded meta model of the same class and configuration; None if it is no transformers model.
+    """Build an unsharded meta model of the same class and configuration; None if `model` is not from transformers.
 
     Args:
-        dtype: dtype of its parameters; None: that of `model`.
+        model: the model, sharded or not.
+        dtype: dtype of the copy's parameters; None: that of `model`.
     """
     if not isinstance(model, PreTrainedModel):
         return None
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    config = copy.deepcopy(model.config)  # building writes the dtype into it, and into those of its parts
+    config = copy.deepcopy(model.config)  # building writes the dtype into it and its sub-configs
     with torch.device("meta"):
         return type_without_fsdp(model)._from_config(config, dtype=dtype or own)
 
 
 def config_for(model_class: Any, hf_config: PretrainedConfig) -> Any:
-    """Return the configuration that a class is built from; it may be a part of a composite one (an Omni model's)."""
+    """Return the configuration that a class is built from: `hf_config` or one of its sub-configs (of an Omni model)."""
     wanted = getattr(model_class, "config_class", None)
     if wanted is None or isinstance(hf_config, wanted):
         return hf_config

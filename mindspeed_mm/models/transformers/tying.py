@@ -1,4 +1,4 @@
-"""Whether the embedding and the head are one weight, where config.json states it twice or in one place only."""
+"""Weight tying of embedding and head, if config.json states it twice or only in text_config."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _KEY = "tie_word_embeddings"
 
 
 def settle_tying(hf_config: PretrainedConfig, directory: Path) -> None:
-    """Copy the tying of the text configuration to the multimodal configuration.
+    """Copy the weight tying of the text configuration to the multimodal configuration.
 
-    transformers reads the outer key, whose default may be true where the text configuration states false. The
-    text's value in config.json counts, if the outer key is absent; if both are there and differ, transformers' own
-    reading stays, and the contradiction is logged (the weights are compared with it when they are loaded).
+    transformers reads the outer key, whose default may be true although the text configuration states false. If the
+    outer key is absent in config.json, the value of text_config is used. If both keys are there and differ, the outer
+    one is used, as in transformers, and the contradiction is logged (loading compares the weights with it).
 
     Args:
-        hf_config: configuration that transformers read from config.json; changed in place.
-        directory: directory with config.json.
+        hf_config: the configuration as transformers has read it from config.json; it is changed in place.
+        directory: the directory with config.json.
     """
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text = written.get("text_config")

@@ -1,4 +1,4 @@
-"""A decoder of Megatron-core's modules with the numbers of a transformers configuration."""
+"""A decoder of Megatron-core's modules, built from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 
 def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes, structure: FamilyStructure) -> TransformerConfig:
-    """Megatron-core's configuration for a decoder that transformers describes.
+    """Return Megatron-core's configuration for the decoder of a transformers configuration.
 
     Dropout, norm epsilon, biases and head sizes are those of `hf_config`, never Megatron's defaults.
 
     Args:
-        hf_config: the text configuration, of the Llama kind: pre-norm, RMS norms, rotary positions, gated SiLU MLP.
-        structure: what the configuration doesn't say of the family.
+        hf_config: the text configuration of a Llama-like decoder (pre-norm, RMS norms, rotary positions, gated SiLU
+            MLP).
+        sizes: the parallel layout.
+        structure: properties of the family that the configuration doesn't state.
 
     Raises:
-        ConfigError: heads, groups or widths don't divide by the tensor-parallel size, the activation is another one, or
-            a layer attends to a window.
+        ConfigError: heads, groups or widths aren't divisible by the tensor-parallel size, the activation is not SiLU,
+            or a layer has sliding-window attention.
     """
     _refuse_misfits(hf_config, sizes)
     heads = hf_config.num_attention_heads
@@ -66,11 +68,11 @@ def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes, structure
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         variable_seq_lengths=sizes.variable_seq_lengths,
-        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # Megatron-core requires it with variable lengths, even without experts
         # with two stages and interleaving, batched sends between the same two ranks would cross, without an error
         overlap_p2p_comm=sizes.virtual_pipeline is not None,
         batch_p2p_comm=sizes.virtual_pipeline is None,
-        # sums of token losses are divided once, by the global batch's tokens: nothing on the way divides
+        # sums of token losses are divided once, by the global batch's tokens; Megatron-core must not divide them
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         bias_activation_fusion=False,
@@ -82,7 +84,7 @@ def language_config(hf_config: PretrainedConfig, sizes: ParallelSizes, structure
 
 
 def _refuse_misfits(hf_config: PretrainedConfig, sizes: ParallelSizes) -> None:
-    """See `language_config`, Raises."""
+    """Raise the errors that `language_config` documents."""
     for what, number in (
         ("num_attention_heads", hf_config.num_attention_heads),
         ("num_key_value_heads", hf_config.num_key_value_heads),
@@ -106,7 +108,7 @@ def _refuse_misfits(hf_config: PretrainedConfig, sizes: ParallelSizes) -> None:
 
 
 def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The recompute settings for a block of `layers` layers: never more of them than there are."""
+    """Return the recompute settings for a block of `layers` layers, with no more recomputed layers than it has."""
     settings = {k: v for k, v in recompute.items() if v is not None}
     if settings.get("recompute_granularity") is None or not layers:
         return {}
@@ -116,9 +118,9 @@ def recompute_for(recompute: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 class LanguageModel(GPTModel):
-    """Megatron-core's GPTModel, whose last stage returns hidden states; projecting them is a step of its own.
+    """Megatron-core's GPTModel whose last stage returns hidden states, which are projected separately.
 
-    In packed rows each sample has the angles of its own positions, where Megatron-core counts them along the row.
+    In packed rows the rotary angles restart with each sample; Megatron-core's own follow the whole row.
     """
 
     def _preprocess(
@@ -131,32 +133,32 @@ class LanguageModel(GPTModel):
         return hidden, angles[position_ids.t(), 0], *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[sequence (a part of it under sequence parallelism), batch, hidden], on the last stage of all positions."""
+        """Return the hidden states [sequence, batch, hidden]; the last stage gathers sequence-parallel parts."""
         if self.post_process and self.config.sequence_parallel:
-            # of the full gradient, which the head sums over its ranks, each rank keeps its part
+            # the head sums the gradient over its ranks, and each rank keeps its part of the sequence
             return tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
         return hidden_states
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., batch, hidden] → logits of this rank's part of the vocabulary."""
+        """Project [..., batch, hidden] to the logits of this rank's part of the vocabulary."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden, weight=weight)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[sequence, batch, hidden] → [batch, sequence, vocabulary], whole on every rank."""
+        """Project [sequence, batch, hidden] to logits [batch, sequence, vocabulary], gathered on every rank."""
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(self.project(hidden))
         return logits.transpose(0, 1)
 
     def loss_sum(self, hidden: torch.Tensor, targets: Targets, chunk: int | None = None) -> torch.Tensor:
-        """Weighted cross-entropy over the target positions.
+        """Return the sum of the weighted cross-entropy over the target positions.
 
         Args:
             hidden: [sequence, batch, hidden].
-            targets: positions in [batch * sequence].
-            chunk: at most so many positions' logits exist at once, and are computed again for the backward pass; None:
-                all targets' at once.
+            targets: target positions in [batch * sequence].
+            chunk: number of positions whose logits may exist at once; they are recomputed in the backward pass. None:
+                the logits of all targets are computed at once.
 
         Returns:
             float32 scalar, the same on every tensor-parallel rank.
@@ -191,9 +193,10 @@ def build_language_model(
 
     Args:
         hf_config: the text configuration.
-        family: norms, biases and layers of the model's family.
-        tied: whether the head is the embedding.
-        layers: numbers of its layers in the whole model; None: all.
+        sizes: the parallel layout.
+        family: the Megatron-core form of the model's family.
+        tied: whether the head shares the embedding's weight.
+        layers: numbers of the stage's layers in the whole model; None: all layers.
         pre_process, post_process: whether this stage has the embedding, and the head.
     """
     layers = range(hf_config.num_hidden_layers) if layers is None else layers
@@ -201,7 +204,7 @@ def build_language_model(
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"config.json: rope_type is '{rope['rope_type']}'; this decoder has the default one")
     config = language_config(hf_config, sizes, family.structure)
-    # a stage is built as a model of its own: which layers it has is decided by `layers`, not by Megatron-core
+    # a stage is built as a separate model: `layers` states which layers it has, not Megatron-core's pipeline sizes
     config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = 1, None
     config.num_layers = len(layers)
     for name, value in recompute_for(sizes.recompute, len(layers)).items():
@@ -225,6 +228,6 @@ def build_language_model(
         model.output_layer.allreduce_dgrad = sizes.tensor > 1
     if tied and pre_process != post_process:
         copy = model.shared_embedding_or_output_weight()
-        copy.shared_embedding = True  # gets a bucket of its own, cut alike on both stages
+        copy.shared_embedding = True  # it gets its own gradient bucket, with the same shards on both stages
         copy.shared = post_process  # counted once in the gradient's norm
     return model

@@ -1,4 +1,4 @@
-"""Layout of the Megatron-core decoder's tensors in terms of transformers' tensors, and back."""
+"""Mapping of the Megatron-core decoder's parameters to transformers tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_mm.models.common.megatron_names import ParamMapping, interleaved, same
 
-# name in a layer of transformers' decoder → name in a layer of Megatron-core's, for tensors that are the same
+# name in a layer of transformers' decoder → name in a layer of Megatron-core's, for tensors that are equal in both
 _SAME = {
     "input_layernorm.weight": "input_layernorm.weight",
     "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """What the way of joining tensors depends on.
+    """Sizes that the interleaving of tensors depends on.
 
     Attributes:
         groups: query groups (heads of keys and values).
@@ -35,15 +35,16 @@ class DecoderShape:
 def decoder_tensor(
     name: str, shape: DecoderShape, layers: str = "model.", head: str = "lm_head.weight"
 ) -> ParamMapping:
-    """Return how a tensor of the decoder is built of transformers' tensors.
+    """Return the transformers tensors that a parameter of the decoder consists of.
 
     Args:
-        name: in the GPTModel, with the number of the layer in the whole model.
-        layers: prefix of transformers' decoder.
-        head: name of transformers' output layer.
+        name: name in the GPTModel, with the number of the layer in the whole model.
+        shape: sizes that the interleaving depends on.
+        layers: prefix of the decoder in the transformers model.
+        head: name of the output layer's weight in the transformers model.
 
     Raises:
-        KeyError: the decoder has no such tensor.
+        KeyError: the decoder has no such parameter.
     """
     plain = {
         "embedding.word_embeddings.weight": f"{layers}embed_tokens.weight",

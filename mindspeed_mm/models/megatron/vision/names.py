@@ -1,4 +1,4 @@
-"""Layout of the Megatron-core vision tower's tensors in terms of transformers' tensors."""
+"""Mapping of the Megatron-core vision tower's parameters to transformers tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from mindspeed_mm.models.common.megatron_names import ParamMapping, interleaved, regrouped, same
 
-# name in the Megatron-core tower → name in transformers', for tensors that are the same
+# name in the Megatron-core tower → name in transformers' tower, for tensors that are equal in both
 _SAME = {
     "vision_encoder.patch_embed.weight": "patch_embed.proj.weight",
     "vision_projector.norm.weight": "merger.ln_q.weight",
@@ -28,16 +28,16 @@ _BLOCK = re.compile(r"^vision_encoder\.blocks\.layers\.(\d+)\.(.+)\.(weight|bias
 
 
 def tower_tensor(name: str, heads: int, tensor_parallel: int, prefix: str = "model.visual.") -> ParamMapping:
-    """Return how a tensor of the tower or its projector is built of transformers' tensors.
+    """Return the transformers tensors that a parameter of the tower or its projector consists of.
 
     Args:
-        name: in the image encoder, with the number of the layer in the whole tower.
-        heads: of attention.
+        name: name in the image encoder, with the number of the layer in the whole tower.
+        heads: number of attention heads.
         tensor_parallel: number of ranks over which gate and up projection are interleaved.
-        prefix: of transformers' tower.
+        prefix: prefix of the tower in the transformers model.
 
     Raises:
-        KeyError: the tower has no such tensor.
+        KeyError: the tower has no such parameter.
     """
     if name in _SAME:
         return same(prefix + _SAME[name])

@@ -34,17 +34,19 @@ from mindspeed_mm.utils.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_NORM_EPSILON = 1e-6  # fixed by the architecture; configurations don't have it
+_NORM_EPSILON = 1e-6  # fixed by the architecture; it is not in configurations
 
 
 def vision_config(hf_config: PretrainedConfig, sizes: ParallelSizes) -> TransformerConfig:
-    """Megatron-core's configuration for the blocks of a tower that transformers describes.
+    """Return Megatron-core's configuration for the blocks of the tower of a transformers configuration.
 
     Args:
         hf_config: the vision configuration.
+        sizes: the parallel layout.
 
     Raises:
-        ConfigError: heads or widths don't divide by the tensor-parallel size, or activation or positions are others.
+        ConfigError: heads or widths aren't divisible by the tensor-parallel size, or the activation or the kind of
+            position embedding is not supported.
     """
     numbers = {
         "num_heads": hf_config.num_heads,
@@ -98,10 +100,10 @@ def _merged_width(hf_config: PretrainedConfig) -> int:
 
 
 def block_spec(whole: bool) -> ModuleSpec:
-    """A block of the tower.
+    """Return the spec of a block of the tower.
 
     Args:
-        whole: whether it attends to whole images (else to windows).
+        whole: whether it attends to whole images; otherwise it attends to windows.
     """
     spec = decoder_layer_spec(qk_norm=False)
     attention = spec.submodules.self_attention
@@ -115,14 +117,14 @@ def block_spec(whole: bool) -> ModuleSpec:
 class PatchLayout:
     """Layout of a micro-batch's patches, on the device.
 
-    The tower's own order of patches has those of a window one after the other, and windows of equal length together.
+    In the tower's order of patches, those of a window are consecutive, and windows of equal length are grouped.
 
     Attributes:
-        patches: int64 [patches], the patch of the images that comes first, second, … in the tower.
+        patches: int64 [patches], the images' patches in the tower's order.
         back: int64 [merged], the tower's merged patches in the order of the images.
         forth: int64 [merged], the inverse of `back`.
-        segments: which patches of the tower's order attend to each other.
-        angles: float32 [patches, 1, 1, head size], of the rotary positions.
+        segments: the patches, in the tower's order, that attend to each other.
+        angles: float32 [patches, 1, 1, head size], the angles of the rotary embedding.
     """
 
     patches: torch.Tensor
@@ -133,10 +135,12 @@ class PatchLayout:
 
     @classmethod
     def of_grids(cls, grid_thw: torch.Tensor, hf_config: PretrainedConfig, device: torch.device) -> PatchLayout:
-        """Lay out images and videos; everything is computed on the host.
+        """Compute the layout of images and videos on the host.
 
         Args:
-            grid_thw: int64 [images, 3], frames, height and width in patches; on a device it is fetched once.
+            grid_thw: int64 [images, 3]: frames, height and width in patches. A tensor on a device is copied once.
+            hf_config: the vision configuration.
+            device: device of the layout's tensors.
         """
         grid, merge = grid_thw.cpu(), hf_config.spatial_merge_size
         unit = merge * merge
@@ -162,14 +166,17 @@ class PatchLayout:
 
 
 def _axial_angles(positions: torch.Tensor, head_size: int, base: float) -> torch.Tensor:
-    """Rows and columns [patches, 2] → float32 [patches, head_size]: a quarter by row, one by column, and again."""
+    """Return angles [patches, head_size] float32 for rows and columns [patches, 2].
+
+    The first quarter of the dimensions depends on the row and the second on the column; the second half repeats both.
+    """
     half = head_size // 2
     frequencies = 1.0 / (base ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
     return (positions.float().unsqueeze(-1) * frequencies).flatten(1).repeat(1, 2)
 
 
 class PatchEmbedding(nn.Module):
-    """A patch's pixels → its embedding; the weight has the shape of transformers' convolution."""
+    """Embedding of a patch's pixels; the weight has the shape of transformers' convolution."""
 
     def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -179,12 +186,12 @@ class PatchEmbedding(nn.Module):
         nn.init.normal_(self.weight, std=hf_config.initializer_range)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[..., channels * frames * side²] in any dtype → [..., hidden]."""
+        """Embed [..., channels * frames * side²] of any dtype as [..., hidden]."""
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1))
 
 
 class VisionEncoder(nn.Module):
-    """A stage's part of the vision tower: patch embedding, blocks, both or neither."""
+    """A stage's part of the vision tower: the patch embedding, blocks, both or neither."""
 
     def __init__(self, patch_embed: PatchEmbedding | None, blocks: TransformerBlock | None) -> None:
         super().__init__()
@@ -193,7 +200,7 @@ class VisionEncoder(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """The projector: neighbouring patches are merged and projected to the language model's width."""
+    """The projector, which merges neighbouring patches and projects them to the language model's width."""
 
     def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig) -> None:
         super().__init__()
@@ -210,7 +217,7 @@ class PatchMerger(nn.Module):
         self.mlp = MLP(inner, linears, input_size=self.width, ffn_hidden_size=self.width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[patches, 1, hidden] → [merged patches, 1, out_hidden]."""
+        """Merge and project [patches, 1, hidden] to [merged patches, 1, out_hidden]."""
         merged, bias = self.mlp(self.norm(hidden).view(-1, 1, self.width))
         return merged + bias
 
@@ -219,8 +226,8 @@ class Qwen2_5_VLImageEncoder(nn.Module):
     """A pipeline stage's part of the vision tower and projector.
 
     Attributes:
-        vision_encoder: patch embedding and blocks; a part that can be frozen by itself.
-        vision_projector: likewise; None where the stage has none.
+        vision_encoder: patch embedding and blocks, which can be frozen separately.
+        vision_projector: the projector, which can be frozen separately; None: the stage has none.
     """
 
     def __init__(
@@ -236,11 +243,13 @@ class Qwen2_5_VLImageEncoder(nn.Module):
 
         Args:
             hf_config: transformers' vision configuration.
-            sizes: the layout; its `recompute` settings are cut down to the stage's layers.
-            layers: numbers of its blocks in the whole tower; it may be empty.
+            sizes: the parallel layout; its `recompute` settings are limited to the stage's layers.
+            layers: numbers of the stage's blocks in the whole tower; the range may be empty.
+            has_patch_embedding: whether the stage has the patch embedding.
+            has_projector: whether the stage has the projector.
 
         Raises:
-            ConfigError: what `vision_config` refuses.
+            ConfigError: see `vision_config`.
         """
         super().__init__()
         self.hf_config, self.sizes, self.layers = hf_config, sizes, layers
@@ -266,14 +275,14 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         Args:
             pixel_values: [patches, channels * frames * side²] in the order of the images; None on a stage without
                 the patch embedding.
-            grid_thw: int64 [images, 3], frames, height and width in patches; best on the host.
+            grid_thw: int64 [images, 3]: frames, height and width in patches, preferably on the host.
 
         Returns:
-            with the projector [merged patches, 1, out_hidden] in the order of the images; without, what the next
-            stage takes.
+            [merged patches, 1, out_hidden] in the order of the images on the stage with the projector; on others the
+            hidden states [patches, 1, hidden] for the next stage.
 
         Raises:
-            DataError: grids and patches don't belong together.
+            DataError: the number of patches doesn't match the grids.
         """
         tower = self.vision_encoder
         received, self._input = self._input, None
@@ -294,15 +303,15 @@ class Qwen2_5_VLImageEncoder(nn.Module):
     def _run_blocks(self, blocks: TransformerBlock, hidden: torch.Tensor, layout: PatchLayout) -> torch.Tensor:
         recomputed = blocks.config.recompute_granularity == "full"
         if recomputed and not hidden.requires_grad and any(p.requires_grad for p in blocks.parameters()):
-            # Megatron-core's recomputation has a backward pass only if its input has one
+            # Megatron-core's recompute runs a backward pass only if its input requires a gradient
             hidden = hidden.detach().requires_grad_()
         return blocks(hidden, None, rotary_pos_emb=layout.angles, packed_seq_params=layout.segments)
 
     def param_mapping(self, name: str) -> ParamMapping:
-        """Return which of transformers' tensors a parameter is built of.
+        """Return the transformers tensors that a parameter consists of.
 
         Args:
-            name: in this module.
+            name: name in this module.
         """
         blocks = "vision_encoder.blocks.layers."
         if name.startswith(blocks):

@@ -17,11 +17,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Segments:
-    """Which rows attend to each other.
+    """Segments of rows that attend to each other.
 
     Attributes:
-        groups: (number, length) of the segments that come one after the other; all of a length are in one group.
-        order: int64 [rows], the row that comes first, second, … for the groups; None: they are in place.
+        groups: (number, length) of consecutive segments; all segments of one length are in one group.
+        order: int64 [rows], the rows in the order of the groups; None: the rows are in that order.
         back: int64 [rows], the inverse of `order`.
     """
 
@@ -35,7 +35,7 @@ class Segments:
 
         Args:
             lengths: int64 [segments], on the host.
-            segment_of: int64 [rows], number of each row's segment.
+            segment_of: int64 [rows], the number of each row's segment.
         """
         by_length = lengths.argsort(stable=True)
         order = by_length.argsort()[segment_of].argsort(stable=True)
@@ -60,20 +60,20 @@ class Segments:
 
 
 def spread_index(index: torch.Tensor, rows: int) -> torch.Tensor:
-    """An index [n] of blocks → [n * rows], of the `rows` rows that each block has."""
+    """Expand an index [n] of blocks to an index [n * rows] of their rows, `rows` in each block."""
     return (index.unsqueeze(1) * rows + torch.arange(rows, device=index.device)).flatten()
 
 
 @dataclass
 class VisionSegments(PackedSeqParams):
-    """Segments for every layer of a tower: Megatron-core passes them to the core attention.
+    """Segments of a tower's rows; Megatron-core passes them to the core attention of every layer.
 
     Attributes:
-        windows: segments of layers that attend to a window.
-        whole: segments of layers that attend to a whole image, or frame of a video.
+        windows: segments for layers that attend to windows.
+        whole: segments for layers that attend to a whole image or video frame.
     """
 
-    qkv_format: str = "sbhd"  # anything but "thd": shapes stay as they are without packing
+    qkv_format: str = "sbhd"  # not "thd": tensors keep the shapes that they have without packing
     windows: Segments | None = None
     whole: Segments | None = None
 
@@ -83,13 +83,13 @@ class Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """rows [rows, ...], order and its inverse [rows] → [rows, ...]."""
+        """Reorder `rows` [rows, ...] by `order` [rows]; `back` is the inverse of `order`."""
         ctx.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        """The gradient in the old order."""
+        """Return the gradient in the original order."""
         (back,) = ctx.saved_tensors
         return grad.index_select(0, back), None, None
 
@@ -97,8 +97,7 @@ class Reorder(torch.autograd.Function):
 class SegmentAttention(nn.Module):
     """Scaled dot-product attention within segments, of one tensor-parallel rank's heads.
 
-    Built by Megatron-core's SelfAttention in the place of its own: the seam for other kernels and for context
-    parallelism.
+    Megatron-core's SelfAttention builds it instead of its own core attention.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class SegmentAttention(nn.Module):
     ) -> None:
         """
         Args:
-            whole: whether it attends to whole images (else to windows).
+            whole: whether it attends to whole images; otherwise it attends to windows.
         """
         super().__init__()
         self.whole = whole
@@ -149,7 +148,7 @@ class SegmentAttention(nn.Module):
         return out.flatten(1).unsqueeze(1)
 
     def _attend(self, heads: Iterable[torch.Tensor], groups: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Query, key and value [rows, heads, head size] → the same shape."""
+        """Attend within segments; query, key, value and the result are [rows, heads, head size]."""
         rows = [count * length for count, length in groups]
         parts = []
         for (count, length), *qkv in zip(groups, *(t.split(rows) for t in heads)):
@@ -162,10 +161,10 @@ class SegmentAttention(nn.Module):
 class Float32RotarySelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys in float32, whatever the parameters' dtype.
 
-    The core attention gets them in float32.
+    The core attention receives them in float32.
     """
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Query, key (float32) and value: [rows, batch, heads, head size]."""
+        """Return query and key, both float32, and value: [rows, batch, heads, head size]."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         return query.float(), key.float(), value

@@ -1,4 +1,4 @@
-"""DeepSeek-VL's rows: a picture is scaled into a square, a token a patch."""
+"""Data adapter of DeepSeek-VL: an image is scaled into a square, and each patch takes one token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mindspeed_mm.data.processors import Processor
 
 
 class FixedTokensAdapter(DefaultAdapter):
-    """Every picture takes the number of tokens that the processor's configuration states."""
+    """Every image takes the number of tokens that the processor's configuration states."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Repeat the picture's token."""
+        """Repeat the image token."""
         patches = processor.num_image_tokens
         return Foreseen(processor.image_token * patches, patches, patches**2, rows=1)
 

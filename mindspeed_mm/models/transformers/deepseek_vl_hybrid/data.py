@@ -1,4 +1,4 @@
-"""Rows of DeepSeek-VL with two towers: each picture in two resolutions."""
+"""Data adapter of DeepSeek-VL with two towers: each image is given in two resolutions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mindspeed_mm.models.transformers.deepseek_vl.data import FixedTokensAdapter
 
 
 class TwoResolutionsAdapter(FixedTokensAdapter):
-    """As with one tower, and the picture in high resolution beside it."""
+    """Adds the image in high resolution to the fields of DeepSeek-VL."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "high_res_pixel_values")}
 

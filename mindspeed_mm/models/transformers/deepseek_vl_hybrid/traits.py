@@ -1,4 +1,4 @@
-"""Parts and towers of DeepSeek-VL with a second tower, and their smallest input."""
+"""Parts and towers of DeepSeek-VL with a second tower, and the towers' smallest input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_mm.models.transformers.deepseek_vl.traits import TRAITS
 
 
 def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
-    """Run both towers and the aligner on one picture of zeros, of the only sizes that they take → [tokens, hidden]."""
+    """Run both towers and the aligner on one image of zeros, in their only input sizes → [tokens, hidden]."""
     config = model.config
     low, high = (
         torch.zeros(1, part.num_channels, part.image_size, part.image_size, device=device, dtype=model.dtype)

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: a SigLIP tower, a pooling projector; the tokens of a picture see all of it."""
+"""Gemma 3 with images: a SigLIP tower and a pooling projector; an image's tokens attend to all of the image."""
 
 from __future__ import annotations
 

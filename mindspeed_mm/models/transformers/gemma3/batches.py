@@ -1,4 +1,4 @@
-"""The masks of Gemma 3 in packed rows."""
+"""Attention masks of Gemma 3 for packed rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from mindspeed_mm.utils.errors import ConfigError
 
 
 def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the masks of both kinds of layers: samples apart, pictures whole, a window of the sample's own tokens.
+    """Return the masks of layers with full and with sliding attention, in which samples don't attend to each other.
 
-    transformers' own mask of the layers with a window takes the tokens of a packed row's later samples for those of
-    its first one, where it looks for pictures. Here the pictures join behind the window, which is the same as long as
-    it has a picture.
+    In sliding layers, transformers' own mask finds the images of a packed row as if it were one sample. Here the mask
+    of images is combined with that of the window, which is the same as long as an image fits into the window.
 
     Args:
         model: the transformers model.
         batch: position_ids and token_type_ids [batch, sequence] int64.
 
     Returns:
-        layer type → what the model's attention takes; of sdpa [batch, 1, sequence, sequence] bool, True: is seen.
+        layer type → mask for the model's attention; for sdpa [batch, 1, sequence, sequence] bool, True: attended to.
 
     Raises:
-        ConfigError: a picture has more tokens than the window.
+        ConfigError: an image has more tokens than the window.
     """
     config, text = model.config, model.config.get_text_config()
     if config.mm_tokens_per_image > text.sliding_window:
@@ -36,7 +35,7 @@ def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         )
     positions = batch["position_ids"]
     embeddings = torch.empty(*positions.shape, 0, device=positions.device)
-    no_mask = no_cache = None  # by place: releases of transformers name the cache differently
+    no_mask = no_cache = None  # positional: releases of transformers name the cache differently
     given = (text, embeddings, no_mask, no_cache, positions)
     pictures = picture_numbers(batch["token_type_ids"])
     window = sliding_window_overlay(text.sliding_window)
@@ -47,7 +46,7 @@ def packed_masks(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture_numbers(types: torch.Tensor) -> torch.Tensor:
-    """Token types [batch, sequence] → number of the picture in its row that a token belongs to, -1: to none."""
+    """Return for token types [batch, sequence] the number of each token's image in its row; -1: not an image token."""
     belongs = types == 1
     begins = belongs.clone()
     begins[:, 1:] &= ~belongs[:, :-1]

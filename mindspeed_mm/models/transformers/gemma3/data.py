@@ -1,4 +1,4 @@
-"""Gemma 3's rows: a picture takes one number of tokens, and as many again for each part of it that is shown larger."""
+"""Data adapter of Gemma 3: an image, and each crop of pan-and-scan, takes a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _CROP_RULES = ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_
 
 
 class PanAndScanAdapter(DefaultAdapter):
-    """A row of the media tensor is a picture or a part of one. The model needs to know which tokens are pictures'."""
+    """A row of the media tensor is an image or a crop of one; `token_type_ids` mark the image tokens."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
     token_keys: Sequence[str] = ("token_type_ids",)
 
     def load_processor(self, path: str, options: PreprocessParameters) -> Processor:
-        """Load the processor with or without crops of pictures (`image_do_pan_and_scan`)."""
+        """Load the processor, with crops of images if `image_do_pan_and_scan` is set."""
         processor = super().load_processor(path, options)
         if options.image_do_pan_and_scan and hasattr(processor, "images_kwargs"):
             processor.images_kwargs = {**processor.images_kwargs, "do_pan_and_scan": True}
         return processor
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Write a picture as the processor does, with the parts that it would cut from one of this shape."""
+        """Write an image as the processor does, with the crops that it would cut from an image of this shape."""
         import torch
 
         options, crops = processor.images_kwargs, 0

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: a SigLIP tower, a pooling projector; the tokens of a picture see all of it."""
+"""Gemma 3 with images: a SigLIP tower and a pooling projector; an image's tokens attend to all of the image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAITS = dataclasses.replace(LLAVA, packed_masks=packed_masks)
 
 
 class Gemma3ForConditionalGeneration(adapt_class(HFGemma3)):  # type: ignore[misc]
-    """The transformers class; it refuses attention without a mask for pictures."""
+    """The transformers class, which here refuses attention implementations that can't mask images."""
 
     __module__ = HFGemma3.__module__
 
@@ -27,7 +27,7 @@ class Gemma3ForConditionalGeneration(adapt_class(HFGemma3)):  # type: ignore[mis
             config: Gemma3Config.
 
         Raises:
-            ConfigError: its text model is to use flash attention.
+            ConfigError: flash attention is requested for the text model.
         """
         if is_flash_attention_requested(config.text_config):
             raise ConfigError(

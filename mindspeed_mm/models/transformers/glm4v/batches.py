@@ -1,4 +1,4 @@
-"""Images and videos of a GLM-4.1V micro-batch as one run of pictures, in the order of their tokens."""
+"""Merging the images and videos of a GLM-4.1V micro-batch into one sequence of images, in token order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from mindspeed_mm.utils.errors import DataError
 
 
 def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Pass the frames of videos as images, whose token they share; their positions are computed before.
+    """Pass the frames of videos as images, which have the same token; position ids are computed before.
 
-    transformers counts every image token for either kind, so that it takes no micro-batch with both.
+    transformers counts every image token for both modalities, and thus fails for a micro-batch with both.
 
     Args:
         model: the transformers model; its weights aren't needed.
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
+    Returns:
+        the micro-batch without videos.
+
     Raises:
-        DataError: media without mm_token_type_ids, or other numbers of media tokens than the grids ask for.
+        DataError: media without mm_token_type_ids, or a number of media tokens that doesn't match the grids.
     """
     qwen2_5_vl.require_types(batch)
     if batch.get("pixel_values_videos") is None:
@@ -39,6 +42,6 @@ def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         del batch["video_grid_thw"]
         batch["pixel_values"], batch["image_grid_thw"] = batch.pop("pixel_values_videos"), frames
         return batch
-    # videos' tokens get the id of their own that the configuration has for them, for the time of the ordering
+    # while media are put in order, video tokens have the configuration's own id for them
     batch["input_ids"] = torch.where(types == 2, model.config.video_token_id, batch["input_ids"])
     return qwen2_5_vl.one_tower_pass(model, {**batch, "video_grid_thw": frames})

@@ -1,4 +1,4 @@
-"""GLM-4.1V's rows: a video is written as pictures, each of two frames and with its second behind it."""
+"""Data adapter of GLM-4.1V: a video is written as images of two frames, each followed by its time in seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mindspeed_mm.models.transformers.qwen3_vl.data import TimedVideoAdapter
 
 
 class GlmAdapter(TimedVideoAdapter):
-    """Seconds in the text are those at which frames are shown, known before a clip is decoded."""
+    """The times in the text are the frames' presentation times, which are known before a clip is decoded."""
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Take no more frames than the processor takes of its longest video; longer ones get them further apart."""
+        """Limit frames to those of the processor's longest video; longer videos are sampled at a lower rate."""
         part = processor.video_processor
         return replace(super().limits(processor), video_max_frames=int(part.max_duration * part.fps))
 

@@ -1,4 +1,4 @@
-"""GLM-4.5V: GLM-4.1V's parts around a mixture of experts."""
+"""GLM-4.5V: GLM-4.1V's parts with a mixture-of-experts language model."""
 
 from __future__ import annotations
 

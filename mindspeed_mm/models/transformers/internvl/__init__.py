@@ -1,4 +1,4 @@
-"""InternVL (the checkpoints in transformers' layout): tiles and frames through one tower, four patches a token."""
+"""InternVL (the checkpoints in transformers' layout): one tower for tiles and frames, one token for four patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternVL's rows: a picture is cut into tiles, a video written as numbered frames; both are rows of one tensor."""
+"""Data adapter of InternVL: images are cut into tiles, videos are numbered frames; one tensor holds both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATCHES_PER_TOKEN = 4
 
 
 class TilesAndFramesAdapter(DefaultAdapter):
-    """Tiles of pictures and frames of videos follow each other in `pixel_values` as their tokens do."""
+    """`pixel_values` holds the tiles of images and the frames of videos, in the order of their tokens."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",), "video": ("pixel_values",)}
     one_at_a_time: bool = True
@@ -23,7 +23,7 @@ class TilesAndFramesAdapter(DefaultAdapter):
         return {**super().media_counts(batch), "video": 0}
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Write a picture with the tokens of its tiles, and a video frame by frame."""
+        """Write an image with the tokens of its tiles, and a video frame by frame."""
         start, end, length = processor.start_image_token, processor.end_image_token, processor.image_seq_length
         if geometry.kind == "image":
             counting = processor.image_processor.get_number_of_image_patches

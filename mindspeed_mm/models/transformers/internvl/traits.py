@@ -1,4 +1,4 @@
-"""Parts and tower of InternVL, which sees images and frames of videos."""
+"""Parts of InternVL, and its tower for images and frames of videos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA's rows: a picture is cut to a square of one size, so that each takes the same number of tokens."""
+"""Data adapter of LLaVA: images are cut to squares of one size, so that all take the same number of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_mm.utils.errors import ConfigError
 
 
 class SquarePictureAdapter(DefaultAdapter):
-    """Pictures of one size, a row of the media tensor each."""
+    """A row of the media tensor is an image; all images have one size."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values",)}
 
@@ -20,7 +20,7 @@ class SquarePictureAdapter(DefaultAdapter):
         """Load the processor.
 
         Raises:
-            ConfigError: Nothing loadable in `path`, or a processor whose pictures have no size in common.
+            ConfigError: the processor in `path` can't be loaded, or is not LlavaProcessor.
         """
         processor = super().load_processor(path, options)
         if hasattr(processor, "image_processor") and not hasattr(processor, "num_additional_image_tokens"):
@@ -31,7 +31,7 @@ class SquarePictureAdapter(DefaultAdapter):
         return processor
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Count the patches of the square; None where the processor doesn't cut to one."""
+        """Count the patches of the square; None if the processor doesn't cut images to squares."""
         part = processor.image_processor
         if not part.do_center_crop:
             return None

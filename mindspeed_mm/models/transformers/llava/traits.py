@@ -12,9 +12,9 @@ from mindspeed_mm.models.common.packed import plain_positions
 
 
 def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower and projector on one picture of zeros → [tokens, hidden].
+    """Run tower and projector on one image of zeros → [tokens, hidden].
 
-    The tower takes pictures of one size, which is therefore the smallest.
+    The tower takes images of one size only, which is therefore the smallest.
     """
     vision = model.config.vision_config
     size = vision.image_size
@@ -24,7 +24,7 @@ def _run_one_picture(model: Any, device: torch.device) -> torch.Tensor:
 
 
 def patches_per_picture(config: Any) -> int:
-    """Patches of a picture of the tower's own size."""
+    """Return the number of patches of an image in the tower's input size."""
     sides = (config.vision_config.image_size, config.vision_config.patch_size)
     size, patch = (side if isinstance(side, list | tuple) else (side, side) for side in sides)
     return (size[0] // patch[0]) * (size[1] // patch[1])

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): LLaVA whose pictures are cut into tiles, with a learnt sign at the end of each row of features."""
+"""LLaVA-NeXT (1.6): LLaVA with images cut into tiles, and a learned newline embedding after each row of features."""
 
 from __future__ import annotations
 

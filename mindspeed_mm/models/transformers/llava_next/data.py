@@ -1,4 +1,4 @@
-"""LLaVA-NeXT's rows: a picture takes tokens for itself and for the tiles that it covers without their padding."""
+"""Data adapter of LLaVA-NeXT: an image takes tokens for the whole image, and for its tiles without padding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mindspeed_mm.data.processors import Processor
 
 
 class TiledPictureAdapter(DefaultAdapter):
-    """A row of the media tensor is a picture: [tiles, channels, height, width], filled up to the most tiles."""
+    """A row of the media tensor is an image [tiles, channels, height, width], padded to the largest number of tiles."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
     padded_keys: Sequence[str] = ("pixel_values",)
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Count features as the processor does, for the tower's size of picture."""
+        """Count features as the processor does, for the tower's input size."""
         from transformers.image_processing_utils import select_best_resolution
 
         part = processor.image_processor
@@ -30,12 +30,12 @@ class TiledPictureAdapter(DefaultAdapter):
         return Foreseen(processor.image_token * tokens, tiles * patches, tiles * patches**2, rows=1)
 
     def patches_per_tile(self, processor: Processor, side: int) -> int:
-        """Patches of the tower's size of picture."""
+        """Return the number of patches of a tile, which has the tower's input size."""
         return (side // processor.patch_size) ** 2
 
 
 def tile_side(part: Any) -> int:
-    """Pixels of a side of a tile: what pictures are cut to, or else scaled to."""
+    """Return the side of a tile in pixels: the size that images are cropped to, or else resized to."""
     sizes = [part.crop_size] if part.crop_size else []
     for size in (*sizes, part.size):
         for name in ("height", "shortest_edge"):

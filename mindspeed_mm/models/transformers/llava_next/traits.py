@@ -11,9 +11,9 @@ from mindspeed_mm.models.transformers.llava.traits import TOWER, TRAITS
 
 
 def run_smallest_tiling(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower, projector and row sign on the smallest picture, which is shown whole and in tiles → [tokens, hidden].
+    """Run tower, projector and newline embedding on the smallest image, whole and in tiles → [tokens, hidden].
 
-    The picture has the shape of the smallest arrangement of tiles, of which it takes every one.
+    The image has the shape of the smallest arrangement of tiles, all of which it fills.
     """
     config = model.config
     vision, side = config.vision_config, config.vision_config.image_size

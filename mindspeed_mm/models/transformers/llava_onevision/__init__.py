@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: pictures in tiles, videos frame by frame at a quarter of the tokens, through one SigLIP tower."""
+"""LLaVA-OneVision: one SigLIP tower for images in tiles, and for video frames with a quarter of the tokens."""
 
 from __future__ import annotations
 

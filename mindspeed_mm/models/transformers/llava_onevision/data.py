@@ -1,4 +1,4 @@
-"""LLaVA-OneVision's rows: each picture in tiles, however many there are; the tokens of a video's frames, and one."""
+"""Data adapter of LLaVA-OneVision: images in tiles; a video takes the tokens of its frames, and one more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_mm.models.transformers.llava_next.data import TiledPictureAdapter
 
 
 class TilesAndClipsAdapter(TiledPictureAdapter):
-    """A row of `pixel_values_videos` is a clip: those of one micro-batch have the same number of frames."""
+    """A row of `pixel_values_videos` is a clip; the clips of a micro-batch have the same number of frames."""
 
     media_keys: Mapping[str, Sequence[str]] = {
         "image": ("pixel_values", "image_sizes"),
@@ -19,7 +19,7 @@ class TilesAndClipsAdapter(TiledPictureAdapter):
     }
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Count a video's tokens by its frames, each pooled to half its sides."""
+        """Count a video's tokens by its frames, each pooled to half its height and width."""
         if geometry.kind == "image":
             return super().foresee(processor, geometry)
         patches = processor.num_image_tokens
@@ -28,7 +28,7 @@ class TilesAndClipsAdapter(TiledPictureAdapter):
         return Foreseen(processor.video_token * tokens, rows, rows * patches, rows=1)
 
     def patches_per_tile(self, processor: Processor, side: int) -> int:
-        """As many as a tile has tokens."""
+        """Return the number of patches of a tile, which is its number of tokens."""
         return processor.num_image_tokens
 
 

@@ -1,4 +1,4 @@
-"""Parts of LLaVA-OneVision, and its tower's smallest image and video."""
+"""Parts of LLaVA-OneVision, and its tower's smallest image and smallest video."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mindspeed_mm.models.transformers.llava_next.traits import run_smallest_tili
 
 
 def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower, projector, pooling and closing sign on a clip of one frame of zeros → [1, tokens, hidden]."""
+    """Run tower, projector, pooling and newline embedding on a clip of one frame of zeros → [1, tokens, hidden]."""
     vision = model.config.vision_config
     shape = (1, 1, vision.num_channels, vision.image_size, vision.image_size)
     pixels = torch.zeros(shape, device=device, dtype=model.dtype)
     return model.model.get_video_features(pixels, return_dict=True).pooler_output
 
 
-# The model runs its tower once for pictures and once for videos, whose features it computes in different ways. So every
-# rank runs both passes, on a dummy where it has no such medium; the tower isn't run when there is neither.
+# The model runs its tower once for images and once for videos, whose features it computes in different ways. So every
+# rank runs both passes, each on a dummy if it has no such media.
 _BOTH = dataclasses.replace(TOWER, modalities=("image", "video"), beside=(*TOWER.beside, "model.image_newline"))
 _TOWERS = (
     dataclasses.replace(_BOTH, run_dummy=run_smallest_tiling),

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and Magistral: a Pixtral tower for pictures of any shape, a merging projector, a Mistral model."""
+"""Mistral Small 3.1 and Magistral: a Pixtral tower for images of any shape, a merging projector, a Mistral model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral's rows: a picture is written row by row, each but the last closed by a break token."""
+"""Data adapter of Mistral 3: an image is written row by row, with a break token after each row but the last."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mindspeed_mm.data.processors import Processor
 
 
 class RowsOfPatchesAdapter(DefaultAdapter):
-    """A row of the media tensor is a picture, filled up to the largest; `image_sizes` has its own size."""
+    """A row of the media tensor is an image, padded to the largest one; `image_sizes` holds its own size."""
 
     media_keys: Mapping[str, Sequence[str]] = {"image": ("pixel_values", "image_sizes")}
     padded_keys: Sequence[str] = ("pixel_values",)
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Fit the picture into the processor's largest one, and write it as the processor does."""
+        """Fit the image into the processor's largest size, and write it as the processor does."""
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
         longest = processor.image_processor.size["longest_edge"]

@@ -11,7 +11,7 @@ from mindspeed_mm.models.transformers.llava.traits import TOWER, TRAITS
 
 
 def _run_two_patches(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower and projector on a picture of two merged patches of zeros → [2, hidden]; of one it takes none."""
+    """Run tower and projector on an image of two merged patches of zeros, their smallest input → [2, hidden]."""
     config = model.config
     side = config.vision_config.patch_size * config.spatial_merge_size
     pixels = torch.zeros(1, config.vision_config.num_channels, side, 2 * side, device=device, dtype=model.dtype)

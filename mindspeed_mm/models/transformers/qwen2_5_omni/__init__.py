@@ -7,10 +7,10 @@ from mindspeed_mm.utils.versions import require_release
 
 
 def check_release() -> None:
-    """Refuse transformers that is too old for the Omni families.
+    """Refuse a release of transformers that is too old for the Omni families.
 
     Raises:
-        ConfigError: with the release that is needed.
+        ConfigError: the installed release is too old; the message names the release that is needed.
     """
     require_release(
         "Qwen2.5-Omni and Qwen3-Omni",

@@ -1,4 +1,4 @@
-"""Preparation of Omni models' micro-batches on the host: positions of all media, media for one pass of each tower."""
+"""Preparation of Omni models' micro-batches on the host: position ids, and media for one pass of each tower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def omni_packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
-    """Position in its sample of every token, then time, height and width as transformers computes them of it alone.
+    """Return each token's position in its sample, then time, height and width as transformers computes them per sample.
 
     Args:
         model: the transformers model; its weights aren't needed.
@@ -24,10 +24,10 @@ def omni_packed_positions(model: Any, batch: Mapping[str, Any], documents: torch
         documents: [batch, sequence] int64.
 
     Returns:
-        [4, batch, sequence] int64, or float32 where times fall between whole numbers.
+        [4, batch, sequence] int64, or float32 if there are fractional times.
 
     Raises:
-        DataError: other numbers of media than the tokens ask for.
+        DataError: the media don't match the media tokens.
     """
     text = restarting_positions(documents)
     if all(batch.get(name) is None for name in _GRIDS):
@@ -40,15 +40,15 @@ def omni_packed_positions(model: Any, batch: Mapping[str, Any], documents: torch
 def omni_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Merge images and videos of a micro-batch for one pass of the vision tower.
 
-    Positions are computed before, from the tokens as they are; of every batch, because on the host no queue has to be
-    waited for.
+    Position ids are computed before, from the original tokens. They are computed for every batch, because here, on the
+    host, they need no synchronisation with the device.
 
     Args:
         model: the transformers model; its weights aren't needed.
         batch: input_ids, attention_mask, media; `position_ids` if they are known already.
 
     Raises:
-        DataError: other numbers of media than the tokens ask for.
+        DataError: the media don't match the media tokens.
     """
     if batch.get("position_ids") is None:
         mask = batch.get("attention_mask")
@@ -58,7 +58,7 @@ def omni_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _positions(model: Any, batch: Mapping[str, Any], ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Time, height and width [3, rows, longest], whole numbers where they are."""
+    """Return time, height and width [3, rows, longest], as int64 if all are whole numbers."""
     heard = batch.get("feature_attention_mask")
     try:
         positions, _ = model.model.get_rope_index(

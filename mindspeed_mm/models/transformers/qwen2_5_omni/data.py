@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's rows: the processor gets the frame rate of each clip."""
+"""Data adapter of Qwen2.5-Omni: the processor is given the frame rate of each clip."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mindspeed_mm.data.media.media import DecodedVideo
 
 
 class OmniAdapter(DefaultAdapter):
-    """Processors that take the rate of frames as an argument, where Qwen2.5-VL's takes it from the clip."""
+    """For processors that take the frame rate as an argument; Qwen2.5-VL's reads it from the clip's metadata."""
 
     padded_keys = ("input_features", "feature_attention_mask")
 
     def video_options(self, clip: DecodedVideo) -> dict[str, Any]:
-        """The sampled rate: the seconds between two groups of frames follow from it."""
+        """Return the sampled frame rate, from which the processor computes the seconds between two groups of frames."""
         return {"fps": clip.fps}
 
 

@@ -1,4 +1,4 @@
-"""Preparation of Qwen2.5-VL's micro-batches on the host: positions in packed rows, media for one tower pass."""
+"""Preparation of Qwen2.5-VL's micro-batches on the host: position ids of packed rows, media for one tower pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_mm.utils.errors import DataError
 
 
 def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
-    """Position in its sample of every token, then time, height and width as transformers computes them of it alone.
+    """Return each token's position in its sample, then time, height and width as transformers computes them per sample.
 
     Args:
         model: the transformers model; its weights aren't needed.
@@ -23,7 +23,7 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
         [4, batch, sequence] int64.
 
     Raises:
-        DataError: media without mm_token_type_ids, or fewer of them than the tokens ask for.
+        DataError: media without mm_token_type_ids, or fewer media than the tokens require.
     """
     text = restarting_positions(documents)
     grids = {name: batch.get(name) for name in ("image_grid_thw", "video_grid_thw")}
@@ -49,13 +49,13 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
 
 
 def require_types(batch: Mapping[str, Any]) -> None:
-    """Refuse media whose tokens can't be distinguished: transformers would number their positions as those of a text.
+    """Refuse media whose tokens can't be distinguished: transformers would give them the positions of text.
 
     Args:
         batch: a micro-batch; with `position_ids` it needs no `mm_token_type_ids`.
 
     Raises:
-        DataError: media without either.
+        DataError: there are media, and neither of the two.
     """
     found = [name for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
     if found and batch.get("position_ids") is None and batch.get("mm_token_type_ids") is None:
@@ -67,18 +67,21 @@ def require_types(batch: Mapping[str, Any]) -> None:
 
 
 def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Let images and videos of a micro-batch go through the vision tower together.
+    """Merge images and videos of a micro-batch for one pass of the vision tower.
 
     transformers runs the tower once for images and once for videos. A rank with both would gather and reduce the
-    tower's shards twice, while one with images only does it once and waits for something else. So videos are handed
-    over as images, in the order of their tokens; their positions are computed before.
+    tower's shards twice, while a rank with images only does so once and waits in another collective. So videos are
+    passed as images, in the order of their tokens; position ids are computed before.
 
     Args:
         model: the transformers model; its weights aren't needed.
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
+    Returns:
+        the micro-batch without videos, or unchanged if it does not have both modalities.
+
     Raises:
-        DataError: other numbers of media tokens than the grids ask for, or no mm_token_type_ids.
+        DataError: a number of media tokens that doesn't match the grids, or no mm_token_type_ids.
     """
     require_types(batch)
     if batch.get("pixel_values") is None or batch.get("pixel_values_videos") is None:

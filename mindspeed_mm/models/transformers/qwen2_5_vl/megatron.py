@@ -1,4 +1,4 @@
-"""Qwen2.5-VL out of Megatron-core's modules, and what model.json's numbers say of its structure."""
+"""Megatron-core form of Qwen2.5-VL, and the numbers of its structure in model.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindspeed_mm.models.megatron.family import MegatronFamily
 from mindspeed_mm.utils.log import notice
 
 _TEXT, _VISION, _PROJECTOR = "text_decoder", "image_encoder.vision_encoder", "image_encoder.vision_projector"
-_NORM_EPSILON = 1e-6  # of tower and projector; transformers writes it into the class
+_NORM_EPSILON = 1e-6  # of tower and projector; transformers has it in the class, not in the configuration
 
 _TOWER_NUMBERS = (
     ModelNumber(f"{_VISION}.num_layers", "vision", "depth"),
@@ -46,7 +46,7 @@ _DEFAULTS = {
 
 
 def tower_facts(config: Any) -> Facts:
-    """Keys of tower and projector that follow from the numbers of a Qwen2_5_VLConfig."""
+    """Return the keys of tower and projector whose values follow from the numbers of a Qwen2_5_VLConfig."""
     text, vision = config.get_text_config(), config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
     return {
@@ -63,7 +63,7 @@ def tower_facts(config: Any) -> Facts:
 
 
 def tower_misfits(file: str, config: Any) -> Iterator[str]:
-    """Sentences about the tower's numbers that don't fit each other."""
+    """Yield a message for each pair of the tower's numbers that don't fit each other."""
     vision = config.vision_config
     if vision.hidden_size % vision.num_heads:
         yield (
@@ -73,7 +73,7 @@ def tower_misfits(file: str, config: Any) -> Iterator[str]:
 
 
 def build_config(described: VLMModelConfig, numbers: Numbers) -> Any:
-    """The Qwen2_5_VLConfig of a model that model.json describes by numbers alone."""
+    """Build the Qwen2_5_VLConfig of a model that model.json describes by numbers alone."""
     from transformers import Qwen2_5_VLConfig
 
     image_token, top = described.img_context_token_id, numbers["top"]

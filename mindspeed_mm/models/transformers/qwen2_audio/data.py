@@ -1,4 +1,4 @@
-"""Qwen2-Audio's rows: a sound of up to one window takes a token for each 40 ms."""
+"""Data adapter of Qwen2-Audio: an audio clip of up to one window takes a token for each 40 ms."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mindspeed_mm.data.media.media import Foreseen, Geometry
 from mindspeed_mm.data.media.media_reader import MediaLimits
 from mindspeed_mm.data.processors import Processor
 
-# A single token is what stood for a sound before processors wrote them all, and the model would take it for that.
+# Older processors wrote a single token for an audio clip, and the model would mistake one token for that.
 _LEAST_FRAMES = 7
 
 
 class Qwen2AudioAdapter(DefaultAdapter):
-    """Sounds of a tenth of a second at least; longer ones than the window are cut."""
+    """Shorter audio clips are padded to at least two tokens; longer ones are cut to the window."""
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Pad sounds to the fewest frames that take two tokens."""
+        """Set the shortest audio clip to the fewest frames that take two tokens."""
         hop = processor.feature_extractor.hop_length
         return replace(super().limits(processor), min_audio_samples=_LEAST_FRAMES * hop)
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Count as the processor does: two convolutions' strides, of the frames that hold sound."""
+        """Count tokens as the processor does: the frames with audio, divided by the strides of two convolutions."""
         if geometry.kind != "audio":
             return super().foresee(processor, geometry)
         window = processor.feature_extractor.nb_max_frames

@@ -1,4 +1,4 @@
-"""Parts and tower of Qwen2-Audio, and the tower's only length of input."""
+"""Parts and tower of Qwen2-Audio, and the tower's only input length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_mm.models.common.packed import plain_positions
 
 
 def run_window_of_zeros(model: Any, device: torch.device) -> torch.Tensor:
-    """Run tower and projector on a window of zeros, the one length that they take → [1, positions, hidden]."""
+    """Run tower and projector on a window of zeros, their only input length → [1, positions, hidden]."""
     tower = model.model.audio_tower
     features = torch.zeros(1, tower.num_mel_bins, 2 * tower.max_source_positions, device=device)
     return model.model.multi_modal_projector(tower(features).last_hidden_state)

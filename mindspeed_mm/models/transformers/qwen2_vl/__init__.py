@@ -1,4 +1,4 @@
-"""Qwen2-VL: parts, tower and batches are named as Qwen2.5-VL's."""
+"""Qwen2-VL: its parts, tower and batches have the names of Qwen2.5-VL's."""
 
 from __future__ import annotations
 

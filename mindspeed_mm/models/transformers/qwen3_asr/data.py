@@ -1,4 +1,4 @@
-"""Qwen3-ASR's rows: one sound of any length, in chunks of a second."""
+"""Data adapter of Qwen3-ASR: an audio clip of any length, in chunks of a second."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mindspeed_mm.data.processors import Processor
 
 
 class Qwen3ASRAdapter(DefaultAdapter):
-    """Sounds of a micro-batch are filled up by whole chunks of nothing, which the model leaves out."""
+    """Audio clips of a micro-batch are padded with whole chunks, which the model masks out."""
 
     media_keys = {"audio": ("input_features", "input_features_mask")}
     padded_keys = ("input_features", "input_features_mask")
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Sounds aren't cut, and filled up with silence to the processor's shortest length."""
+        """Set no longest audio clip, and pad with silence to the processor's shortest length."""
         least = processor.feature_extractor.min_length
         return replace(super().limits(processor), max_audio_seconds=None, min_audio_samples=least)
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
-        """Count as the processor does, of the whole frames of a sound by itself."""
+        """Count tokens as the processor does for the whole frames of a single audio clip."""
         if geometry.kind != "audio":
             return super().foresee(processor, geometry)
         frames = geometry.samples // processor.feature_extractor.hop_length

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's rows: sounds of any length, the shortest ones filled up to a window of the audio tower."""
+"""Data adapter of Qwen3-Omni: audio clips of any length, padded to at least a window of the audio tower."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mindspeed_mm.models.transformers.qwen2_5_omni.data import OmniAdapter
 
 
 class Qwen3OmniAdapter(OmniAdapter):
-    """What a sound becomes must not depend on the sounds beside it, in a row or in a micro-batch.
+    """The features of an audio clip must not depend on other clips in its row or micro-batch.
 
-    The processor counts the last, incomplete frame of a sound only if a longer one stands beside it. And the audio
-    tower fills its first window up to the longest one of the micro-batch, behind which its convolutions see something
-    else than behind the end of the sound. So sounds are padded with silence to whole frames, and at least a window.
+    The processor counts the last, incomplete frame of a clip only if a longer clip is in the same call. And the audio
+    tower pads its first window to the longest clip of the micro-batch, so that its convolutions see other values after
+    the end of a clip. Clips are therefore padded with silence to whole frames, and to at least a window.
     """
 
     def limits(self, processor: Processor) -> MediaLimits:
-        """Sounds aren't cut: the processor doesn't either."""
+        """Set no longest audio clip, as the processor has none; pad to whole frames and at least a window."""
         frame = processor.feature_extractor.hop_length
         return replace(
             super().limits(processor),
