@@ -1,4 +1,4 @@
-"""DeepSeek-VL with a second tower (SAM's) for images in high resolution."""
+"""DeepSeek-VL Hybrid: DeepSeek-VL with a second tower (SAM's) for images in high resolution."""
 
 from __future__ import annotations
 

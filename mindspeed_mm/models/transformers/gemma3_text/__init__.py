@@ -1,4 +1,4 @@
-"""Gemma 3 (text), with layers of sliding and of full attention."""
+"""Gemma 3 (text): layers of sliding and of full attention."""
 
 from __future__ import annotations
 
