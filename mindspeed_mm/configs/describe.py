@@ -66,7 +66,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         data=typed.data,
         own_flags=MappingProxyType(own_flags),
     )
-    publish(run, PublishedArguments({**vars(args), "mm": typed.files, "tools": run.tools}, own_flags))
+    flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
+    publish(run, PublishedArguments(flat, own_flags))
     return run
 
 

@@ -15,7 +15,6 @@ _PARALLEL_SIZES = {
     "virtual_pipeline_model_parallel_size": "pipeline parallelism",
     "context_parallel_size": "context parallelism",
     "expert_model_parallel_size": "expert parallelism",
-    "expert_tensor_parallel_size": "expert parallelism",
 }
 _NOT_ON_FSDP2 = (
     "tensor_model_parallel_size",
@@ -23,20 +22,22 @@ _NOT_ON_FSDP2 = (
     "expert_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
-    "expert_tensor_parallel_size",
 )
 _SPREADS = "fsdp2.yaml's sharding_size spreads the model over ranks"
 _CONTEXT_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo")
-_NOT_ON_MEGATRON = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_NOT_ON_MEGATRON = ("context_parallel_size", "expert_model_parallel_size")
 
 
 def settle_layout(args: ParsedFlags) -> None:
-    """Give flags about the layout their one meaning on the Megatron backend; nothing changes on the other.
+    """Give flags about the layout their one meaning.
 
+    `sequence_parallel` is off where there is one tensor-parallel rank. On the Megatron backend
     `virtual_pipeline_model_parallel_size` is None without interleaving, `recompute_activations` becomes
-    `recompute_granularity`, `recompute_num_layers` is 1 where uniform recompute names none, and `sequence_parallel` is
-    off where there is one tensor-parallel rank.
+    `recompute_granularity`, and `recompute_num_layers` is 1 where uniform recompute names none.
     """
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        notice("--sequence-parallel has no effect here: --tensor-model-parallel-size is 1")
+        args.sequence_parallel = False
     if backend_of(args) != "ptd":
         return
     if args.virtual_pipeline_model_parallel_size == 1:
@@ -45,9 +46,6 @@ def settle_layout(args: ParsedFlags) -> None:
         args.recompute_granularity = "selective"
     if args.recompute_granularity == "full" and args.recompute_method == "uniform" and not args.recompute_num_layers:
         args.recompute_num_layers = 1
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        notice("--sequence-parallel has no effect here: --tensor-model-parallel-size is 1")
-        args.sequence_parallel = False
 
 
 def data_parallel_size(args: ParsedFlags) -> int:
@@ -95,14 +93,15 @@ def context_parallel_sizes(args: ParsedFlags) -> tuple[int, int]:
 
 def _expert_parallel_size(args: ParsedFlags, fsdp2: Fsdp2Config) -> int:
     flag, key = args.expert_model_parallel_size, fsdp2.expert_parallel_size
-    if flag > 1 and key > 1 and flag != key:
+    in_file = "expert_parallel_size" in fsdp2.model_fields_set
+    if flag is not None and in_file and flag != key:
         raise ConfigError(
             f"--expert-model-parallel-size is {flag}, and {fsdp2.file}'s expert_parallel_size is {key}; write one of "
             "the two, or the same number in both"
         )
     if key > 1:
         raise ConfigError(f"{fsdp2.file}: expert_parallel_size is {key}; expert parallelism is not there yet, write 1")
-    return max(flag, key)
+    return key if flag is None else flag
 
 
 def check_layout(args: ParsedFlags) -> list[str]:
@@ -125,32 +124,59 @@ def _sizes_of_fsdp2(args: ParsedFlags) -> list[str]:
         for name in _NOT_ON_FSDP2
         if (size := getattr(args, name)) is not None and size > 1
     ]
-    size, algorithm, ulysses = args.context_parallel_size, args.context_parallel_algo, args.ulysses_degree_in_cp
-    if size > 1 and algorithm not in _CONTEXT_ALGORITHMS:
-        problems.append(
-            f"--context-parallel-algo {algorithm} is not there; expected one of {', '.join(_CONTEXT_ALGORITHMS)}"
-        )
-    elif size > 1 and algorithm == "hybrid_cp_algo" and (ulysses is None or size % ulysses):
-        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        found = "it is absent" if ulysses is None else f"found {ulysses}"
-        problems.append(
-            f"--context-parallel-algo hybrid_cp_algo needs --ulysses-degree-in-cp, a divisor of "
-            f"--context-parallel-size {size}: one of {fitting}; {found}"
-        )
+    problems += [*_check_context(args), *_check_expert_tensor(args)]
     model_size = _model_parallel_size(args)
     if not problems and args.world_size % model_size:
         fitting = ", ".join(str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0)
         problems.append(
             f"{args.world_size} process{'es' if args.world_size > 1 else ''} can't be split into groups of "
             f"{model_size} (--tensor-model-parallel-size {args.tensor_model_parallel_size} × --context-parallel-size "
-            f"{size}); start a multiple of {model_size} processes, or choose sizes whose product is one of {fitting}"
+            f"{args.context_parallel_size}); start a multiple of {model_size} processes, or choose sizes whose product "
+            f"is one of {fitting}"
         )
     return problems
 
 
+def _check_context(args: ParsedFlags) -> list[str]:
+    size, algorithm, ulysses = args.context_parallel_size, args.context_parallel_algo, args.ulysses_degree_in_cp
+    if size == 1:
+        return []
+    if algorithm not in _CONTEXT_ALGORITHMS:
+        return [f"--context-parallel-algo {algorithm} is not there; expected one of {', '.join(_CONTEXT_ALGORITHMS)}"]
+    if algorithm != "hybrid_cp_algo":
+        if ulysses in (None, size if algorithm == "ulysses_cp_algo" else 1):
+            return []
+        return [
+            f"--ulysses-degree-in-cp {ulysses} and --context-parallel-algo {algorithm}: only hybrid_cp_algo has "
+            "Ulysses groups in a ring; write hybrid_cp_algo, or remove --ulysses-degree-in-cp"
+        ]
+    if ulysses is not None and size % ulysses == 0:
+        return []
+    fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    found = "it is absent" if ulysses is None else f"found {ulysses}"
+    return [
+        f"--context-parallel-algo hybrid_cp_algo needs --ulysses-degree-in-cp, a divisor of --context-parallel-size "
+        f"{size}: one of {fitting}; {found}"
+    ]
+
+
+def _check_expert_tensor(args: ParsedFlags) -> list[str]:
+    size = args.expert_tensor_parallel_size
+    if size is None or size == 1:
+        return []
+    instead = (
+        ", --expert-model-parallel-size splits their number, and fsdp2.yaml's ep_fsdp_size shards them"
+        if backend_of(args) == "fsdp2"
+        else ""
+    )
+    return [f"--expert-tensor-parallel-size {size}: an expert is not split over ranks; set it to 1{instead}"]
+
+
 def _sizes_of_megatron(args: ParsedFlags) -> list[str]:
-    problems = [
-        f"{_spelled(name)} {size}: the Megatron backend has no {_PARALLEL_SIZES[name]} yet; set it to 1"
+    problems = _check_expert_tensor(args)
+    problems += [
+        f"{_spelled(name)} {size}: the Megatron backend has no {_PARALLEL_SIZES[name]} yet; set it to 1, or add "
+        "--use-torch-fsdp2"
         for name in _NOT_ON_MEGATRON
         if (size := getattr(args, name)) is not None and size > 1
     ]
@@ -246,6 +272,7 @@ def log_layout_notices(args: ParsedFlags) -> None:
     if backend_of(args) == "fsdp2":
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
+        _log_context_notices(args)
         if args.recompute_granularity == "selective":
             notice(f"--recompute-granularity selective has no effect here: {NO_SELECTIVE_RECOMPUTE}")
         idle = [n for n in ("recompute_method", "recompute_num_layers") if getattr(args, n) is not None]
@@ -255,6 +282,16 @@ def log_layout_notices(args: ParsedFlags) -> None:
         return
     if args.ckpt_format == "torch":
         notice("--ckpt-format torch has no effect here: what is written is torch's distributed checkpoint (torch_dcp)")
+
+
+def _log_context_notices(args: ParsedFlags) -> None:
+    if args.context_parallel_size > 1:
+        return
+    idle = [f"--context-parallel-algo {args.context_parallel_algo}"] * (args.context_parallel_algo != "ulysses_cp_algo")
+    idle += [f"--ulysses-degree-in-cp {args.ulysses_degree_in_cp}"] * ((args.ulysses_degree_in_cp or 1) > 1)
+    if idle:
+        verb = "have" if len(idle) > 1 else "has"
+        notice(f"{' and '.join(idle)} {verb} no effect here: --context-parallel-size is 1")
 
 
 def _spelled(name: str) -> str:

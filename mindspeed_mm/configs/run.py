@@ -121,6 +121,7 @@ def build_run(
         ConfigError: fsdp2.yaml can't be honoured, or the sizes of the parallelisms don't fit.
     """
     fsdp2 = load_fsdp2_config(args.fsdp2_config_path) if backend == "fsdp2" else None
+    dims = dims_of(args, fsdp2)
     packs = args.use_txt_dynamic_batching or asks_for_packing(getattr(files, "data", None))
     return Run(
         launch=launch,
@@ -128,10 +129,10 @@ def build_run(
         data=data,
         tools=ToolsConfig.from_dict(getattr(files, "tool", None) or {}),
         fsdp2=fsdp2,
-        dims=dims_of(args, fsdp2),
+        dims=dims,
         files=files,
         process=pick(ProcessArguments, args),
-        parallel=pick(Parallel, args, backend=backend),
+        parallel=pick(Parallel, args, backend=backend, expert_model_parallel_size=dims.ep),
         batch=pick(Batch, args, packs=packs),
         length=pick(TrainingArguments, args),
         optimizer=pick(OptimizerConfig, args),

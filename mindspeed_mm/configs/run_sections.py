@@ -19,6 +19,7 @@ class Parallel:
     Attributes:
         backend: fsdp2, or ptd (Megatron-core's parallelism).
         fsdp2_config_path: fsdp2.yaml (a path, or a part of the run's YAML); None: its defaults.
+        expert_model_parallel_size: by the flag, or by fsdp2.yaml's expert_parallel_size.
         virtual_pipeline_model_parallel_size: chunks on each pipeline rank; None without interleaving.
         others: the flags of the same names.
     """

@@ -13,10 +13,17 @@ NO_SELECTIVE_RECOMPUTE = (
 )
 _OPTIMIZER = no_effect(fsdp2="FSDP2 shards the optimizer already")
 _OVERLAP = no_effect(fsdp2="FSDP2 overlaps by prefetch, see fsdp2.yaml's num_to_forward_prefetch")
-_TENSOR = no_effect(fsdp2="there is one tensor-parallel rank")
 _PIPELINE = no_effect(fsdp2="there is one pipeline stage")
 _SELECTIVE = no_effect(fsdp2=NO_SELECTIVE_RECOMPUTE)
 
+ContextAlgorithm = Literal[
+    "ulysses_cp_algo",
+    "megatron_cp_algo",
+    "hybrid_cp_algo",
+    "adaptive_cp_algo",
+    "hybrid_adaptive_cp_algo",
+    "kvallgather_cp_algo",
+]
 CollectiveBackend = Literal[
     "nccl",
     "gloo",
@@ -37,10 +44,42 @@ class DistributedArguments:
     ] = "nccl"
     distributed_timeout_minutes: Annotated[int, flag("a collective that takes longer ends the run", minimum=1)] = 10
     local_rank: Annotated[int | None, flag("rank on this node; torchrun sets it in the environment", minimum=0)] = None
-    context_parallel_size: Annotated[int, flag("must be 1: context parallelism is not there yet", minimum=1)] = 1
-    expert_model_parallel_size: Annotated[int, flag("must be 1: expert parallelism is not there yet", minimum=1)] = 1
+    tensor_model_parallel_size: Annotated[
+        int, flag("ranks that split the layers: heads, MLP and vocabulary", minimum=1)
+    ] = 1
+    sequence_parallel: Annotated[
+        bool, flag("norms and residuals over tensor-parallel ranks, each with a part of the sequence")
+    ] = False
+    context_parallel_size: Annotated[
+        int, flag("ranks that split the tokens of the same rows; must be 1 without --use-torch-fsdp2", minimum=1)
+    ] = 1
+    context_parallel_algo: Annotated[
+        ContextAlgorithm,
+        flag(
+            "ulysses_cp_algo: ranks exchange attention heads for tokens; megatron_cp_algo: keys and values go round in "
+            "a ring; hybrid_cp_algo: a ring of Ulysses groups; the others are refused",
+            no_effect={"ptd": "there is one context-parallel rank"},
+            harmless=("ulysses_cp_algo",),
+        ),
+    ] = "ulysses_cp_algo"
+    ulysses_degree_in_cp: Annotated[
+        int | None,
+        flag(
+            "hybrid_cp_algo: ranks of a Ulysses group; the ring has context-parallel-size ÷ this many",
+            minimum=1,
+            no_effect={"ptd": "there is one context-parallel rank"},
+        ),
+    ] = None
+    expert_model_parallel_size: Annotated[
+        int | None,
+        flag(
+            "ranks that split the experts of a layer; absent = fsdp2.yaml's expert_parallel_size, else 1; must be 1 "
+            "without --use-torch-fsdp2",
+            minimum=1,
+        ),
+    ] = None
     expert_tensor_parallel_size: Annotated[
-        int | None, flag("must be 1: expert parallelism is not there yet", minimum=1)
+        int | None, flag("must be 1: an expert is on one rank, or sharded by fsdp2.yaml's ep_fsdp_size", minimum=1)
     ] = None
 
 
@@ -48,9 +87,6 @@ class DistributedArguments:
 class MegatronBackendArguments:
     """Megatron backend (without use-torch-fsdp2, from pretrain_vlm.py)."""
 
-    tensor_model_parallel_size: Annotated[
-        int, flag("ranks that share every layer; must be 1 with --use-torch-fsdp2", minimum=1)
-    ] = 1
     pipeline_model_parallel_size: Annotated[
         int, flag("stages that share the layers; must be 1 with --use-torch-fsdp2", minimum=1)
     ] = 1
@@ -58,7 +94,6 @@ class MegatronBackendArguments:
         int | None,
         flag("stages on each pipeline rank, interleaved; absent = the variable VP_SIZE, else 1", minimum=1),
     ] = None
-    sequence_parallel: Annotated[bool, _TENSOR("norms and residuals over tensor-parallel ranks")] = False
     variable_seq_lengths: Annotated[
         bool, _PIPELINE("stages exchange tensors of any length; absent = rows are padded to seq-length")
     ] = False

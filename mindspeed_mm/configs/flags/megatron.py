@@ -26,12 +26,9 @@ _ATTENTION = no_effect(
 _KERNELS = no_effect(
     fsdp2="the kernels are transformers' and PyTorch's own", ptd="the kernels are megatron-core's and PyTorch's own"
 )
-_ONE_CP = no_effect("context parallelism is not there yet, so there is one context-parallel rank")
 _STAGES = no_effect(fsdp2="there is one pipeline stage", ptd="stages exchange hidden states only")
-_EXPERTS = no_effect(
-    fsdp2="expert parallelism is not there yet: the HF model's own experts run on every rank",
-    ptd="models with experts are not there yet on the Megatron backend",
-)
+_NO_RING = "there is one context-parallel rank"
+_NO_EXPERTS = "models with experts are not there yet on the Megatron backend"
 _RECOMPUTE = no_effect("a recomputed layer is recomputed whole")
 _MEMORY = no_effect(
     fsdp2="memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
@@ -160,18 +157,28 @@ class MegatronParallelArguments:
         bool,
         flag(
             "tensor parallelism over odd sizes",
-            no_effect={"fsdp2": "there is one tensor-parallel rank"},
+            no_effect={"fsdp2": "sizes that --tensor-model-parallel-size does not divide are refused"},
             refused={
                 "ptd": "it is not there yet; choose a --tensor-model-parallel-size that divides the model's heads"
             },
         ),
     ] = False
-    context_parallel_algo: Annotated[str, _ONE_CP("kind of context parallelism")] = "ulysses_cp_algo"
-    ulysses_degree_in_cp: Annotated[int | None, _ONE_CP("Ulysses' part of hybrid context parallelism")] = None
-    use_cp_send_recv_overlap: Annotated[bool, _ONE_CP("ring: overlap")] = False
-    cp_window_size: Annotated[int, _ONE_CP("ring: window of double rings")] = 1
-    megatron_cp_in_bnsd: Annotated[bool, _ONE_CP("ring: layout of tensors")] = False
-    cp_attention_mask_type: Annotated[str | None, _ONE_CP("ring: kind of mask")] = None
+    use_cp_send_recv_overlap: Annotated[
+        bool, no_effect(fsdp2="a ring sends while it computes anyway", ptd=_NO_RING)("ring: overlap")
+    ] = False
+    cp_window_size: Annotated[
+        int,
+        no_effect(fsdp2="there is one ring, whose order changes no number", ptd=_NO_RING)(
+            "ring: window of double rings", harmless=(1,)
+        ),
+    ] = 1
+    megatron_cp_in_bnsd: Annotated[
+        bool, no_effect(fsdp2="attention has the layout of its kernel", ptd=_NO_RING)("ring: layout of tensors")
+    ] = False
+    cp_attention_mask_type: Annotated[
+        str | None,
+        no_effect(fsdp2="the mask follows from the rows, packed or not", ptd=_NO_RING)("ring: kind of mask"),
+    ] = None
     use_multiparameter_pipeline_model_parallel: Annotated[bool, _STAGES("stages exchange several tensors")] = False
     num_layers_per_virtual_pipeline_stage: Annotated[
         int | None,
@@ -195,11 +202,31 @@ class MegatronParallelArguments:
     hetero_parallel: Annotated[bool, _layout("another layout for each encoder")] = False
     hetero_encoder_mbs_scale: Annotated[int, _layout("micro-batches of encoders", harmless=(1,))] = 1
     dist_train: Annotated[bool, _layout("encoders on ranks of their own")] = False
-    moe_token_dispatcher_type: Annotated[str, _EXPERTS("how tokens reach experts")] = "allgather"
-    moe_grouped_gemm: Annotated[bool, _EXPERTS("experts in one product")] = False
-    moe_permute_fusion: Annotated[bool, _EXPERTS("fused permutation of tokens")] = False
-    moe_tp_extend_ep: Annotated[bool, _EXPERTS("experts over tensor-parallel ranks too")] = False
-    moe_alltoall_overlap_comm: Annotated[bool, _EXPERTS("overlapped exchange of tokens")] = False
+    moe_token_dispatcher_type: Annotated[
+        Literal["allgather", "alltoall", "flex", "alltoall_seq", "alltoall_mc2"],
+        no_effect(fsdp2="tokens reach their experts by alltoall, whose numbers are the same", ptd=_NO_EXPERTS)(
+            "how tokens reach experts", harmless=("alltoall",)
+        ),
+    ] = "alltoall"
+    moe_grouped_gemm: Annotated[
+        bool,
+        no_effect(fsdp2="transformers chooses how experts are computed", ptd=_NO_EXPERTS)("experts in one product"),
+    ] = False
+    moe_permute_fusion: Annotated[
+        bool, no_effect(fsdp2="the kernels are transformers' and PyTorch's own", ptd=_NO_EXPERTS)("fused permutation")
+    ] = False
+    moe_tp_extend_ep: Annotated[
+        bool,
+        no_effect(fsdp2="experts are split over tensor-parallel ranks, too, in any case", ptd=_NO_EXPERTS)(
+            "experts over tensor-parallel ranks too"
+        ),
+    ] = False
+    moe_alltoall_overlap_comm: Annotated[
+        bool,
+        no_effect(fsdp2="the exchange of tokens isn't overlapped; the numbers are the same", ptd=_NO_EXPERTS)(
+            "overlapped exchange of tokens"
+        ),
+    ] = False
     use_cpu_initialization: Annotated[
         bool, no_effect("weights don't depend on where they are drawn")("draw weights on CPU")
     ] = False

@@ -1,4 +1,4 @@
-"""How the flags about the layout over ranks fit together on the Megatron backend."""
+"""How the flags about the layout over ranks fit together on either backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.configs import layout_rules
 from mindspeed_mm.configs.arguments import parse_args, validate_args
+from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.utils.errors import ConfigError
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 2 --lr 1e-3 --train-iters 10"
@@ -61,7 +64,7 @@ def test_with_fsdp2_every_rank_is_data_parallel(run_folder: Path) -> None:
             ["--context-parallel-size 2: the Megatron backend has no context parallelism"],
         ),
         ("--expert-model-parallel-size 2", 8, ["--expert-model-parallel-size 2", "no expert parallelism"]),
-        ("--expert-tensor-parallel-size 2", 8, ["--expert-tensor-parallel-size 2", "no expert parallelism"]),
+        ("--expert-tensor-parallel-size 2", 8, ["--expert-tensor-parallel-size 2: an expert is not split over ranks"]),
         (VP2, 8, ["--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2 or more"]),
         (
             f"{PP2} {VP2} --global-batch-size 24",
@@ -173,3 +176,87 @@ def test_full_recompute_with_fsdp2_needs_no_words(run_folder: Path, said: list[s
 def test_full_recompute_with_fsdp2_knows_of_which_layers(run_folder: Path, words: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         validated(f"--use-torch-fsdp2 --recompute-granularity full {words}")
+
+
+@pytest.fixture
+def parallelisms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parallelisms are there."""
+    monkeypatch.setattr(layout_rules, "_NOT_ON_FSDP2", ())
+
+
+def dims(words: str, world_size: int = 8, **fsdp2: Any) -> Dims:
+    args = validated(f"--use-torch-fsdp2 {words}", world_size)
+    return layout_rules.dims_of(args, Fsdp2Config.from_dict(fsdp2, file="my.yaml"))
+
+
+CP4 = "--context-parallel-size 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (CP4, Dims(dp=2, ulysses=4)),
+        (f"{CP4} --context-parallel-algo ulysses_cp_algo --ulysses-degree-in-cp 4", Dims(dp=2, ulysses=4)),
+        (f"{CP4} --context-parallel-algo megatron_cp_algo", Dims(dp=2, ring=4)),
+        (f"{CP4} --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2", Dims(dp=2, ring=2, ulysses=2)),
+        (f"{TP2} --sequence-parallel --context-parallel-size 2", Dims(dp=2, ulysses=2, tp=2)),
+    ],
+)
+def test_sizes_with_fsdp2(run_folder: Path, parallelisms: None, said: list[str], words: str, expected: Dims) -> None:
+    assert dims(words) == expected
+    assert validated(f"--use-torch-fsdp2 {words}").data_parallel_size == expected.dp
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (f"{CP4} --context-parallel-algo adaptive_cp_algo", ["adaptive_cp_algo is not there; expected one of ulysses"]),
+        (f"{CP4} --context-parallel-algo hybrid_cp_algo", ["needs --ulysses-degree-in-cp", "1, 2, 4; it is absent"]),
+        (f"{CP4} --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 3", ["one of 1, 2, 4; found 3"]),
+        (f"{CP4} --ulysses-degree-in-cp 2", ["2 and --context-parallel-algo ulysses_cp_algo: only hybrid_cp_algo"]),
+        (f"{TP2} {CP4} --expert-tensor-parallel-size 2", ["an expert is not split over ranks", "ep_fsdp_size"]),
+        (f"{CP4} --tensor-model-parallel-size 4", ["groups of 16 (--tensor-", "4 × --context-parallel-size 4)"]),
+    ],
+)
+def test_what_does_not_fit_with_fsdp2(run_folder: Path, parallelisms: None, words: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validated(f"--use-torch-fsdp2 {words}")
+    assert len(str(caught.value).splitlines()) == 1 and all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "notices"),
+    [
+        ("--sequence-parallel", ["--sequence-parallel has no effect here: --tensor-model-parallel-size is 1"]),
+        ("--context-parallel-algo ulysses_cp_algo", []),
+        (
+            "--context-parallel-algo adaptive_cp_algo --ulysses-degree-in-cp 2",
+            [
+                "--context-parallel-algo adaptive_cp_algo and --ulysses-degree-in-cp 2 have no effect here: "
+                "--context-parallel-size is 1"
+            ],
+        ),
+        (f"{CP4} --cp-window-size 1 --moe-token-dispatcher-type alltoall", []),
+        (f"{CP4} --cp-window-size 2", ["--cp-window-size has no effect here: there is one ring, whose order changes"]),
+        (f"{CP4} --use-cp-send-recv-overlap", ["--use-cp-send-recv-overlap has no effect here: a ring sends while it"]),
+        (
+            "--moe-token-dispatcher-type allgather",
+            ["--moe-token-dispatcher-type has no effect here: tokens reach their"],
+        ),
+    ],
+)
+def test_what_has_no_effect_with_fsdp2(
+    run_folder: Path, parallelisms: None, said: list[str], words: str, notices: list[str]
+) -> None:
+    assert validated(f"--use-torch-fsdp2 {words}").sequence_parallel is False
+    assert len(said) == len(notices) and all(map(str.startswith, said, notices))
+
+
+def test_the_number_of_expert_ranks_by_flag_and_file(run_folder: Path, parallelisms: None) -> None:
+    assert dims("--expert-model-parallel-size 4") == Dims(dp=8, ep=4, ep_shard=2)
+    assert dims("--expert-model-parallel-size 4", reshard_local_experts=False) == Dims(dp=8, ep=4)
+    with pytest.raises(ConfigError, match=r"size is 4, and my.yaml's expert_parallel_size is 1; write one of the two"):
+        dims("--expert-model-parallel-size 4", expert_parallel_size=1)
+    with pytest.raises(ConfigError, match=r"size is 1, and my.yaml's expert_parallel_size is 4; write one of the two"):
+        dims("--expert-model-parallel-size 1", expert_parallel_size=4)
