@@ -166,8 +166,8 @@ def ignored_parameters(modules: Mapping[str, nn.Module], device: torch.device) -
 def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardPlan, at: str = "") -> None:
     """Call fully_shard on each of `modules`, children before parents, then on `root`; skipped if it has no effect.
 
-    Modules that share a parameter (tied embedding and head) become one unit: in separate units, the second one would
-    lose the tensor that the first one sharded.
+    Modules inside of `root` that are units already stay as they are. Modules that share a parameter (tied embedding and
+    head) become one unit: in separate units, the second one would lose the tensor that the first one sharded.
 
     Args:
         modules: path in `root` → module.
@@ -179,13 +179,15 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
     modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
+    done = {path: m for path, m in root.named_modules() if isinstance(m, FSDPModule) and m is not root}
+    modules = {path: m for path, m in modules.items() if not isinstance(m, FSDPModule)}
     # a module with several paths goes by the one in the plan
     paths = {id(m): join_paths(at, path) for path, m in root.named_modules()}
     paths |= {id(m): path for path, m in plan.whole_units.items()}
     for unit in group_into_units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, **plan.kwargs_of(paths[id(unit[0])]))
-    refuse_calls_inside(root, modules, plan.whole_units)
+    refuse_calls_inside(root, {**done, **modules}, plan.whole_units)
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs_of(at)
         if kwargs["reshard_after_forward"] is True:
