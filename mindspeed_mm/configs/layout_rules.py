@@ -19,7 +19,6 @@ _PARALLEL_SIZES = {
 _NOT_ON_FSDP2 = (
     "tensor_model_parallel_size",
     "context_parallel_size",
-    "expert_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
@@ -99,8 +98,6 @@ def _expert_parallel_size(args: ParsedFlags, fsdp2: Fsdp2Config) -> int:
             f"--expert-model-parallel-size is {flag}, and {fsdp2.file}'s expert_parallel_size is {key}; write one of "
             "the two, or the same number in both"
         )
-    if key > 1:
-        raise ConfigError(f"{fsdp2.file}: expert_parallel_size is {key}; expert parallelism is not there yet, write 1")
     return key if flag is None else flag
 
 

@@ -11,8 +11,8 @@
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
 Each parallelism is one file in this folder and one entry in a list below, which is applied if its `asked` returns True.
-If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor, experts, context
-and compile have no entry yet.
+If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor, context and compile
+have no entry yet.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
 class Parallelizable(Protocol):
     """The methods of a model that the steps call; FSDP2Mixin implements them, and a model's class may override each."""
+
+    def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
+        """Split the experts that fsdp2.yaml names over ranks, and shard each rank's part."""
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward according to the flags."""
@@ -82,7 +85,11 @@ class ParallelStep:
 #: Applied to every model, before its `_fully_shard`.
 MODEL_STEPS: tuple[ParallelStep, ...] = (
     # tensor
-    # experts
+    ParallelStep(
+        "experts",
+        lambda model, request: model.set_expert_parallel(**request.fsdp2_kwargs),
+        asked=lambda request: request.dims.splits_experts,
+    ),
     # context
     ParallelStep(
         "recompute",

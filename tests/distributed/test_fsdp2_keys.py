@@ -665,22 +665,23 @@ def test_defer_gradient_sync(ranks4: RankPool, written: Callable[..., str], shar
             assert found == (5 * times, 5 * replicas, 4 * 3.0)
 
 
-# --- not there yet
+# --- experts (what they do to a model that has some: test_experts.py)
 
 
 @covers("expert_parallel_size")
 def test_expert_parallel_size(ranks2: RankPool, written: Callable[..., str]) -> None:
     for message in ranks2.run(refusal, written(expert_parallel_size=2)):
-        assert "'expert_parallel_size' is 2" in message and "write 1" in message
+        assert "expert_parallel_size is 2, but Toy has no experts" in message and "write 1" in message
     assert ranks2.run(said, written(expert_parallel_size=1))[0] == []
 
 
-@covers("moe_modules", "reshard_local_experts", "align_fsdp_param_groups")
+@covers("moe_modules", "reshard_local_experts", "ep_fsdp_size", "align_fsdp_param_groups")
 @pytest.mark.parametrize(
     "key, value",
     [
         ("moe_modules", ["language.blocks.{*}"]),
         ("reshard_local_experts", False),
+        ("ep_fsdp_size", 1),
         ("align_fsdp_param_groups", True),
     ],
 )
@@ -688,7 +689,7 @@ def test_keys_without_effect_are_said_once(ranks2: RankPool, written: Callable[.
     zero, one = ranks2.run(said, written(**{key: value}))
     assert one == []
     (line,) = zero
-    assert f"'{key}' has no effect here: " in line and "fsdp2.yaml" in line
+    assert f"'{key}' has no effect" in line and "fsdp2.yaml" in line
 
 
 def files_read(path: str) -> tuple[list[str], str, str | None]:

@@ -301,7 +301,7 @@ def test_more_rows_than_there_are(run: Run) -> None:
 
 def test_expert_parallelism(run: Run) -> None:
     run.append("fsdp2.yaml", "expert_parallel_size: 2\n")
-    assert_refused(run, "fsdp2.yaml: 'expert_parallel_size' is 2", "write 1")
+    assert_refused(run, "expert_parallel_size is 2, which does not divide the 1 process", "valid here: 1")
 
 
 def test_everything_frozen(run: Run) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.dims import Dims
@@ -24,11 +23,13 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
+from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
-from mindspeed_mm.parallel.meshes import ParameterMeshes, build_meshes, own_mesh, parameter_mesh
+from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.units import whole_units
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
@@ -47,6 +48,7 @@ class ShardingOutline:
     units: tuple[str, ...]
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
+    experts: tuple[str, ...] = ()
 
 
 class FSDP2Mixin:
@@ -70,6 +72,8 @@ class FSDP2Mixin:
     fsdp2_overrides: Mapping[str, Any] = MappingProxyType({})
     _fsdp2_plan: fsdp2.ShardPlan | None = None
     _dims: Dims = Dims()
+    _meshes: Meshes | None = None
+    _experts: Mapping[str, nn.Module] = MappingProxyType({})
 
     def freeze(self, config: Any) -> None:
         """Hook: freeze parts of the model as model.json states. By default nothing is frozen."""
@@ -103,7 +107,9 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         module = self._module()
         check_paths(module, config, self._keys_with_paths())
-        dims = (current_build_context().dims or Dims(dp=world_size)).with_sharding(config.sharding_size, config.file)
+        dims = current_build_context().dims or _dims_of(world_size, config)
+        dims = dims.with_sharding(config.sharding_size, config.file)
+        experts = self._planned_experts(config, dims)
         patterns = config.sub_modules_to_wrap
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
@@ -116,6 +122,7 @@ class FSDP2Mixin:
             units=found("sub_modules_to_wrap", patterns),
             recomputed=found("recompute_modules", config.recompute_modules),
             ignored=found("ignored_modules", config.ignored_modules),
+            experts=tuple(experts),
         )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
@@ -128,7 +135,9 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
-        self._dims, self.device_mesh = _layout(process_group, config)
+        self._dims, self._meshes = _layout(process_group, config)
+        self.device_mesh = self._meshes.parameters
+        self._experts = self._planned_experts(config, self._dims)
         ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         meshes = ParameterMeshes(self.device_mesh)
@@ -177,6 +186,29 @@ class FSDP2Mixin:
             buffers_only=buffers_only,
             unfilled_buffers_are_fine=type(self).post_meta_init is not FSDP2Mixin.post_meta_init,
         )
+
+    def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
+        """Split experts over ranks and shard each rank's part further, as units of fully_shard of their own.
+
+        Only called if experts are split, for a class with a `_fully_shard` of its own, too. The experts are those that
+        fsdp2.yaml's `moe_modules` names, or all that transformers can split; `fsdp2_kwargs` override single policies.
+        """
+        plan, meshes = self._fsdp2_plan, self._meshes
+        assert plan is not None and meshes is not None and meshes.expert_shards is not None
+        plan.override(fsdp2_kwargs)
+        split_experts(self._module(), self._experts, meshes)
+        shard_experts(self._experts, plan, meshes.expert_shards)
+
+    def _planned_experts(self, config: Fsdp2Config, dims: Dims) -> dict[str, nn.Module]:
+        if not dims.splits_experts:
+            for key in sorted({"moe_modules", "reshard_local_experts", "ep_fsdp_size"} & config.model_fields_set):
+                notice(f"{config.file}: '{key}' has no effect: expert_parallel_size is 1", key=f"fsdp2:{key}")
+            return {}
+        module, named = self._module(), None
+        if config.moe_modules is not None:
+            named = find_modules(module, config.moe_modules, where=f"{config.file}: moe_modules")
+        ignored = find_modules(module, config.ignored_modules or (), where=f"{config.file}: ignored_modules")
+        return plan_experts(module, named, ignored, dims, config.file)
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward as the flags state, unless fsdp2.yaml has `recompute_modules`.
@@ -243,15 +275,33 @@ class FSDP2Mixin:
         return self
 
 
-def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tuple[Dims, DeviceMesh]:
-    """Return the sizes and the mesh to shard over: those of the run, or outside of one those of a process group."""
+def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tuple[Dims, Meshes]:
+    """Return the sizes and the meshes to shard over: those of the run, or outside of one those of a process group."""
     world = current_build_context().world
     if world is None or process_group not in (None, world.gradients.group):
-        dims = Dims(dp=dist.get_world_size(process_group)).with_sharding(config.sharding_size, config.file)
-        return dims, parameter_mesh(dims, process_group)
+        dims = _dims_of(dist.get_world_size(process_group), config)
+        if not dims.splits_experts:
+            return dims, Meshes(parameter_mesh(dims, process_group))
+        if dims.world_size != dist.get_world_size():
+            raise ConfigError(
+                f"{config.file}: expert_parallel_size is {dims.ep}, but the model is sharded over a group of "
+                f"{dims.world_size} of {dist.get_world_size()} processes; experts are split over all processes"
+            )
+        return dims, build_meshes(dims)
     dims = world.dims.with_sharding(config.sharding_size, config.file)  # the model's class may override the file
     is_own = world.meshes is None or dims != world.dims
-    return dims, (build_meshes(dims) if is_own or world.meshes is None else world.meshes).parameters
+    return dims, build_meshes(dims) if is_own or world.meshes is None else world.meshes
+
+
+def _dims_of(world_size: int, config: Fsdp2Config) -> Dims:
+    """Return the sizes that fsdp2.yaml alone states, for a model that is sharded outside of a run."""
+    return Dims.of(
+        world_size,
+        ep=config.expert_parallel_size,
+        ep_shard=config.expert_sharding_size,
+        sharding_size=config.sharding_size,
+        where=config.file,
+    )
 
 
 def applies_flags(model: nn.Module) -> bool:

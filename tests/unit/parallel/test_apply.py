@@ -39,6 +39,9 @@ class Recorder(nn.Module, FSDP2Mixin):
         self._dims = Dims(dp=2, dp_shard=2, ep=2)
         return {"reshard_after_forward": False}, Fsdp2Config()
 
+    def set_expert_parallel(self, **kwargs: Any) -> None:
+        self.calls.append(f"experts {kwargs}")
+
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         self.calls.append(f"recompute {blocks.method} {blocks.num_layers}")
 
@@ -67,6 +70,7 @@ class AroundSharding(Recorder):
         self.calls.append("after")
 
 
+EXPERTS = "experts {'reshard_after_forward': False}"
 WRAPPED = ["fully_shard {'reshard_after_forward': False}", "prefetch"]
 
 
@@ -78,16 +82,16 @@ def calls_of(kind: type[Recorder], blocks: BlockRecompute) -> list[str]:
 
 
 def test_a_step_is_called_where_the_order_has_it() -> None:
-    assert calls_of(Recorder, BlockRecompute()) == ["pre", "recompute", *WRAPPED, "post"]
-    assert calls_of(Recorder, FULL) == ["pre", "recompute block 1", "recompute", *WRAPPED, "post"]
+    assert calls_of(Recorder, BlockRecompute()) == ["pre", EXPERTS, "recompute", *WRAPPED, "post"]
+    assert calls_of(Recorder, FULL) == ["pre", EXPERTS, "recompute block 1", "recompute", *WRAPPED, "post"]
 
 
 def test_a_class_that_shards_itself_replaces_what_wraps_but_not_what_flags_ask_for() -> None:
     own = "own {'reshard_after_forward': False}"
-    assert calls_of(OwnSharding, BlockRecompute()) == ["pre", own, "post"]
-    assert calls_of(OwnSharding, FULL) == ["pre", "recompute block 1", own, "post"]
+    assert calls_of(OwnSharding, BlockRecompute()) == ["pre", EXPERTS, own, "post"]
+    assert calls_of(OwnSharding, FULL) == ["pre", EXPERTS, "recompute block 1", own, "post"]
     assert calls_of(AroundSharding, FULL) == [
-        "pre", "recompute block 1", "before", "recompute", *WRAPPED, "after", "post"
+        "pre", EXPERTS, "recompute block 1", "before", "recompute", *WRAPPED, "after", "post"
     ]  # fmt: skip
 
 
@@ -95,7 +99,7 @@ def test_lists_follow_the_order() -> None:
     for steps in (MODEL_STEPS, WRAPPING_STEPS):
         places = [ORDER.index(step.parallelism) for step in steps]
         assert all(first <= second for first, second in pairwise(places))
-    assert {step.parallelism for step in (*MODEL_STEPS, *WRAPPING_STEPS)} == {"recompute", "fully_shard"}
+    assert {step.parallelism for step in (*MODEL_STEPS, *WRAPPING_STEPS)} == {"experts", "recompute", "fully_shard"}
     assert ORDER.index(MODEL_STEPS[-1].parallelism) <= ORDER.index(WRAPPING_STEPS[0].parallelism)
 
 
@@ -108,16 +112,16 @@ def note(name: str) -> Any:
 
 @pytest.mark.parametrize("kind", [Recorder, OwnSharding])
 def test_a_parallelism_is_one_more_line(monkeypatch: pytest.MonkeyPatch, kind: type[Recorder]) -> None:
-    """Experts reach a class that shards itself; what isn't asked for is not called."""
-    experts = ParallelStep("experts", note("experts"), asked=lambda request: request.dims.ep > 1)
+    """It reaches a class that shards itself; what isn't asked for is not called."""
+    tensor = ParallelStep("tensor", note("tensor"), asked=lambda request: request.dims.ep > 1)
     context = ParallelStep("context", note("context"), asked=lambda request: request.dims.cp > 1)
     compiled = ParallelStep("compile", note("compile"))
-    monkeypatch.setattr(base_model, "MODEL_STEPS", (experts, context, *MODEL_STEPS))
+    monkeypatch.setattr(base_model, "MODEL_STEPS", (tensor, context, *MODEL_STEPS))
     monkeypatch.setattr(base_model, "WRAPPING_STEPS", (WRAPPING_STEPS[0], compiled, *WRAPPING_STEPS[1:]))
     calls = calls_of(kind, FULL)
-    assert calls[:3] == ["pre", "experts 2", "recompute block 1"]
+    assert calls[:4] == ["pre", "tensor 2", EXPERTS, "recompute block 1"]
     if kind is Recorder:
-        assert calls[3:] == ["recompute", "compile 2", *WRAPPED, "post"]
+        assert calls[4:] == ["recompute", "compile 2", *WRAPPED, "post"]
 
 
 def test_steps_are_applied_one_after_the_other() -> None:
