@@ -33,73 +33,72 @@ INTRODUCTION = """# Models
 
 <!-- Made by scripts/make_models_docs.py from the registry: change a family, then run the script. -->
 
-A model is named by the Hugging Face directory in model.json (`init_from_hf_path`); its config.json says which family
-it is of, `model_id` may name another. The families below are adapted: their rows are their processor's, ranks may
-differ in what media their rows have, and `tests/parity/test_families.py` compares each with plain transformers. "Packed
-rows": whether several samples may share a row (`packing`). "Published sizes": those whose parameters a test counts.
-"Megatron-core form": trains without `--use-torch-fsdp2` too.
+A model is named by its Hugging Face directory in model.json (`init_from_hf_path`); config.json there states its family,
+and `model_id` may state another. The families below are adapted: their samples are their processor's, the rows of
+different ranks may have different media, and `tests/parity/test_families.py` compares each with plain transformers.
+"Packed rows": whether several samples may share a row (`packing`). "Published sizes": those whose number of parameters
+a test checks. "Megatron-core form": the family also trains without `--use-torch-fsdp2`.
 """
 
 REST = """
 ## Models without a family
 
-Any other architecture of transformers with a language-model head trains on FSDP2 as it is:
+Any other architecture of transformers with a language-model head trains on FSDP2 without registration:
 
-* Without `sub_modules_to_wrap` in fsdp2.yaml the blocks that transformers names are the units of FSDP (or else every
-  list of modules of one class). A notice gives the list, to copy. `[]` leaves the model in one unit. Adapted families
-  that name no list are wrapped in the same way.
-* Encoders (what `vision_config` and `audio_config` configure) stay in the root's unit, so that ranks may differ in
-  what media their rows have. A step without such media on any rank still decays the encoder's weights. If fsdp2.yaml
-  makes an encoder's blocks units of their own, every micro-batch needs input for them; one without is refused.
-* Packed rows are refused: nothing has proved that samples of a row stay apart.
-* `freeze` works for the encoders, for what lies between one encoder and the decoder, and for the decoder.
+* Without `sub_modules_to_wrap` in fsdp2.yaml, the blocks that transformers names become FSDP units (or else every
+  list of modules of one class). A notice gives the list, for copying. `[]` leaves the model in one unit. Adapted
+  families are wrapped in the same way if fsdp2.yaml has no list.
+* Encoders (the modules of `vision_config` and `audio_config`) stay in the root's unit, so that the rows of different
+  ranks may have different media. A step without such media on any rank still decays the encoder's weights. If
+  fsdp2.yaml makes an encoder's blocks units, every micro-batch needs input for them; one without it is refused.
+* Packed rows are refused, because no test proves that the samples of a row don't attend to each other.
+* `freeze` works for the encoders, for the modules between a single encoder and the decoder, and for the decoder.
 
 ## Paths of older layouts
 
-`sub_modules_to_wrap`, `ignored_modules` and `recompute_modules` are paths of the model as transformers has it today.
-Paths of older layouts that published files name are still read where they match nothing as written, also with more
-behind them (`visual.blocks.{*}`); a notice gives the path to write:
+`sub_modules_to_wrap`, `ignored_modules` and `recompute_modules` hold paths of transformers' current model.
+If a path matches nothing there, but begins with a path of an older layout from published files
+(`visual.blocks.{*}`), the beginning is replaced; a notice gives the path to write:
 
 <older paths>
 
-A path that is neither in the model nor in this table is an error. All of a file are named at once, each with the
-nearest path of the model.
+A path that is neither in the model nor in this table is an error. One message names all such paths of a file, each
+with the nearest path of the model.
 
 ## Balance of experts
 
 `loss_cfg.router_aux_loss_coef` in model.json (or `output_router_logits: true` in config.json, with the coefficient
-there) trains the load-balancing loss of experts beside the token loss. It is defined per sample: `E · Σ f_e · P_e`
-over the sample's tokens in all layers with experts, f_e the times that expert e is among a token's best k, per token
-and layer, P_e its mean probability (transformers' `load_balancing_loss_func` of the sample alone). A step's value is
-the mean over samples, each weighing what its targets weigh in the token loss: by their number for `per_token_loss`,
-equally for `per_sample_loss`. So it is the same however the global batch is split into ranks, micro-batches and
-packs; padding counts nowhere. The log has it as `router_aux_loss`, without the coefficient; `loss` stays the token
-loss, `grad_norm` is that of both. Layers are recomputed in the non-reentrant way then. A model for which transformers
-has no such loss (DeepSeek-V3 balances its experts by a bias) is refused.
-"""
+there) trains the load-balancing loss of experts together with the token loss. It is defined per sample: `E · Σ f_e ·
+P_e` over the sample's tokens in all layers with E experts. f_e is how often expert e is among a token's best k, per
+token and layer, and P_e is its mean probability (transformers' `load_balancing_loss_func` for a single sample). A
+step's value is the mean over samples, weighted as their targets are in the token loss: by their number for
+`per_token_loss`, equally for `per_sample_loss`. So it is the same however the global batch is split into ranks,
+micro-batches and packs; padding never counts. It is logged as `router_aux_loss`, without the coefficient; `loss` is the
+token loss only, and `grad_norm` that of both. Recompute is non-reentrant then. A model for which transformers has no
+such loss (DeepSeek-V3 balances its experts by a bias) is refused. """
 
 GENERATION = """
 ## Models that make images and videos
 
-`pretrain_sora.py` trains the transformer of a diffusers pipeline as it is: `init_from_diffusers` in model.json names
-the pipeline's directory, `predictor.model_id` one of the families below (or the transformer's own config.json says
-it). The autoencoder and the text encoders are the pipeline's too, and captions are encoded by its own `encode_prompt`.
-`tests/parity/test_predictors.py` compares each family with a loss written with diffusers alone. "Timesteps": how they
-are drawn by default, and shifted towards noise.
+`pretrain_sora.py` trains the transformer of a diffusers pipeline without changes to its code: `init_from_diffusers` in
+model.json names the pipeline's directory, and `predictor.model_id` one of the families below (or the transformer's own
+config.json states it). The autoencoder and the text encoders are also the pipeline's, and its own `encode_prompt`
+encodes captions. `tests/parity/test_predictors.py` compares each family with a loss written with diffusers alone.
+"Timesteps": the default distribution, and its shift towards noise.
 
 """
 
 GENERATION_REST = """
-`t2v`: video of a caption; `i2v` and `ti2v`: of a caption and a first frame, given to the transformer beside the noise
-(`i2v`) or in its place (`ti2v`: each token has a timestep of its own); `t2i`: image of a caption. A data set of videos
-may contain pictures too: clips of one frame.
+`t2v`: text to video; `i2v` and `ti2v`: text and a first frame to video, where the transformer is given the frame in
+addition to the noise (`i2v`) or in place of it (`ti2v`: each token has its own timestep); `t2i`: text to image. A data
+set of videos may also contain images, as clips of one frame.
 
-Published words (`wandit`, `hunyuanvideo15dit`, and the structure as `hidden_size`, `num_layers` …) are translated into
-diffusers' configuration; so are the paths that published fsdp2.yaml files name (`predictor.head` of Wan,
+Published names (`wandit`, `hunyuanvideo15dit`, and a structure of `hidden_size`, `num_layers` …) are translated to
+diffusers' configuration; so are the paths in published fsdp2.yaml files (`predictor.head` of Wan,
 `predictor.double_blocks` of HunyuanVideo 1.5), and a notice gives the path to write. Wan 2.2's A14B has two
-transformers: each is a training of its own, with its part of the timesteps.
+transformers, which are trained in two runs, each with its part of the timesteps.
 
-A family is one file in `mindspeed_mm/models/generation/predictor/`: which class, which pipelines, how it is asked.
+A family is one file in `mindspeed_mm/models/generation/predictor/`, with its class, its pipelines and its forward call.
 """
 
 
@@ -126,7 +125,7 @@ def generation_row(family: type[PredictorFamily]) -> list[str]:
     """The table row of one family that makes images or videos."""
     defaults = family.defaults
     shift = "by the number of tokens" if defaults.dynamic_shift else f"{defaults.shift:g}"
-    drawn = {"logit_normal": "log-normal"}.get(defaults.sampling, defaults.sampling)
+    drawn = {"logit_normal": "logit-normal"}.get(defaults.sampling, defaults.sampling)
     is_flow = defaults.objective == "flow_matching"
     return [
         ", ".join(f"`{name}`" for name in (*family.names, *family.published_names)),

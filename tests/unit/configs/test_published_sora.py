@@ -116,7 +116,7 @@ def test_timesteps_are_those_of_training() -> None:
     assert (low.diffusion.min_timestep_boundary, low.diffusion.max_timestep_boundary) == (0.417, 1.0)
     model = on_meta(hunyuan_model("t2v"))
     objective = build_objective(model.described.diffusion, model.family.defaults, "model.json")
-    # 3 in training (7 is for sampling), log-normal: the median draw, 0.5, is moved to 3 · 0.5 / (1 + 2 · 0.5)
+    # 3 in training (7 is for sampling), logit-normal: the median draw, 0.5, is moved to 3 · 0.5 / (1 + 2 · 0.5)
     sigmas = objective.sigmas(torch.tensor([0.5], dtype=torch.float64), 100)  # type: ignore[attr-defined]
     torch.testing.assert_close(sigmas, torch.tensor([0.75], dtype=torch.float64))
 
