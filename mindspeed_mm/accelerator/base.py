@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
 from mindspeed_mm.utils.log import notice
 
 
@@ -110,6 +111,14 @@ class Accelerator(ABC):
 
     attention_packages: Mapping[str, str | None] = MappingProxyType({})
     """Attention implementations beyond PyTorch's own → the package that they need (None: no further one)."""
+
+    def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        """Return this device's kernel of attention to a block of keys.
+
+        Args:
+            query, value: tensors `[batch, tokens, heads, head size]` of the dtype and the head sizes to come.
+        """
+        return PlainAttention()
 
     def prepare_megatron(self) -> None:  # noqa: B027 (CUDA is what megatron-core is written for)
         """Prepare this process for megatron-core on this kind of device, before its first import."""

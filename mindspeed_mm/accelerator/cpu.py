@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
+from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.base import Accelerator
 
 
@@ -21,6 +23,9 @@ class CPUAccelerator(Accelerator):
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        return PaddedHeads(CPUFlashAttention())
 
     def prepare_megatron(self) -> None:
         from mindspeed_mm.accelerator.megatron_cpu import apply_cpu_adaptor
