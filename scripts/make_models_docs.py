@@ -68,14 +68,15 @@ with the nearest path of the model.
 ## Balance of experts
 
 `loss_cfg.router_aux_loss_coef` in model.json (or `output_router_logits: true` in config.json, with the coefficient
-there) trains the load-balancing loss of experts together with the token loss. It is defined per sample: `E · Σ f_e ·
-P_e` over the sample's tokens in all layers with E experts. f_e is how often expert e is among a token's best k, per
-token and layer, and P_e is its mean probability (transformers' `load_balancing_loss_func` for a single sample). A
-step's value is the mean over samples, weighted as their targets are in the token loss: by their number for
+there) trains the load-balancing loss of experts together with the token loss. It is defined per sample as
+`E · Σ f_e · P_e` over the sample's tokens in all layers with E experts. f_e is how often expert e is among a token's
+best k, per token and layer, and P_e is its mean probability (transformers' `load_balancing_loss_func` for a single
+sample). A step's value is the mean over samples, weighted as their targets are in the token loss: by their number for
 `per_token_loss`, equally for `per_sample_loss`. So it is the same however the global batch is split into ranks,
 micro-batches and packs; padding never counts. It is logged as `router_aux_loss`, without the coefficient; `loss` is the
 token loss only, and `grad_norm` that of both. Recompute is non-reentrant then. A model for which transformers has no
-such loss (DeepSeek-V3 balances its experts by a bias) is refused. """
+such loss (DeepSeek-V3 balances its experts by a bias) is refused.
+"""
 
 GENERATION = """
 ## Models that make images and videos
