@@ -44,7 +44,7 @@ class FrozenImageEncoder:
         return self.model(self._pixels(frames)).last_hidden_state
 
     def _pixels(self, frames: torch.Tensor) -> torch.Tensor:
-        # through 8-bit pictures, as a pipeline is given them
+        # through 8-bit images, as in a pipeline
         pictures = ((frames.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
         pixels = self.processor(images=list(pictures), return_tensors="pt").pixel_values
         return pixels.to(self.model.device, self.model.dtype)
@@ -94,7 +94,7 @@ def open_parts(
         needs_video, needs_text: False where features take the place of clips, or captions.
 
     Raises:
-        ConfigError: a directory that isn't named or isn't there.
+        ConfigError: a directory isn't named or doesn't exist.
         CheckpointError: a directory can't be loaded.
     """
     whole = Path(config.init_from_diffusers) if config.init_from_diffusers else None
@@ -115,7 +115,7 @@ def open_parts(
 
 
 def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_code: bool = False) -> FrozenImageEncoder:
-    """Load an encoder of pictures, with the image processor in its directory or beside it.
+    """Load a vision encoder, with the image processor in its directory or beside it.
 
     Args:
         described: `image_encoder` of model.json.
@@ -123,7 +123,7 @@ def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_co
         trust_remote_code: whether code in these directories may run.
 
     Raises:
-        ConfigError: no encoder in the directory, or no image processor.
+        ConfigError: the directory holds no encoder, or there is no image processor.
     """
     import transformers
 
@@ -149,6 +149,6 @@ def open_image_encoder(described: ImageEncoderConfig, file: str, trust_remote_co
 
 
 def image_processor_directory(encoder: Path) -> Path | None:
-    """The directory of the image processor that belongs to an encoder's: the same, or one beside it; None: neither."""
+    """Return the directory of an encoder's image processor: the encoder's own, or one beside it; None: neither."""
     places = (encoder, *(encoder.parent / name for name in _PROCESSORS))
     return next((place for place in places if (place / "preprocessor_config.json").is_file()), None)

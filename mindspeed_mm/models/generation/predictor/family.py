@@ -58,8 +58,8 @@ class PredictorFamily(ABC):
     Latents are [batch, channels, frames, height, width] everywhere outside of `predict`; images have one frame.
 
     Attributes:
-        names: model_id's of model.json, the first is the family's name in messages.
-        published_names: further ones, whose structure uses the published keys.
+        names: values of `model_id` in model.json; the first is the family's name in messages.
+        published_names: further values, for which the structure uses the published keys.
         model_class_name: diffusers' class.
         pipelines: task → diffusers' pipeline; the first is the default task.
         defaults: see `FamilyDefaults`.
@@ -159,8 +159,8 @@ class PredictorFamily(ABC):
 
         Args:
             model: the transformer, sharded or not.
-            noisy: [batch, channels, frames, height, width], of the dtype that the transformer computes in; what else
-                goes in is cast to it where the family's pipeline casts it.
+            noisy: [batch, channels, frames, height, width], in the transformer's compute dtype; other inputs are cast
+                to it if the family's pipeline casts them.
             timesteps: [batch] float32 (int64 of a discrete schedule), from 0 to the number of training timesteps.
             text: text states, as `text_states` returns them.
             conditions: conditions, as `conditions` returns them.
@@ -203,7 +203,7 @@ def find_predictor_family(model_id: str | None, class_name: str | None, file: st
         class_name: `_class_name` of the directory's config.json.
 
     Raises:
-        ConfigError: none has this name; neither was given.
+        ConfigError: no family has this name, or neither name was given.
     """
     known = families()
     by_class = {family.model_class_name: family for family in known.values()}

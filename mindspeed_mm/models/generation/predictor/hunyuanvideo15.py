@@ -165,7 +165,7 @@ class HunyuanVideo15(PredictorFamily):
         conditions: Mapping[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """See the base class; where no picture is shown, latent, mask and states of it are zeros."""
+        """See the base class; without an image, its latent, mask and states are zeros."""
         condition, picture = conditions.get("condition"), conditions.get("image_embeds")
         if condition is None:
             condition = torch.zeros_like(torch.cat([noisy, noisy[:, :1]], 1))

@@ -47,7 +47,7 @@ class Ltx(PredictorFamily):
         return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
     def conditions(self, parts: Any, video: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See the base class: the first latent frame is that of the first frame, and its tokens are without noise."""
+        """See the base class: the first latent frame is known, and its tokens have no noise."""
         if self.task == "t2v":
             return {}
         known = torch.zeros_like(latents[:, :1])

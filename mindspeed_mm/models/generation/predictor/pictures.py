@@ -15,10 +15,10 @@ PACKED = 2
 
 
 def only_frame(latents: torch.Tensor, name: str) -> torch.Tensor:
-    """[batch, channels, 1, height, width] → [batch, channels, height, width].
+    """Return latents [batch, channels, 1, height, width] as [batch, channels, height, width].
 
     Raises:
-        DataError: several frames.
+        DataError: there are several frames.
     """
     frames = latents.shape[2]
     if frames != 1:
@@ -29,7 +29,7 @@ def only_frame(latents: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """[batch, channels, height, width] → [batch, height/2 · width/2, channels · 4], as in diffusers' pipelines."""
+    """Pack [batch, channels, height, width] as in diffusers' pipelines: [batch, height/2 · width/2, channels · 4]."""
     from diffusers import FluxPipeline
 
     batch, channels, height, width = latents.shape
@@ -37,7 +37,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Undo `pack`, for latents of this height and width: → [batch, channels, 1, height, width]."""
+    """Undo `pack` for latents of this height and width; return [batch, channels, 1, height, width]."""
     from diffusers import FluxPipeline
 
     return FluxPipeline._unpack_latents(tokens, height, width, 1)[:, :, None]

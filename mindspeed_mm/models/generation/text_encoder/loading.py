@@ -1,4 +1,4 @@
-"""Which class of transformers a directory's text encoder is, and loading it with every weight that it needs."""
+"""Loading of text encoders: the class of transformers of a directory, and a check for missing weights."""
 
 from __future__ import annotations
 

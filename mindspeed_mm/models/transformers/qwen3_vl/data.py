@@ -1,4 +1,4 @@
-"""Qwen3-VL's rows: a video is written as its frames' times, each before the tokens of two frames."""
+"""Data adapter of Qwen3-VL: a video is written with a time before the tokens of every two frames."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mindspeed_mm.data.processors import Processor
 
 
 class TimedVideoAdapter(DefaultAdapter):
-    """Times in the text are those at which frames are shown, known before a clip is decoded."""
+    """The times in the text are the frames' presentation times, which are known before a clip is decoded."""
 
     def foresee(self, processor: Processor, geometry: Geometry) -> Foreseen | None:
         """Write a video as the processor does, from the times of its frames."""

@@ -1,4 +1,4 @@
-"""Whisper's rows: one sound, and its transcript behind the tokenizer's prompt of language and task."""
+"""Data adapter of Whisper: one audio clip, and its transcript after the tokenizer's prompt of language and task."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _POSITIONS = 448  # of every published size
 
 
 class TranscriptEncoder:
-    """Turns rows of a sound and its transcript into samples; in place of `Encoder`, which needs a chat template.
+    """Encodes rows of an audio clip and its transcript; it replaces `Encoder`, which needs a chat template.
 
-    A row is a turn of the user with one sound and nothing else, and a turn of the assistant. Its ids are the
-    tokenizer's own: the prompt (language, task and timestamps as tokenizer_config.json names them), the transcript,
-    the end token; transcript and end token are targets.
+    A row is a user turn with one audio clip and nothing else, and an assistant turn. The tokenizer states the ids: the
+    prompt (language, task and timestamps as in tokenizer_config.json), the transcript and the end token; transcript
+    and end token are targets.
 
     Args:
         processor: WhisperProcessor.
         adapter: The model family.
         param: `dataset_param`.
-        max_length: Longest sample in tokens; None means no limit but the decoder's positions.
+        max_length: Longest sample in tokens; None: the decoder's positions are the only limit.
     """
 
     def __init__(self, processor: Processor, adapter: DataAdapter, param: DatasetParam, max_length: int | None) -> None:
@@ -48,22 +48,23 @@ class TranscriptEncoder:
             notice("dataset_param.basic_parameters.template has no effect: Whisper's prompt is its tokenizer's")
 
     def filler(self) -> TokenSample:
-        """Two padding tokens without targets, and a window of zeros: it fills a batch without a row."""
+        """Return a sample without targets for a batch without rows: two padding tokens and a window of zeros."""
         sound = self._processor.feature_extractor
         ids = torch.full((2,), self.pad_token_id, dtype=torch.int64)
         features = torch.zeros(1, sound.feature_size, sound.nb_max_frames)
         return {"input_ids": ids, "labels": torch.full_like(ids, IGNORE_INDEX), "input_features": features}
 
     def prepare(self, conversation: Conversation, source: MediaSource, limit: int | None = None) -> list[Prepared]:
-        """Make ids and labels of a row.
+        """Compute ids and labels of a row.
 
         Args:
             conversation: The row.
-            source: Its sound.
+            source: Its audio clip.
             limit: Longest sample in tokens, below `max_length`.
 
         Raises:
-            BadSample: Another kind of row, a sound that isn't there, or, with the reason TOO_LONG, a long transcript.
+            BadSample: The row has another form, the audio file is missing, or the transcript is too long (with the
+                reason TOO_LONG).
         """
         where, (ref, answer) = conversation.where, _sound_and_transcript(conversation)
         tokenizer, transcript = (
@@ -90,10 +91,10 @@ class TranscriptEncoder:
         return [Prepared(ids, labels, np.zeros_like(ids), (medium,), len(ids))]
 
     def finish(self, prepared: Prepared, source: MediaSource, where: object) -> TokenSample:
-        """Decode the sound of a prepared row and put the sample together: `input_features` [1, mel bins, frames].
+        """Decode the audio clip of a prepared row and return the sample, with `input_features` [1, mel bins, frames].
 
         Raises:
-            BadSample: The sound can't be decoded.
+            BadSample: The audio clip can't be decoded.
         """
         extractor, sound = self._processor.feature_extractor, source.open(prepared.media[0].ref)
         features = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="pt")
@@ -120,14 +121,14 @@ def _sound_and_transcript(conversation: Conversation) -> tuple[MediaRef, Message
 
 
 def _positions(path: str) -> int:
-    """Longest sequence of the decoder; the data of a model may lie without its config.json."""
+    """Return the longest sequence of the decoder; a tokenizer's directory may have no config.json."""
     with contextlib.suppress(OSError, ValueError):
         return int(json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["max_target_positions"])
     return _POSITIONS
 
 
 class WhisperAdapter(DefaultAdapter):
-    """One window of sound a row; longer sounds are cut to it."""
+    """One window of audio per row; longer audio clips are cut to it."""
 
     media_keys = {"audio": ("input_features",)}
     token_keys = ()

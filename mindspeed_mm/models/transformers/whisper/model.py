@@ -1,4 +1,4 @@
-"""Whisper: the transformers class with the mixins, whose decoder takes a row's tokens as any decoder does."""
+"""Whisper: the transformers class with the mixins, whose decoder takes `input_ids` like other language models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_mm.utils.errors import DataError
 
 
 def refuse_rows_without_sound(model: Any, device: torch.device) -> torch.Tensor:
-    """The decoder can't do without what the encoder heard.
+    """Refuse a micro-batch without audio, which Whisper's decoder needs in every row.
 
     Raises:
         DataError: always.
@@ -38,9 +38,9 @@ TRAITS = FamilyTraits(
 
 
 class WhisperForConditionalGeneration(adapt_class(HFWhisper)):  # type: ignore[misc]
-    """A row's `input_ids`, prompt and transcript, are the decoder's; position i predicts token i + 1.
+    """`input_ids` hold the decoder's prompt and transcript; position i predicts token i + 1.
 
-    transformers shifts labels and puts the first prompt token in front of them: the same ids, but for the last one.
+    transformers shifts labels to the right, after the first prompt token: the same ids without the last one.
     """
 
     def forward(
@@ -53,10 +53,10 @@ class WhisperForConditionalGeneration(adapt_class(HFWhisper)):  # type: ignore[m
         """Run the model.
 
         Args:
-            input_features: [batch, mel bins, frames] float, one window of sound a row.
-            attention_mask: [batch, sequence] int64, of `input_ids` where they are given; else as transformers takes it.
-            input_ids: [batch, sequence] int64, the decoder's; None: `kwargs` are those of transformers' own forward.
-            kwargs: as transformers takes them.
+            input_features: [batch, mel bins, frames] float, one window of audio per row.
+            attention_mask: [batch, sequence] int64, the mask of `input_ids`; without these, as in transformers.
+            input_ids: [batch, sequence] int64 of the decoder; None: `kwargs` are those of transformers' own forward.
+            kwargs: arguments of transformers' own forward.
         """
         if input_ids is not None:
             kwargs |= {"decoder_input_ids": input_ids, "decoder_attention_mask": attention_mask}
