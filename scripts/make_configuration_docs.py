@@ -294,7 +294,8 @@ def older_chapter() -> str:
     for row in OLDER:
         flags = row.kind == "flag"
         names = ", ".join(f"`--{path.replace('_', '-')}`" if flags else f"`{path}`" for path in row.paths())
-        rows.append([files[row.kind], names, row.became, FATES[row.fate]])
+        own = row.of == "an older release"
+        rows.append([files[row.kind], names, row.became if own else f"of {row.of}: {row.became}", FATES[row.fate]])
     others = [
         [
             script if script in SCRIPTS_HERE or not script.endswith(".py") else f"{script} (not there yet)",

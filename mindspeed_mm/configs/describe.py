@@ -13,8 +13,10 @@ from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import PublishedArguments, publish
+from mindspeed_mm.configs.parallel_model import check_parallel_model, log_idle_parallel_keys
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
+from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.launch import Launch, this_launch
 from mindspeed_mm.utils.log import notice
@@ -66,6 +68,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         data=typed.data,
         own_flags=MappingProxyType(own_flags),
     )
+    raise_all(check_parallel_model(run, recipe.model_schema))
+    log_idle_parallel_keys(run.dims, run.fsdp2)
     flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
     publish(run, PublishedArguments(flat, own_flags))
     return run

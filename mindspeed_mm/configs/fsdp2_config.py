@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.scalars import read_bool, read_int
@@ -123,6 +123,19 @@ class Fsdp2Config(Section):
         False, description="no effect here: FSDP2 units take parameters of any kind and size"
     )
     _file: str = PrivateAttr("fsdp2.yaml")
+
+    @model_validator(mode="after")
+    def _agree_about_experts(self) -> Fsdp2Config:
+        size = self.ep_fsdp_size
+        if "reshard_local_experts" not in self.model_fields_set or size is None:
+            return self
+        if self.reshard_local_experts != (size > 1):
+            raise ValueError(
+                f"'ep_fsdp_size' is {size} and 'reshard_local_experts' {str(self.reshard_local_experts).lower()}: one "
+                f"says that each rank's experts are {'kept whole' if size == 1 else 'sharded'}, the other that they "
+                "aren't; keep ep_fsdp_size"
+            )
+        return self
 
     @property
     def file(self) -> str:

@@ -1,4 +1,4 @@
-"""Keys and flags of older releases: messages say what became of each, instead of the nearest name.
+"""Keys and flags of older releases and of other trainers: messages say what became of each, not the nearest name.
 
 A key whose neglect would change what is trained is refused with what to write; one that nothing depends on any more is
 accepted, and logged once with the reason.
@@ -40,18 +40,18 @@ def settle_older(kind: SettingKind, unknown: MutableMapping[str, Any], file: str
         a sentence about each that is refused; the others are logged.
     """
     problems: list[str] = []
-    without_effect: dict[str, list[str]] = {}
+    without_effect: dict[tuple[str, str], list[str]] = {}
     for path in list(unknown):
         row = older_key(kind, path)
         if row is None:
             continue
         value = unknown.pop(path)
         if is_refused(row, value):
-            problems.append(f"{file}: '{path}' is {show(value)}; this key is of an older release: {row.became}")
+            problems.append(f"{file}: '{path}' is {show(value)}; this key is of {row.of}: {row.became}")
         else:
-            without_effect.setdefault(row.became, []).append(f"'{path}'")
-    for became, paths in without_effect.items():
-        notice(f"{file}: no effect here: {', '.join(paths)}, of an older release: {became}")
+            without_effect.setdefault((row.of, row.became), []).append(f"'{path}'")
+    for (of, became), paths in without_effect.items():
+        notice(f"{file}: no effect here: {', '.join(paths)}, of {of}: {became}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""The table of keys and flags that older releases had and that this one hasn't: one row for each message."""
+"""The table of keys and flags that older releases or other trainers have: one row for each message."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Older:
         fate: see `Fate`.
         became: what became of them, as a clause.
         is_structure: every value but null counts, false and 0 too.
+        of: where the keys are from, for messages.
     """
 
     kind: SettingKind
@@ -30,6 +31,7 @@ class Older:
     fate: Fate
     became: str
     is_structure: bool = False
+    of: str = "an older release"
 
     def paths(self) -> Iterator[str]:
         """Their dotted paths."""
@@ -301,6 +303,43 @@ _FSDP2 = (
     Older("fsdp2", "", "gradient_checkpointing", "write", "write recompute_modules, paths of modules"),
 )
 
+
+def _of_trainers(names: str, became: str, fate: Fate = "write") -> Older:
+    """Keys of the section `parallel` of other FSDP2 trainers' files, where fsdp2.yaml has other names."""
+    return Older("fsdp2", "", names, fate, became, of="another trainer's file")
+
+
+_CONTEXT_FLAGS = "write the flags --context-parallel-size and --context-parallel-algo"
+_OF_TRAINERS = (
+    _of_trainers("parallel", "write its keys at the top of the file, under the names that they have here"),
+    _of_trainers("fsdp_size fully_shard_parallel_size", "write sharding_size"),
+    _of_trainers("fsdp_modules", "write sub_modules_to_wrap"),
+    _of_trainers("fsdp_plan", "write apply_modules as sub_modules_to_wrap, the others at the top of the file"),
+    _of_trainers("apply_modules", "write sub_modules_to_wrap, or moe_modules for experts"),
+    _of_trainers("tp_size tensor_parallel_size", "write the flag --tensor-model-parallel-size"),
+    _of_trainers("tp_plan colwise_parallel rowwise_parallel", "write tp_colwise and tp_rowwise"),
+    _of_trainers("cp_size context_parallel_size", _CONTEXT_FLAGS),
+    _of_trainers("cp_type", f"{_CONTEXT_FLAGS}: ulysses is ulysses_cp_algo, ring is megatron_cp_algo"),
+    _of_trainers(
+        "ulysses_parallel_size ring_attention_size",
+        f"{_CONTEXT_FLAGS}: the size is the product of both; where both are above 1, write hybrid_cp_algo and "
+        "--ulysses-degree-in-cp",
+    ),
+    _of_trainers("ep_size expert_model_parallel_size", "write expert_parallel_size"),
+    _of_trainers("ep_modules", "write moe_modules"),
+    _of_trainers("ep_plan", "write apply_modules as moe_modules; tokens reach their experts by all-to-all"),
+    _of_trainers("ep_fsdp_modules apply_efsdp_modules", "ep_fsdp_size shards all of moe_modules; remove it"),
+    _of_trainers("expert_fully_shard_parallel_size", "write ep_fsdp_size"),
+    _of_trainers(
+        "efsdp_shard_placement_fn shard_placement_fn",
+        "parameters are sharded along dim 0, experts along dim 1, which changes no number",
+        "built in",
+    ),
+    _of_trainers("ep_dispatcher", "tokens reach their experts by all-to-all, whose numbers are the same", "built in"),
+    _of_trainers("data_parallel_size", "it follows from the number of processes", "built in"),
+    _of_trainers("recompute recompute_plan", "write recompute_modules, paths of modules"),
+)
+
 _MLA = "the config.json of init_from_hf_path says the model's structure; remove the flag"
 _FLAGS = (
     Older("flag", "", "lora_load", "absent", "LoRA is not there yet; remove the lora flags"),
@@ -356,7 +395,7 @@ _FLAGS = (
     ),
 )
 
-OLDER: tuple[Older, ...] = (*_MODEL, *_DATA, *_FSDP2, *_FLAGS)
+OLDER: tuple[Older, ...] = (*_MODEL, *_DATA, *_FSDP2, *_OF_TRAINERS, *_FLAGS)
 
 #: entry script or command → flags of its own, with underscores; those of a training, and those that other trainers
 #: have too (`--dtype`, `--save-dir`), aren't listed

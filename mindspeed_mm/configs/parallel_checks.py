@@ -20,36 +20,39 @@ from mindspeed_mm.configs.dims import Dims
 
 
 def heads_over_ulysses(where: str, heads: int, dims: Dims) -> list[str]:
-    """Check that Ulysses ranks can share the attention heads (the query heads; key-value heads are repeated).
+    """Check that Ulysses ranks can share the attention heads of a tensor-parallel rank.
 
     Args:
-        heads: number of query heads.
+        heads: number of query heads; key-value heads are repeated where there are fewer.
     """
-    if heads % dims.ulysses == 0:
-        return []
-    fitting = math.gcd(heads, dims.cp)
+    if heads % dims.tp or heads // dims.tp % dims.ulysses == 0:
+        return []  # the former is reported by `parts_over_tensor_ranks`
+    own = heads // dims.tp
+    fitting = math.gcd(own, dims.cp)
     ring = dims.cp // fitting
     nearest = (
         f"--context-parallel-algo megatron_cp_algo, a ring of {ring}"
         if fitting == 1
         else f"--ulysses-degree-in-cp {fitting} with --context-parallel-algo hybrid_cp_algo, ring {ring}"
     )
+    of_each = f", of which each tensor-parallel rank has {own}," if dims.tp > 1 else ""
     return [
-        f"{where}: {heads} attention heads can't be shared by {dims.ulysses} Ulysses ranks; nearest valid with "
-        f"--context-parallel-size {dims.cp}: {nearest}"
+        f"{where}: {heads} attention heads{of_each} can't be shared by {dims.ulysses} Ulysses ranks; nearest valid "
+        f"with --context-parallel-size {dims.cp}: {nearest}"
     ]
 
 
-def no_dropout_in_ring(where: str, dropout: float, dims: Dims) -> list[str]:
-    """Check that a ring isn't asked to drop attention weights: each block of a row would need its part of one mask.
+def attention_in_ring(where: str, what: str, value: float | None, dims: Dims) -> list[str]:
+    """Check that attention has nothing that a ring doesn't compute.
 
     Args:
-        dropout: probability with which an attention weight is dropped in training.
+        what: "dropout" of attention weights, or "a cap of its scores".
+        value: of config.json; None or 0: it has none.
     """
-    if dims.ring == 1 or not dropout:
+    if dims.ring == 1 or not value:
         return []
     return [
-        f"{where}: attention dropout is {dropout:g}, which ring attention can't apply; set it to 0, or choose "
+        f"{where}: attention has {what} ({value:g}), which a ring doesn't compute; write 0 there, or choose "
         "--context-parallel-algo ulysses_cp_algo"
     ]
 

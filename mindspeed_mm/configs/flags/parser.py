@@ -70,6 +70,14 @@ OTHER_TRAINERS_NAMES = {
     "dtype": "--bf16",
     "adam-epsilon": "--adam-eps",
     "model-name-or-path": "--mm-model",
+    "tp-size": "--tensor-model-parallel-size",
+    "tensor-parallel-size": "--tensor-model-parallel-size",
+    "cp-size": "--context-parallel-size",
+    "ulysses-parallel-size": "--context-parallel-size",
+    "ring-attention-size": "--context-parallel-size",
+    "cp-type": "--context-parallel-algo",
+    "ep-size": "--expert-model-parallel-size",
+    "expert-parallel-size": "--expert-model-parallel-size",
 }
 
 

@@ -158,3 +158,41 @@ def test_it_reads_a_config_reader_and_is_frozen() -> None:
     assert config.sharding_size == 2
     with pytest.raises(Exception, match="frozen"):
         config.sharding_size = 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("fsdp_size", 8, "write sharding_size"),
+        ("tp_size", 2, "write the flag --tensor-model-parallel-size"),
+        ("tp_plan", {"colwise_parallel": ["a"]}, "write tp_colwise and tp_rowwise"),
+        ("cp_size", 2, "write the flags --context-parallel-size and --context-parallel-algo"),
+        ("cp_type", "ring", "ring is megatron_cp_algo"),
+        ("ulysses_parallel_size", 2, "--ulysses-degree-in-cp"),
+        ("ring_attention_size", 2, "--ulysses-degree-in-cp"),
+        ("ep_size", 8, "write expert_parallel_size"),
+        ("ep_modules", ["a"], "write moe_modules"),
+        ("ep_plan", {"apply_modules": ["a"], "dispatcher": "alltoall"}, "write apply_modules as moe_modules"),
+        ("expert_fully_shard_parallel_size", 2, "write ep_fsdp_size"),
+        ("parallel", {"ep_size": 2}, "write its keys at the top"),
+    ],
+)
+def test_keys_of_other_trainers_are_told_our_names(key: str, value: Any, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fsdp2Config.from_dict({key: value})
+    assert "this key is of another trainer's file" in str(caught.value) and instead in str(caught.value)
+
+
+def test_keys_of_other_trainers_that_change_no_number(said: list[str]) -> None:
+    Fsdp2Config.from_dict({"efsdp_shard_placement_fn": "shard_by_dim_1", "ep_dispatcher": "fused"})
+    assert len(said) == 2 and all("of another trainer's file: " in line for line in said)
+
+
+def test_two_keys_about_the_sharding_of_experts() -> None:
+    for sizes in ({"ep_fsdp_size": 2}, {"ep_fsdp_size": 1, "reshard_local_experts": False}):
+        assert Fsdp2Config.from_dict(sizes).expert_sharding_size == sizes["ep_fsdp_size"]
+    assert Fsdp2Config.from_dict({"reshard_local_experts": False}).expert_sharding_size == 1
+    assert Fsdp2Config.from_dict({}).expert_sharding_size is None
+    for size, whole in ((2, False), (1, True)):
+        with pytest.raises(ConfigError, match=r"'ep_fsdp_size' is . and 'reshard_local_experts' .*; keep ep_fsdp_size"):
+            Fsdp2Config.from_dict({"ep_fsdp_size": size, "reshard_local_experts": whole})
