@@ -7,7 +7,8 @@
 #   SAVE_PATH   run folder
 #
 # mm_train then starts the run. Taken from the environment: NPUS_PER_NODE (processes on this node: one a device),
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, MM_DEVICE (npu, cuda or cpu), TRAIN_ITERS.
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, MM_DEVICE (npu, cuda or cpu), TRAIN_ITERS, and the parallel sizes TP
+# (tensor), CP (context) and EP (experts; absent: that of fsdp2_config.yaml).
 # shellcheck shell=bash
 
 source scripts/common.sh
@@ -83,20 +84,23 @@ mm_torchrun() {
 # Train. Needs MBS (rows, or packs, that a device takes at once), GRAD_ACC_STEP (how often before the optimizer's step)
 # and SEQ_LEN (longest row in tokens). Arguments: further flags; the last one of a name counts.
 mm_train() {
-    local configs="$SAVE_PATH/configs" load=()
+    local configs="$SAVE_PATH/configs" load=() experts=()
     mkdir -p "$configs"
     mm_write_configs "$configs"
     if [ -n "${LOAD_PATH:-}" ]; then
         load=(--load "$LOAD_PATH")
+    fi
+    if [ -n "${EP:-}" ]; then
+        experts=(--expert-model-parallel-size "$EP")
     fi
     mm_torchrun pretrain_transformers.py \
         --use-torch-fsdp2 \
         --fsdp2-config-path "$FSDP2_PATH" \
         --init-model-with-meta-device \
         --ckpt-format torch_dcp \
-        --tensor-model-parallel-size 1 \
+        --tensor-model-parallel-size "${TP:-1}" \
         --pipeline-model-parallel-size 1 \
-        --context-parallel-size 1 \
+        --context-parallel-size "${CP:-1}" \
         --micro-batch-size "$MBS" \
         --global-batch-size "$((MBS * GRAD_ACC_STEP * WORLD_SIZE))" \
         --seq-length "$SEQ_LEN" \
@@ -119,6 +123,7 @@ mm_train() {
         --save-hf \
         --distributed-backend nccl \
         ${load[@]+"${load[@]}"} \
+        ${experts[@]+"${experts[@]}"} \
         "$@" \
         2>&1 | tee -a "$SAVE_PATH/train_rank$NODE_RANK.log"
 }
