@@ -19,7 +19,12 @@ from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.exact_positions import ExactPositions
-from mindspeed_mm.models.common.family import FamilyTraits, freeze_parts, require_packed_positions
+from mindspeed_mm.models.common.family import (
+    FamilyTraits,
+    freeze_parts,
+    require_causal_attention,
+    require_packed_positions,
+)
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
@@ -27,12 +32,14 @@ from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, fi
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
-from mindspeed_mm.models.common.packed import take_documents
+from mindspeed_mm.models.common.packed import documents_of_mask, take_documents
 from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import config_for
 from mindspeed_mm.models.transformers.tying import settle_tying
+from mindspeed_mm.parallel.context import ContextParallel
+from mindspeed_mm.parallel.sequence import SequenceShard
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.utils.log import notice
 
@@ -86,10 +93,21 @@ class TransformersModel(MultiModalModule):
         self._positions: ExactPositions | None = None
         if self.traits.language_model is not None:
             self._positions = ExactPositions(self.model.get_submodule(self.traits.language_model))
-        if self.traits.packed_positions is not None and self.traits.language_model is not None:
+        self._context = self._context_parallel()
+        if self._context is not None:
+            self.model.context_parallel = self._context
+        elif self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
         self._loss_group: dist.ProcessGroup | None = None
+
+    def _context_parallel(self) -> ContextParallel | None:
+        """What splits the tokens of rows over ranks, if the run does."""
+        dims, name = current_build_context().dims, type(self.model).__name__
+        if dims is None or dims.cp == 1:
+            return None
+        path = require_causal_attention(self.traits, name, dims.cp)
+        return ContextParallel(self.model.get_submodule(path), name, dims)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Prepare a collated micro-batch on the host: find its target positions, and the positions of packed samples.
@@ -112,7 +130,18 @@ class TransformersModel(MultiModalModule):
         if self._router_loss is not None:
             mask = batch.get("attention_mask")
             batch["sample_shares"] = SampleShares.of(batch["targets"], batch["input_ids"], mask, documents)
+        if self._context is not None:
+            self._split_tokens(self._context, batch, documents)
         return batch if self.traits.one_tower_pass is None else self.traits.one_tower_pass(self.model, batch)
+
+    def _split_tokens(self, context: ContextParallel, batch: dict[str, Any], documents: torch.Tensor | None) -> None:
+        """Add the shard of this rank to a prepared micro-batch, and leave it the targets and samples of that shard."""
+        if documents is None:
+            documents = documents_of_mask(batch.get("attention_mask"), batch["input_ids"].shape)
+        shard = batch["sequence_shard"] = context.shard_of(documents)
+        batch["targets"] = batch["targets"].cut(shard)
+        if self._router_loss is not None:
+            batch["sample_shares"] = batch["sample_shares"].cut(shard)
 
     def check_packing(self) -> None:
         """Check, before a run begins, that the model and its attention keep the samples of packed rows separate.
@@ -144,7 +173,9 @@ class TransformersModel(MultiModalModule):
         if "documents" in batch:
             raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
-        if packed_rows is not None and self.traits.packed_masks is not None:
+        if self._context is not None:
+            self._expect_shard(self._context, batch.pop("sequence_shard", None), labels)
+        elif packed_rows is not None and self.traits.packed_masks is not None:
             batch["attention_mask"] = self.traits.packed_masks(self.model, batch)
         if self._boundaries is not None:
             self._boundaries.for_batch(packed_rows)
@@ -164,13 +195,30 @@ class TransformersModel(MultiModalModule):
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
         loss_sum = self.model(input_ids=input_ids, use_cache=False, **batch).logits
         metrics = {}
+        counted = self._context is None or self._context.world.context.rank == 0  # what the ranks of a row share
         if self._router_loss is not None and shares is not None:
-            balance = self._router_loss.take(shares)
+            balance = self._router_loss.take(shares, self._context and self._context.world.context)
             loss_sum = AddGradient.apply(loss_sum, self._router_loss.coefficient * balance)
-            metrics["router_aux_loss"] = (balance.detach(), shares.weights.sum())
+            metrics["router_aux_loss"] = (balance.detach() * counted, shares.weights.sum() * counted)
         output = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
+        if output["denominator"] is not None:
+            output["denominator"] = output["denominator"] * counted
         output["metrics"].update(metrics)
         return output
+
+    def _expect_shard(self, context: ContextParallel, shard: SequenceShard | None, labels: torch.Tensor | None) -> None:
+        if shard is None:
+            raise DataError(
+                "a micro-batch came to the model without 'sequence_shard', which context parallelism needs; call "
+                "prepare() first"
+            )
+        if labels is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} was called without labels: with --context-parallel-size "
+                f"{context.world.context.size} a rank has the output of its own tokens only, and only losses are "
+                "summed over ranks; pass labels, or set it to 1"
+            )
+        context.for_batch(shard)
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the inner model; see FSDP2Mixin.fully_shard."""

@@ -11,8 +11,8 @@
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
 Each parallelism is one file in this folder and one entry in a list below, which is applied if its `asked` returns True.
-If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor, context and compile
-have no entry yet.
+If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor and compile have no
+entry yet.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Parallelizable(Protocol):
 
     def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
         """Split the experts that fsdp2.yaml names over ranks, and shard each rank's part."""
+
+    def set_context_parallel(self) -> None:
+        """Split the tokens of rows over the context-parallel ranks."""
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward according to the flags."""
@@ -90,7 +93,11 @@ MODEL_STEPS: tuple[ParallelStep, ...] = (
         lambda model, request: model.set_expert_parallel(**request.fsdp2_kwargs),
         asked=lambda request: request.dims.splits_experts,
     ),
-    # context
+    ParallelStep(
+        "context",
+        lambda model, request: model.set_context_parallel(),
+        asked=lambda request: request.dims.cp > 1,
+    ),
     ParallelStep(
         "recompute",
         lambda model, request: model.apply_recompute(request.blocks),

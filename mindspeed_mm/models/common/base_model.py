@@ -23,6 +23,7 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
+from mindspeed_mm.parallel.context import ContextParallel
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
@@ -64,8 +65,10 @@ class FSDP2Mixin:
         device_mesh: the mesh that parameters are sharded over.
         fsdp2_overrides: values that replace the file's; to be set before `fully_shard`.
         weights_come_later: whether weights are loaded after sharding, so that no random ones are drawn.
+        context_parallel: splits the tokens of rows over ranks; None: nothing states how the model's tokens are split.
     """
 
+    context_parallel: ContextParallel | None = None
     fsdp2_config: Fsdp2Config | None = None
     device_mesh: Any = None
     weights_come_later: bool = False
@@ -110,6 +113,8 @@ class FSDP2Mixin:
         dims = current_build_context().dims or _dims_of(world_size, config)
         dims = dims.with_sharding(config.sharding_size, config.file)
         experts = self._planned_experts(config, dims)
+        if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
+            self._require_context_parallel(dims.cp)
         patterns = config.sub_modules_to_wrap
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
@@ -216,6 +221,25 @@ class FSDP2Mixin:
         Called only with --recompute-granularity full, also for a class that overrides `_fully_shard`.
         """
         recompute_blocks(self._module(), block_lists(self._module()), self.fsdp2_config or Fsdp2Config(), blocks)
+
+    def set_context_parallel(self) -> None:
+        """Split the tokens of rows over the context-parallel ranks; only called if there are several.
+
+        Raises:
+            ConfigError: nothing states how the tokens of this model are split.
+        """
+        world = current_build_context().world
+        assert world is not None, "context parallelism is part of a run"
+        self._require_context_parallel(world.context.size).install(world)
+
+    def _require_context_parallel(self, size: int) -> ContextParallel:
+        if self.context_parallel is None:
+            raise ConfigError(
+                f"--context-parallel-size {size}: nothing states how the tokens of {type(self).__name__} are split over "
+                "ranks (TransformersModel states it for language models of transformers); set it to 1, or override "
+                "set_context_parallel()"
+            )
+        return self.context_parallel
 
     def set_recompute_modules_to_wrap(
         self,

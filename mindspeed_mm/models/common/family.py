@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ class FamilyTraits:
             `attention_mask` for them. None: the model computes it itself, from the positions.
         one_tower_pass: (transformers model, micro-batch) → the micro-batch, changed so that each tower runs once
             whatever modalities it contains. None: each tower runs once anyway.
+        attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens
+            see those before them in their sample, all or a sliding window of them: what context parallelism computes.
+            None: not known to be so.
     """
 
     language_model: str | None = None
@@ -43,6 +46,7 @@ class FamilyTraits:
     packed_positions: PackedPositions | None = None
     packed_masks: PackedMasks | None = None
     one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
+    attention: Literal["causal"] | None = None
 
 
 #: traits of a causal language model without encoders that computes its masks from restarting positions
@@ -51,7 +55,27 @@ TEXT_TRAITS = FamilyTraits(
     parts={"text_decoder": ("",)},
     sub_configs={"text_decoder": ""},
     packed_positions=plain_positions,
+    attention="causal",
 )
+
+
+def require_causal_attention(traits: FamilyTraits, name: str, context_parallel_size: int) -> str:
+    """Return the path of the language model, whose attention context parallelism computes.
+
+    Args:
+        traits: the family's traits.
+        name: name of the model, for the message.
+        context_parallel_size: number of ranks that split the tokens of a row, for the message.
+
+    Raises:
+        ConfigError: the family doesn't state that the model's attention is plain causal attention.
+    """
+    if traits.attention != "causal" or traits.language_model is None:
+        raise ConfigError(
+            f"--context-parallel-size {context_parallel_size}: {name} has attention that isn't known to be causal in "
+            "every layer (images that see themselves whole, linear attention), and is not split over ranks; set it to 1"
+        )
+    return traits.language_model
 
 
 def require_packed_positions(traits: FamilyTraits, name: str) -> PackedPositions:

@@ -17,7 +17,7 @@ Source: names and meanings of MindSpeed-MM's `loss_cfg`; square averaging as in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed_mm.configs.model_config import LossType
+from mindspeed_mm.parallel.sequence import FILL, SequenceShard
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 
 ComputeMode = Literal["default", "chunk", "dynamic_chunk"]
@@ -73,6 +74,16 @@ class Targets:
     tokens: torch.Tensor
     weights: torch.Tensor | None
     denominator: torch.Tensor
+
+    def cut(self, shard: SequenceShard) -> Targets:
+        """Return those at the positions of a shard, on the host, with the denominator of the whole micro-batch.
+
+        Selected on whole rows, a target at the end of a shard keeps its token, which is on another rank.
+        """
+        places = shard.places(self.index)
+        own = places != FILL
+        weights = None if self.weights is None else self.weights[own]
+        return replace(self, index=places[own], tokens=self.tokens[own], weights=weights)
 
 
 def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.Tensor | None = None) -> Targets:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,9 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from mindspeed_mm.models.common.loss import Targets
+from mindspeed_mm.parallel.collectives import total
+from mindspeed_mm.parallel.sequence import SequenceShard
+from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,17 +76,26 @@ class SampleShares:
         weights = torch.zeros(len(found), device=rows.device).index_add_(0, sample[targets.index], each)
         return cls(sample, tokens.float(), weights)
 
+    def cut(self, shard: SequenceShard) -> SampleShares:
+        """Return these samples with the numbers of a shard's positions only; what is filled up is padding."""
+        rows = self.sample.view(len(shard.index), shard.length)
+        return replace(self, sample=shard.cut(rows, 1, fill=len(self.tokens)).flatten())
 
-def balance_loss(router_logits: Sequence[torch.Tensor], top_k: int, shares: SampleShares) -> torch.Tensor:
+
+def balance_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, shares: SampleShares, context: RankSet | None = None
+) -> torch.Tensor:
     """Return the sum over samples of weight * load-balancing loss.
 
     Args:
         router_logits: a tensor for each layer with experts, [batch * sequence, experts], any float dtype.
         top_k: number of experts that a token is routed to.
         shares: the samples and their weights.
+        context: ranks that have the other positions of the same samples; f and P are summed over them before the
+            product, once. None: there are none.
 
     Returns:
-        float32 scalar, differentiable through the probabilities.
+        float32 scalar, the same on all ranks of `context`; differentiable through the probabilities of this rank.
     """
     experts, samples = router_logits[0].shape[-1], len(shares.tokens)
     chosen = torch.zeros(samples + 1, experts, device=shares.sample.device)
@@ -93,6 +105,8 @@ def balance_loss(router_logits: Sequence[torch.Tensor], top_k: int, shares: Samp
         best = torch.zeros_like(routed).scatter_(1, routed.detach().topk(top_k, dim=-1).indices, 1.0)
         chosen = chosen.index_add(0, shares.sample, best)
         probability = probability.index_add(0, shares.sample, routed)
+    if context is not None:
+        chosen, probability = total(torch.stack([chosen, probability]), context)
     rows = shares.tokens * len(router_logits)
     each = experts * (chosen * probability)[:samples].sum(1) / rows.square()
     return (each * shares.weights).sum()
@@ -146,8 +160,12 @@ class RouterLoss:
         """Record the routers' outputs in the next forward pass of the model."""
         self._collected = []
 
-    def take(self, shares: SampleShares) -> torch.Tensor:
+    def take(self, shares: SampleShares, context: RankSet | None = None) -> torch.Tensor:
         """Return the loss of the forward pass since `expect`: the sum over samples of weight * loss, a float32 scalar.
+
+        Args:
+            shares: the samples, at the positions of this rank.
+            context: ranks that have the other positions of the same samples; a collective. None: there are none.
 
         Raises:
             ConfigError: the routers ran without an autograd graph, or on another number of positions.
@@ -165,7 +183,7 @@ class RouterLoss:
                 f"loss_cfg.router_aux_loss_coef: layers of {self._name} are recomputed in the reentrant way, which "
                 "hides their routers; set use_reentrant: false"
             )
-        return balance_loss(collected, self._top_k, shares)
+        return balance_loss(collected, self._top_k, shares, context)
 
     def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._collected is not None:  # None: a layer that runs again in backward

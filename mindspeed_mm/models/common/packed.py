@@ -6,10 +6,11 @@ padding, which is at the end of a row. It replaces `attention_mask`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mindspeed_mm.utils.errors import DataError
 
@@ -50,6 +51,35 @@ def take_documents(batch: dict[str, Any]) -> torch.Tensor | None:
         raise DataError(
             f"'documents' of row {row + 1} of a micro-batch go {', '.join(map(str, found[:10]))}; expected 1, 2, … in "
             "order, and 0 only at the end, for padding"
+        )
+    return documents
+
+
+def documents_of_mask(mask: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+    """Number the documents of rows that are not packed: one of each row, and 0 for padding.
+
+    Args:
+        mask: `attention_mask` of a micro-batch, 0 for padding at either end; None: there is none.
+        shape: [batch, sequence].
+
+    Raises:
+        DataError: another shape, or padding inside of a row.
+    """
+    if mask is None:
+        return torch.ones(*shape, dtype=torch.int64)
+    if tuple(mask.shape) != tuple(shape):
+        raise DataError(
+            f"'attention_mask' of a micro-batch is {list(mask.shape)}, expected {list(shape)}: context parallelism "
+            "makes masks of its own"
+        )
+    documents = (mask > 0).long()
+    starts = F.pad(documents, (1, 0)).diff(dim=1) > 0
+    wrong = starts.sum(1) > 1
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise DataError(
+            f"'attention_mask' of row {row + 1} of a micro-batch has zeros between its tokens; expected padding at the "
+            "ends only"
         )
     return documents
 

@@ -13,7 +13,7 @@ from mindspeed_mm.models.transformers.gemma3.batches import packed_masks
 from mindspeed_mm.models.transformers.llava.traits import TRAITS as LLAVA
 from mindspeed_mm.utils.errors import ConfigError
 
-TRAITS = dataclasses.replace(LLAVA, packed_masks=packed_masks)
+TRAITS = dataclasses.replace(LLAVA, packed_masks=packed_masks, attention=None)  # images see themselves whole
 
 
 class Gemma3ForConditionalGeneration(adapt_class(HFGemma3)):  # type: ignore[misc]

@@ -18,5 +18,6 @@ TRAITS = FamilyTraits(
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
     towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
     packed_positions=packed_positions,
+    attention="causal",
     one_tower_pass=glm4v_tower_pass,
 )

@@ -48,4 +48,5 @@ TRAITS = FamilyTraits(
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
     towers=(TOWER,),
     packed_positions=plain_positions,
+    attention="causal",
 )

@@ -42,5 +42,6 @@ TRAITS = FamilyTraits(
         Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),
     ),
     packed_positions=omni_packed_positions,
+    attention="causal",
     one_tower_pass=omni_tower_pass,
 )

@@ -36,4 +36,5 @@ TRAITS = FamilyTraits(
         ),
     ),
     packed_positions=plain_positions,
+    attention="causal",
 )

@@ -37,5 +37,6 @@ TRAITS = FamilyTraits(
         Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
     ),
     packed_positions=packed_positions,
+    attention="causal",
     one_tower_pass=one_tower_pass,
 )
