@@ -18,7 +18,6 @@ _PARALLEL_SIZES = {
 }
 _NOT_ON_FSDP2 = (
     "tensor_model_parallel_size",
-    "context_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )

@@ -197,7 +197,7 @@ class TransformersModel(MultiModalModule):
         metrics = {}
         counted = self._context is None or self._context.world.context.rank == 0  # what the ranks of a row share
         if self._router_loss is not None and shares is not None:
-            balance = self._router_loss.take(shares, self._context and self._context.world.context)
+            balance = self._router_loss.take(shares, None if self._context is None else self._context.world.context)
             loss_sum = AddGradient.apply(loss_sum, self._router_loss.coefficient * balance)
             metrics["router_aux_loss"] = (balance.detach() * counted, shares.weights.sum() * counted)
         output = finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)

@@ -209,21 +209,7 @@ def attend(
         key, value = _shareable(key, query.shape[1], ulysses.size), _shareable(value, query.shape[1], ulysses.size)
         query, key, value = heads_to_sequence(ulysses, query, key, value)
         s_aux = None if s_aux is None else s_aux.chunk(ulysses.size)[ulysses.rank]
-    if call.world.ring.size > 1:
-        from mindspeed_mm.parallel.ring import ring_attention
-
-        output = ring_attention(
-            query,
-            key,
-            value,
-            chunks=call.shard.chunks,
-            ring=call.world.ring,
-            scale=scaling,
-            window=sliding_window,
-            sinks=s_aux,
-        )
-    else:
-        output = _attend_to_whole_rows(module, call, query, key, value, scaling, sliding_window, s_aux, kwargs)
+    output = _attend_to_whole_rows(module, call, query, key, value, scaling, sliding_window, s_aux, kwargs)
     (output,) = sequence_to_heads(ulysses, output)
     return output.transpose(1, 2).contiguous(), None
 
@@ -313,17 +299,17 @@ def check_attention(config: Any, name: str, dims: Dims) -> None:
     if heads % dims.ulysses:
         of_each = f" of each of {dims.tp} tensor-parallel ranks" if dims.tp > 1 else ""
         degree = max(n for n in range(1, dims.cp + 1) if dims.cp % n == 0 and heads % n == 0)
-        nearest = (
-            "--context-parallel-algo megatron_cp_algo, a ring"
-            if degree == 1
-            else f"--context-parallel-algo hybrid_cp_algo with --ulysses-degree-in-cp {degree} (ring {dims.cp // degree})"
-        )
+        nearest = f"hybrid_cp_algo with --ulysses-degree-in-cp {degree} (ring {dims.cp // degree})"
+        if degree == 1:
+            nearest = "megatron_cp_algo (a ring)"
         raise ConfigError(
             f"{_FLAG} {dims.cp}: {heads} attention heads of {name}{of_each} can't be shared by {dims.ulysses} Ulysses "
-            f"ranks; nearest: {nearest}"
+            f"ranks; nearest: --context-parallel-algo {nearest}"
         )
     if dims.ring == 1:
         return
+    if dims.ring > 1:  # until parallel/ring.py is there
+        raise ConfigError(f"{_FLAG} {dims.cp}: the ring is not there yet; use --context-parallel-algo ulysses_cp_algo")
     for key, what in (("attention_dropout", "dropout"), ("attn_logit_softcapping", "a cap of its scores")):
         if found := getattr(config, key, None):
             raise ConfigError(

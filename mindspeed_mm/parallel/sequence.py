@@ -5,8 +5,8 @@ Rows are documents one after the other; padding, at either end of a row, is a do
 - With Ulysses alone, rows stay in order, are filled up at the end, and each rank has a contiguous part of every row.
 - With a ring of r ranks, every document by itself is filled up to 2r chunks of c tokens, and rank i has chunks i and
   2r-1-i (zigzag), so that under a causal mask all ranks have the same work, whatever the lengths of the documents, and
-  the same structure: of each row a list of c. Padding is left out, as nothing attends to it. If there are Ulysses ranks,
-  too, each has a contiguous part of its ring rank's tokens.
+  the same structure: of each row a list of c. Padding is left out, as nothing attends to it. If there are Ulysses
+  ranks, too, each has a contiguous part of its ring rank's tokens.
 
 Source of the zigzag: Brandon et al., Striped Attention (arXiv 2311.09431), and Megatron-core's context parallelism,
 which cut rows; here it is documents that are cut.

@@ -235,8 +235,8 @@ class FSDP2Mixin:
     def _require_context_parallel(self, size: int) -> ContextParallel:
         if self.context_parallel is None:
             raise ConfigError(
-                f"--context-parallel-size {size}: nothing states how the tokens of {type(self).__name__} are split over "
-                "ranks (TransformersModel states it for language models of transformers); set it to 1, or override "
+                f"--context-parallel-size {size}: nothing states how the tokens of {type(self).__name__} are split "
+                "over ranks, as TransformersModel does for language models of transformers; set it to 1, or override "
                 "set_context_parallel()"
             )
         return self.context_parallel

@@ -47,7 +47,6 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
         ("--train-iters 9 --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "set it to 1"]),
         ("--train-iters 9 --pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "pipeline"]),
         ("--train-iters 9 --virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size 2"]),
-        ("--train-iters 9 --context-parallel-size 2", ["--context-parallel-size 2", "context parallelism"]),
         ("--train-iters 9 --use-torch-fsdp2 false", ["--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py"]),
         ("--train-iters 9 --bf16 --fp16 --loss-scale 2", ["--bf16 and --fp16"]),
         ("--train-iters 9 --fp16 --min-loss-scale 8 --initial-loss-scale 4", ["4 is less than --min-loss-scale 8"]),
