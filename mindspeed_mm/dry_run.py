@@ -91,6 +91,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     import torch
 
     from mindspeed_mm.backends.fsdp2 import call_provider, with_precision
+    from mindspeed_mm.models.common.base_model import refuse_own_sharding
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.contract import as_shardable
 
@@ -111,6 +112,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     with build_context(context):
         with torch.device("meta"):
             model = as_shardable(call_provider(recipe.model_of(run)))
+        refuse_own_sharding(model.sharded_module, run.dims)
         outline = model.plan_sharding(run.launch.world_size, path)
     answer: dict[str, object] = {"model": _model_outline(model.sharded_module)}
     if outline is None:  # a class with a fully_shard of its own

@@ -24,7 +24,7 @@ from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.models.common.base_model import applies_flags
+from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable
@@ -122,6 +122,7 @@ class FSDP2Backend:
             if isinstance(model, list):
                 (model,) = model
             contract = as_shardable(model)
+            refuse_own_sharding(contract.sharded_module, run.dims)
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None

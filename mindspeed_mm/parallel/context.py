@@ -29,6 +29,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.collectives import heads_to_sequence, sequence_to_heads
+from mindspeed_mm.parallel.ring import ring_attention
 from mindspeed_mm.parallel.sequence import SequencePlace, SequenceShard
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError, DataError
@@ -209,7 +210,19 @@ def attend(
         key, value = _shareable(key, query.shape[1], ulysses.size), _shareable(value, query.shape[1], ulysses.size)
         query, key, value = heads_to_sequence(ulysses, query, key, value)
         s_aux = None if s_aux is None else s_aux.chunk(ulysses.size)[ulysses.rank]
-    output = _attend_to_whole_rows(module, call, query, key, value, scaling, sliding_window, s_aux, kwargs)
+    if call.world.ring.size > 1:
+        output = ring_attention(
+            query,
+            key,
+            value,
+            chunks=call.shard.chunks,
+            ring=call.world.ring,
+            scale=scaling,
+            window=sliding_window,
+            sinks=s_aux,
+        )
+    else:
+        output = _attend_to_whole_rows(module, call, query, key, value, scaling, sliding_window, s_aux, kwargs)
     (output,) = sequence_to_heads(ulysses, output)
     return output.transpose(1, 2).contiguous(), None
 
@@ -308,8 +321,6 @@ def check_attention(config: Any, name: str, dims: Dims) -> None:
         )
     if dims.ring == 1:
         return
-    if dims.ring > 1:  # until parallel/ring.py is there
-        raise ConfigError(f"{_FLAG} {dims.cp}: the ring is not there yet; use --context-parallel-algo ulysses_cp_algo")
     for key, what in (("attention_dropout", "dropout"), ("attn_logit_softcapping", "a cap of its scores")):
         if found := getattr(config, key, None):
             raise ConfigError(

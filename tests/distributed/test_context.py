@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.families import families
-from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
-from tests.support.packs import pack
+from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.packs import ROWS, make_samples, pack
 from tests.support.reference import rows_as_inputs, train_reference
-from tests.support.split_tokens import PlainModel, Step, step_on_ranks, text_documents
-from tests.support.tiny import tiny_qwen3_dir, write_mixed_dataset
+from tests.support.split_tokens import Batch, PlainModel, Step, padded, step_on_ranks, text_documents
+from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5, 1e-5
-ULYSSES2 = {"context_parallel_size": 2}
-ULYSSES4 = {"context_parallel_size": 4}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ulysses 2": (2, {"context_parallel_size": 2}),
+    "ulysses 4": (4, {"context_parallel_size": 4}),
+    "ring 2": (2, {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}),
+    "ring 4": (4, {"context_parallel_size": 4, "context_parallel_algo": "megatron_cp_algo"}),
+    "2 by 2": (
+        4,
+        {"context_parallel_size": 4, "context_parallel_algo": "hybrid_cp_algo", "ulysses_degree_in_cp": 2},
+    ),
+}
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
 @functools.cache
 def directory(name: str) -> Path:
-    """The tiny directory of a family."""
-    return families()[name].make(Path(tempfile.mkdtemp(prefix=f"{name}-")))
+    """The tiny directory of a family; `llama, 1 kv head` is one whose query heads share one key and one value."""
+    family, _, variant = name.partition(", ")
+    path = families()[family].make(folder(name.replace(", ", "-")))
+    if variant:
+        import transformers
+
+        from tests.support.families import randomize
+
+        config = transformers.AutoConfig.from_pretrained(path)
+        config.num_key_value_heads = 1
+        randomize(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def pool_of(ranks2: RankPool, ranks4: RankPool) -> Callable[[int], RankPool]:
+    return {2: ranks2, 4: ranks4}.__getitem__
 
 
 def check(found: Step, expected: Step) -> None:
@@ -35,33 +66,219 @@ def check(found: Step, expected: Step) -> None:
     assert found.evaluated == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
 
 
-# documents of one token, one that ends where a shard does, one that spans all shards, a filled-up last row
+# --- packed rows
+
+# documents of one token, of odd lengths, one that ends where a shard does, ones that span shards; a filled-up last row
 PACKED = ((1, 7, 27, 5), (20, 19), (1,), (13, 1, 1))
-TEXT_CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "qwen3 ulysses 2": ("qwen3", 2, ULYSSES2),
-    "gpt_oss ulysses 2": ("gpt_oss", 2, ULYSSES2),
-}
 
 
-@pytest.mark.parametrize("name", TEXT_CASES)
-def test_packed_rows(name: str, ranks2: RankPool, ranks4: RankPool) -> None:
-    family, world, flags = TEXT_CASES[name]
-    rows = [text_documents(lengths, seed) for seed, lengths in enumerate(PACKED)]
-    pool = ranks2 if world == 2 else ranks4
-    batches = [pack(rows[:2]), pack(rows[2:])]
-    found = pool.run(step_on_ranks, str(directory(family)), batches, flags, timeout=120)[0]
-    check(found, PlainModel(directory(family), [d for row in rows for d in row]).step())
+@functools.cache
+def packed_rows() -> list[list[Batch]]:
+    return [text_documents(lengths, seed) for seed, lengths in enumerate(PACKED)]
 
 
-@pytest.mark.parametrize("flags", [ULYSSES2], ids=["ulysses"])
-def test_a_run_equals_a_hand_written_loop(flags: dict[str, Any], ranks2: RankPool, tmp_path: Path) -> None:
-    """The entry script on two ranks that share every row."""
+@functools.cache
+def packed_reference(name: str) -> Step:
+    return PlainModel(directory(name), [document for row in packed_rows() for document in row]).step()
+
+
+def packed_step(
+    name: str,
+    layout: str,
+    pool_of: Callable[[int], RankPool],
+    model: dict[str, Any] | None = None,
+    fsdp2: dict[str, Any] | None = None,
+) -> Step:
+    world, flags = LAYOUTS[layout]
+    batches = [pack(packed_rows()[:2]), pack(packed_rows()[2:])]
+    return pool_of(world).run(step_on_ranks, str(directory(name)), batches, flags, model, fsdp2, timeout=120)[0]
+
+
+# sliding windows and sinks; values narrower than keys (MLA); one key head for four ranks
+PACKED_ALWAYS = [
+    ("qwen3", "ulysses 2"),
+    ("gpt_oss", "ulysses 2"),
+    ("gpt_oss", "ring 2"),
+    ("deepseek_v3", "2 by 2"),
+    ("llama, 1 kv head", "ulysses 4"),
+]
+PACKED_FAMILIES = (
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama, 1 kv head",
+    "gemma3_text",
+    "mixtral",
+    "qwen2",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in PACKED_ALWAYS else pytest.mark.full)
+        for name in PACKED_FAMILIES
+        for layout in LAYOUTS
+    ],
+)
+def test_packed_rows(name: str, layout: str, pool_of: Callable[[int], RankPool]) -> None:
+    check(packed_step(name, layout, pool_of), packed_reference(name))
+
+
+# --- padded rows
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt_oss", "ulysses 2"),
+        ("gpt_oss", "ring 2"),
+        pytest.param("qwen3", "2 by 2", marks=pytest.mark.full),
+        pytest.param("llama, 1 kv head", "ulysses 4", marks=pytest.mark.full),
+    ],
+)
+def test_padded_rows(name: str, layout: str, side: str, pool_of: Callable[[int], RankPool]) -> None:
+    """Rows of one document, padded at either end."""
+    documents = text_documents((27, 7, 12, 1), seed=7)
+    world, flags = LAYOUTS[layout]
+    batches = [padded(documents[:3], side), padded(documents[3:], side)]
+    found = pool_of(world).run(step_on_ranks, str(directory(name)), batches, flags, timeout=120)[0]
+    check(found, PlainModel(directory(name), documents).step())
+
+
+# --- images and videos
+
+
+@functools.cache
+def media_case() -> tuple[Path, list[Batch], Step]:
+    """Qwen2.5-VL on packed rows with images and videos, some across the edge of a shard, and one row without any."""
+    hf_dir = tiny_qwen2_5_vl_dir(folder("qwen2_5_vl"), seed=3)
+    samples = make_samples(hf_dir)
+    rows = [*ROWS, (1, 4)]
+    batches = [pack([[samples[number] for number in row] for row in part]) for part in (rows[:2], rows[2:4], rows[4:])]
+    documents = [samples[number] for row in rows for number in row]
+    return hf_dir, batches, PlainModel(hf_dir, documents).step()
+
+
+@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2", pytest.param("2 by 2", marks=pytest.mark.full)])
+def test_images_and_videos(layout: str, pool_of: Callable[[int], RankPool]) -> None:
+    hf_dir, batches, expected = media_case()
+    world, flags = LAYOUTS[layout]
+    fsdp2 = {"sub_modules_to_wrap": WRAP}
+    check(pool_of(world).run(step_on_ranks, str(hf_dir), batches, flags, None, fsdp2, timeout=120)[0], expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("layout", ["ulysses 2", pytest.param("ring 2", marks=pytest.mark.full)])
+def test_recomputed_blocks_see_the_same_tokens(
+    layout: str, reentrant: bool, pool_of: Callable[[int], RankPool]
+) -> None:
+    fsdp2 = {"sub_modules_to_wrap": WRAP_TEXT, "recompute_modules": WRAP_TEXT, "use_reentrant": reentrant}
+    check(packed_step("qwen3", layout, pool_of, fsdp2=fsdp2), packed_reference("qwen3"))
+
+
+# --- losses
+
+
+def loss_of(loss_type: str, documents: Sequence[int], ranks: int) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """The loss of documents' token losses, as docs/losses says it.
+
+    Args:
+        documents: how many each micro-batch has.
+        ranks: data-parallel ranks, which take micro-batches in turn.
+    """
+
+    def compute(losses: list[torch.Tensor]) -> torch.Tensor:
+        trained = [loss for loss in losses if len(loss)]
+        if loss_type == "per_token_loss":
+            return torch.cat(losses).mean()
+        if loss_type == "per_sample_loss":
+            return torch.stack([loss.mean() for loss in trained]).mean()
+        if loss_type == "square_loss":
+            roots = torch.tensor([len(loss) ** 0.5 for loss in trained])
+            return sum(root * loss.mean() for root, loss in zip(roots, trained, strict=True)) / roots.sum()
+        micro_batches, rest = [], list(losses)
+        for count in documents:
+            micro_batches.append(torch.cat(rest[:count]))
+            del rest[:count]
+        if loss_type == "token_loss":
+            micro_batches = [
+                torch.cat(micro_batches[start : start + ranks]) for start in range(0, len(micro_batches), ranks)
+            ]
+        return torch.stack([losses.sum() / max(len(losses), 1) for losses in micro_batches]).mean()
+
+    return compute
+
+
+LOSS_TYPES = ("per_token_loss", "per_sample_loss", "square_loss", "token_loss", "default")
+
+
+def steps_of_all_losses(hf_dir: str, batches: list[Batch], flags: dict[str, Any]) -> list[Step | None]:
+    return [step_on_ranks(hf_dir, batches, flags, {"loss_cfg": {"loss_type": kind}}) for kind in LOSS_TYPES]
+
+
+@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2"])
+def test_every_loss_over_accumulated_micro_batches(layout: str, ranks4: RankPool) -> None:
+    """Two data-parallel times two context-parallel ranks, two micro-batches each."""
+    rows = packed_rows()
+    model = PlainModel(directory("qwen3"), [document for row in rows for document in row])
+    batches = [pack([row]) for row in rows]
+    steps = ranks4.run(steps_of_all_losses, str(directory("qwen3")), batches, LAYOUTS[layout][1], timeout=120)[0]
+    for kind, found in zip(LOSS_TYPES, steps, strict=True):
+        expected = model.step(loss_of(kind, [len(row) for row in rows], ranks=2))
+        loss, norm, gradient, name = found.differences(expected)
+        assert loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE and gradient <= GRADIENT_TOLERANCE, (kind, name)
+
+
+@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2", pytest.param("2 by 2", marks=pytest.mark.full)])
+def test_load_balancing_loss(layout: str, pool_of: Callable[[int], RankPool]) -> None:
+    """L08: that of whole documents, as transformers computes it of each alone, over accumulated micro-batches."""
+    coefficient = 0.1
+    model = PlainModel(directory("qwen3_moe"), [d for row in packed_rows() for d in row], output_router_logits=True)
+    targets = torch.tensor([len(losses) for losses in model.losses])
+
+    def balance() -> torch.Tensor:
+        return (torch.stack(model.balance_losses) * targets).sum() / targets.sum()
+
+    expected = model.step(lambda losses: torch.cat(losses).mean() + coefficient * balance())
+    expected.loss = float(torch.cat(model.losses).detach().mean())  # the other's value is reported by itself
+    keys = {"loss_cfg": {"router_aux_loss_coef": coefficient}}
+    found = packed_step("qwen3_moe", layout, pool_of, model=keys)
+    check(found, expected)
+    assert found.metrics["router_aux_loss"] == pytest.approx(float(balance().detach()), rel=LOSS_TOLERANCE)
+
+
+# --- runs
+
+
+@pytest.mark.parametrize("layout", ["ulysses 2", pytest.param("ring 2", marks=pytest.mark.full)])
+def test_a_run_equals_a_hand_written_loop(layout: str, ranks2: RankPool, tmp_path: Path) -> None:
+    """L06: the entry script on ranks that share rows: losses, norms, evaluation, rows and tokens of one process."""
     hf_dir = tiny_qwen3_dir(tmp_path / "hf", seed=3)
     data = write_mixed_dataset(tmp_path / "data", rows=8, seed=5, images=False)
-    losses, norms, _ = train_reference(hf_dir, rows_as_inputs(hf_dir, data), 3)
-    files = write_run_files(tmp_path, hf_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
-    settings = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 3, "save": tmp_path / "run"}
-    ranks2.run(run_entry, launch_flags(files, **settings, no_save_optim=True, **flags), timeout=120)
+    inputs = rows_as_inputs(hf_dir, data)
+    losses, norms, _ = train_reference(hf_dir, inputs, 2)
+    keys = {"dataset_param.basic_parameters.val_dataset": str(data)}
+    files = write_run_files(tmp_path, hf_dir, data, data=keys, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+    settings = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 2, "save": tmp_path / "run"}
+    settings |= {"eval_interval": 1, "eval_iters": 1, "log_row_ids": True, "save_hf": True, **LAYOUTS[layout][1]}
+    ranks2.run(run_entry, launch_flags(files, **settings), timeout=120)
     found = metrics_of(tmp_path / "run")
     assert found[0] == pytest.approx(losses, rel=LOSS_TOLERANCE)
     assert found[1] == pytest.approx(norms, rel=NORM_TOLERANCE)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokens = sum(row["input_ids"].shape[1] for row in inputs)
+    assert [r["consumed_tokens"] for r in records if "loss" in r] == [tokens, 2 * tokens]
+    # after the first step, on the rows of the second
+    evaluated = [
+        next(value for name, value in r.items() if "valid" in name or "eval" in name)
+        for r in records
+        if "loss" not in r
+    ]
+    assert evaluated[0] == pytest.approx(losses[1], rel=LOSS_TOLERANCE)
+    (rows,) = (tmp_path / "run" / "rows").iterdir()
+    assert [sorted(json.loads(line)["rows"]) for line in rows.read_text().splitlines()] == [list(range(8))] * 2
+    for config in (tmp_path / "run").rglob("config.json"):
+        assert "context_parallel" not in config.read_text()

@@ -111,23 +111,26 @@ def mean_of_tokens(losses: list[torch.Tensor]) -> torch.Tensor:
 class PlainModel:
     """A model as transformers loads it, run on each document alone."""
 
-    def __init__(self, hf_dir: Path, documents: Sequence[Batch]) -> None:
+    def __init__(self, hf_dir: Path, documents: Sequence[Batch], **arguments: Any) -> None:
         """
         Args:
             documents: each with input_ids, labels [1, tokens] and media, and no padding.
+            arguments: of the model's forward.
         """
         import transformers
 
         architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
         self.model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=torch.float32)
         self.losses: list[torch.Tensor] = []
-        self.router_logits: list[Any] = []
+        self.balance_losses: list[torch.Tensor] = []
         for document in documents:
             inputs = {key: value for key, value in document.items() if key != "labels"}
-            output = self.model(**inputs, use_cache=False)
+            output = self.model(**inputs, use_cache=False, **arguments)
             labels = document["labels"][0, 1:]
             each = F.cross_entropy(output.logits[0, :-1].float(), labels, reduction="none")
             self.losses.append(each[labels != -100])
+            if "output_router_logits" in arguments:
+                self.balance_losses.append(output.aux_loss)
 
     def step(self, loss_of: LossOf = mean_of_tokens) -> Step:
         """The loss that `loss_of` makes of the documents' token losses, and its gradients."""

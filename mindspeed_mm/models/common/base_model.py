@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,13 @@ from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
-from mindspeed_mm.parallel.context import ContextParallel
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.units import whole_units
+from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -52,6 +52,13 @@ class ShardingOutline:
     experts: tuple[str, ...] = ()
 
 
+class SplitsTokens(Protocol):
+    """Splits the tokens of a model's rows over ranks; `parallel/context.py` has one for language models."""
+
+    def install(self, world: World) -> None:
+        """Change the model; called before it is wrapped."""
+
+
 class FSDP2Mixin:
     """Adds `fully_shard(process_group, fsdp2_config_path)` to a model.
 
@@ -68,7 +75,7 @@ class FSDP2Mixin:
         context_parallel: splits the tokens of rows over ranks; None: nothing states how the model's tokens are split.
     """
 
-    context_parallel: ContextParallel | None = None
+    context_parallel: SplitsTokens | None = None
     fsdp2_config: Fsdp2Config | None = None
     device_mesh: Any = None
     weights_come_later: bool = False
@@ -232,7 +239,7 @@ class FSDP2Mixin:
         assert world is not None, "context parallelism is part of a run"
         self._require_context_parallel(world.context.size).install(world)
 
-    def _require_context_parallel(self, size: int) -> ContextParallel:
+    def _require_context_parallel(self, size: int) -> SplitsTokens:
         if self.context_parallel is None:
             raise ConfigError(
                 f"--context-parallel-size {size}: nothing states how the tokens of {type(self).__name__} are split "
@@ -331,6 +338,19 @@ def _dims_of(world_size: int, config: Fsdp2Config) -> Dims:
 def applies_flags(model: nn.Module) -> bool:
     """Whether `model.fully_shard` is FSDP2Mixin's, which also applies the flags that concern sharding."""
     return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
+
+
+def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
+    """Refuse context parallelism for a model with a `fully_shard` of its own, which doesn't apply it.
+
+    Raises:
+        ConfigError: the model doesn't have FSDP2Mixin's `fully_shard`.
+    """
+    if dims.cp > 1 and not applies_flags(model):
+        raise ConfigError(
+            f"--context-parallel-size {dims.cp}: {type(model).__name__} has a fully_shard of its own, which doesn't "
+            "split tokens over ranks; set it to 1, or let the class derive from FSDP2Mixin and keep its fully_shard"
+        )
 
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
