@@ -13,7 +13,7 @@ from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import PublishedArguments, publish
-from mindspeed_mm.configs.parallel_model import check_parallel_model, log_idle_parallel_keys
+from mindspeed_mm.configs.parallel_model import check_parallel_model
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
 from mindspeed_mm.configs.sections import raise_all
@@ -69,7 +69,6 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         own_flags=MappingProxyType(own_flags),
     )
     raise_all(check_parallel_model(run, recipe.model_schema))
-    log_idle_parallel_keys(run.dims, run.fsdp2)
     flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
     publish(run, PublishedArguments(flat, own_flags))
     return run

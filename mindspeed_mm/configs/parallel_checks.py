@@ -89,7 +89,7 @@ def expert_rows_over_shards(where: str, rows: int, dims: Dims) -> list[str]:
         return []
     common = math.gcd(rows, dims.world_size // dims.pp // dims.ep)
     return [
-        f"{where}: a size of {rows} can't be sharded by {dims.ep_shard} ranks that have the same experts; write "
+        f"{where}: {rows} can't be sharded evenly by {dims.ep_shard} ranks that have the same experts; write "
         f"ep_fsdp_size in fsdp2.yaml, one of {_listed_divisors(common)}"
     ]
 

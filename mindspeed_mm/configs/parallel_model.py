@@ -168,10 +168,8 @@ def _check_part_sizes(model: ConfigReader | None, dims: Dims) -> list[str]:
     ]
 
 
-def log_idle_parallel_keys(dims: Dims, fsdp2: Fsdp2Config | None) -> None:
-    """Log which keys of fsdp2.yaml describe a parallelism that the run doesn't have."""
-    if fsdp2 is None:
-        return
+def log_idle_parallel_keys(dims: Dims, fsdp2: Fsdp2Config) -> None:
+    """Log which keys of fsdp2.yaml describe a parallelism that a layout doesn't have."""
     keys = {
         "expert_parallel_size is 1": ("moe_modules", "reshard_local_experts", "ep_fsdp_size") if dims.ep == 1 else (),
         "--tensor-model-parallel-size is 1": ("tp_colwise", "tp_rowwise") if dims.tp == 1 else (),

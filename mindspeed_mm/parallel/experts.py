@@ -19,6 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.parallel_checks import expert_rows_over_shards, experts_over_ranks
+from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.parallel.fsdp2 import ShardPlan
 from mindspeed_mm.parallel.meshes import Meshes, own_mesh
 from mindspeed_mm.parallel.patterns import containing_path
@@ -81,11 +83,11 @@ def plan_experts(
                     f"splits '{expert}'; remove it from ignored_modules, or leave it out of moe_modules"
                 )
     for path, module in experts.items():
-        _check_sizes(path, module, dims, file)
+        _check_sizes(path, module, dims)
     return experts
 
 
-def _check_sizes(path: str, module: nn.Module, dims: Dims, file: str) -> None:
+def _check_sizes(path: str, module: nn.Module, dims: Dims) -> None:
     for name, param in module.named_parameters():
         if "." in name or param.dim() < 2:
             raise ConfigError(
@@ -93,20 +95,8 @@ def _check_sizes(path: str, module: nn.Module, dims: Dims, file: str) -> None:
                 f"of {type(module).__name__}, which transformers can't split over ranks; write 1"
             )
         number, rows = param.shape[:2]
-        if number % dims.ep:
-            raise ConfigError(
-                f"expert_parallel_size is {dims.ep}, which does not divide the {number} experts of '{path}'; valid on "
-                f"{dims.world_size} processes: {_common_divisors(number, dims.world_size)}"
-            )
-        if rows % dims.ep_shard:
-            raise ConfigError(
-                f"{file}: {dims.ep_shard} ranks can't share dim 1 of '{path}.{name}' {list(param.shape)}; valid values "
-                f"of ep_fsdp_size: {_common_divisors(rows, dims.world_size // dims.ep)}"
-            )
-
-
-def _common_divisors(first: int, second: int) -> str:
-    return ", ".join(str(n) for n in range(1, second + 1) if first % n == 0 and second % n == 0)
+        raise_all(experts_over_ranks(f"'{path}'", number, dims))
+        raise_all(expert_rows_over_shards(f"dim 1 of '{path}.{name}' {list(param.shape)}", rows, dims))
 
 
 def _shown(paths: Iterable[str]) -> str:

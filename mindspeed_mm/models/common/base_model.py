@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.paths import check_paths, find_modules
@@ -212,9 +213,8 @@ class FSDP2Mixin:
         shard_experts(self._experts, plan, meshes.expert_shards)
 
     def _planned_experts(self, config: Fsdp2Config, dims: Dims) -> dict[str, nn.Module]:
+        log_idle_parallel_keys(dims, config)
         if not dims.splits_experts:
-            for key in sorted({"moe_modules", "reshard_local_experts", "ep_fsdp_size"} & config.model_fields_set):
-                notice(f"{config.file}: '{key}' has no effect: expert_parallel_size is 1", key=f"fsdp2:{key}")
             return {}
         module, named = self._module(), None
         if config.moe_modules is not None:

@@ -35,7 +35,10 @@ def test_heads_that_ulysses_ranks_cannot_share(dims: Dims, heads: int, nearest: 
     [
         (experts_over_ranks("x", 60, Dims(dp=8, ep=8)), "60 experts can't be shared by 8 .* valid here: 1, 2, 4$"),
         (experts_over_ranks("x", 0, Dims(dp=8, ep=8)), "no experts to be split over 8 expert-parallel ranks; remove "),
-        (expert_rows_over_shards("x", 6, Dims(dp=8, ep=2, ep_shard=4)), "size of 6 .* by 4 ranks .* one of 1, 2$"),
+        (
+            expert_rows_over_shards("x", 6, Dims(dp=8, ep=2, ep_shard=4)),
+            "6 can.t be sharded evenly by 4 ranks .* one of 1, 2$",
+        ),
         (parts_over_tensor_ranks("x", 6, "key-value heads", Dims(tp=4)), "6 key-value heads .* 4 .* here: 1, 2$"),
         (attention_in_ring("x", "dropout", 0.1, Dims(ring=2)), r"has dropout \(0.1\), .* write 0 .* ulysses_cp_algo"),
     ],
