@@ -13,7 +13,7 @@ from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import PublishedArguments, publish
-from mindspeed_mm.configs.parallel_model import check_parallel_model
+from mindspeed_mm.configs.parallel_model import check_generation_sizes, check_parallel_model
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
 from mindspeed_mm.configs.sections import raise_all
@@ -58,6 +58,7 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
     launch = replace(this_launch(), local_rank=args.local_rank)
     if args.dry_run and args.dry_run_world_size is not None:
         launch = Launch(world_size=args.dry_run_world_size)
+    raise_all(check_generation_sizes(args) if recipe.model_schema == "generation" else ())
     validate_args(args, launch.world_size)
     run = build_run(
         args,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.other_scripts import FileKind
@@ -39,6 +40,14 @@ _NOT_IN_RING = {("attention_dropout",): "dropout", ("attn_logit_softcapping",): 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 #: words in the names of keys that only models with experts have
 _SIGNS_OF_EXPERTS = ("expert", "moe", "router")
+#: flag → the parallelism that predictors don't have
+_GENERATION_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+}
 #: keys of model.json's text_decoder, and flags
 _PART_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 
@@ -100,8 +109,9 @@ def check_parallel_model(run: Run, schema: FileKind | None) -> list[str]:
     """
     if run.fsdp2 is None or schema is None:
         return []
-    if schema == "generation":
-        return _check_generation(run.dims, run.fsdp2)
+    if schema == "generation":  # its flags are checked before (`check_generation_sizes`)
+        key = f"{run.fsdp2.file}: expert_parallel_size is {run.dims.ep}"
+        return [_generation_sentence(key, "expert")] if run.dims.ep > 1 else []
     directory = run.model.init_from_hf_path if isinstance(run.model, TransformersModelConfig) else None
     return [
         *_check_part_sizes(vars(run.files).get("model"), run.dims),
@@ -137,21 +147,21 @@ def check_text_numbers(numbers: TextNumbers, dims: Dims, fsdp2: Fsdp2Config) -> 
     return problems
 
 
-def _check_generation(dims: Dims, fsdp2: Fsdp2Config) -> list[str]:
-    experts = "--expert-model-parallel-size"
-    if fsdp2.expert_parallel_size > 1:
-        experts = f"{fsdp2.file}: expert_parallel_size"
-    sizes = {
-        "--tensor-model-parallel-size": (dims.tp, "tensor"),
-        "--context-parallel-size": (dims.cp, "context"),
-        experts: (dims.ep, "expert"),
-    }
+def check_generation_sizes(args: ParsedFlags) -> list[str]:
+    """Return a sentence for each parallelism that the flags ask for and that predictors don't have."""
+    sizes = {name: getattr(args, name) or 1 for name in _GENERATION_SIZES}
     return [
-        f"{where} {size}: predictors have no {kind} parallelism yet; set it to 1 (fsdp2.yaml's sharding_size spreads "
-        "the model over ranks)"
-        for where, (size, kind) in sizes.items()
+        _generation_sentence(f"--{name.replace('_', '-')} {size}", _GENERATION_SIZES[name])
+        for name, size in sizes.items()
         if size > 1
     ]
+
+
+def _generation_sentence(where: str, parallelism: str) -> str:
+    return (
+        f"{where}: predictors have no {parallelism} parallelism yet; set it to 1 (fsdp2.yaml's sharding_size spreads "
+        "the model over ranks)"
+    )
 
 
 def _check_part_sizes(model: ConfigReader | None, dims: Dims) -> list[str]:

@@ -28,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.parallel_checks import attention_in_ring, heads_over_ulysses
+from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.parallel.collectives import heads_to_sequence, sequence_to_heads
 from mindspeed_mm.parallel.ring import ring_attention
 from mindspeed_mm.parallel.sequence import SequencePlace, SequenceShard
@@ -308,22 +310,8 @@ def check_attention(config: Any, name: str, dims: Dims) -> None:
     Raises:
         ConfigError: with the nearest sizes.
     """
-    heads = config.num_attention_heads // dims.tp
-    if heads % dims.ulysses:
-        of_each = f" of each of {dims.tp} tensor-parallel ranks" if dims.tp > 1 else ""
-        degree = max(n for n in range(1, dims.cp + 1) if dims.cp % n == 0 and heads % n == 0)
-        nearest = f"hybrid_cp_algo with --ulysses-degree-in-cp {degree} (ring {dims.cp // degree})"
-        if degree == 1:
-            nearest = "megatron_cp_algo (a ring)"
-        raise ConfigError(
-            f"{_FLAG} {dims.cp}: {heads} attention heads of {name}{of_each} can't be shared by {dims.ulysses} Ulysses "
-            f"ranks; nearest: --context-parallel-algo {nearest}"
-        )
-    if dims.ring == 1:
-        return
+    where = f"{_FLAG} {dims.cp}: {name}"
+    problems = heads_over_ulysses(where, config.num_attention_heads, dims)
     for key, what in (("attention_dropout", "dropout"), ("attn_logit_softcapping", "a cap of its scores")):
-        if found := getattr(config, key, None):
-            raise ConfigError(
-                f"{_FLAG} {dims.cp}: the attention of {name} has {what} (config.json's {key} is {found}), which a ring "
-                "doesn't compute; use --context-parallel-algo ulysses_cp_algo"
-            )
+        problems += attention_in_ring(f"{where}: config.json's {key}", what, getattr(config, key, None), dims)
+    raise_all(problems)

@@ -205,7 +205,10 @@ def test_parallel_sizes_are_refused(launch: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         launch(PIXELS, data("feature"), *sizes)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3 and all("set it to 1" in line and "sharding_size" in line for line in lines)
+    assert len(lines) == 3 and all("predictors have no" in line and "sharding_size" in line for line in lines)
+    Path("experts.yaml").write_text("expert_parallel_size: 2\n")
+    with pytest.raises(ConfigError, match=r"^experts.yaml: expert_parallel_size is 2: predictors have no expert"):
+        launch(PIXELS, data("feature"), "--fsdp2-config-path", "experts.yaml", "--dry-run", "--world-size", "2")
 
 
 @pytest.mark.parametrize(
