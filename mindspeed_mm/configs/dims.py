@@ -84,6 +84,7 @@ class Dims:
         ep_shard: int | None = None,
         sharding_size: int | str | None = None,
         where: str = "fsdp2.yaml",
+        ep_name: str = "expert_parallel_size",
     ) -> Dims:
         """Return the sizes of a launch; the data-parallel size is `world_size` divided by the other sizes.
 
@@ -94,6 +95,7 @@ class Dims:
             sharding_size: number of ranks that shard one copy of the parameters: a number, "auto" (all ranks that
                 process different tokens) or None (1).
             where: file of sharding_size and ep_shard, for messages.
+            ep_name: flag or key of ep, for messages.
 
         Raises:
             ConfigError: sizes don't divide the number of processes, or those of the parameters' or the experts' view
@@ -110,15 +112,14 @@ class Dims:
         experts = world_size // pp
         if ep > 1 and experts % ep:
             raise ConfigError(
-                f"expert_parallel_size is {ep}, which does not divide the {experts} processes; "
+                f"{ep_name} is {ep}, which does not divide the {experts} processes; "
                 f"valid here: {', '.join(map(str, _divisors(experts)))}"
             )
         parts = 1 if ep == 1 else experts // ep if ep_shard is None else ep_shard
         if ep > 1 and (parts < 1 or experts // ep % parts):
             raise ConfigError(
-                f"{where}: the experts' sharding size is {parts}, which does not divide {experts // ep}, the number of "
-                f"processes {experts} ÷ expert_parallel_size {ep}; valid here: "
-                f"{', '.join(map(str, _divisors(experts // ep)))}"
+                f"{where}: ep_fsdp_size is {parts}, which does not divide {experts // ep}, the number of processes "
+                f"{experts} ÷ {ep_name} {ep}; valid here: {', '.join(map(str, _divisors(experts // ep)))}"
             )
         return cls(
             pp=pp,

@@ -23,7 +23,8 @@ _NOT_ON_FSDP2 = (
 )
 _SPREADS = "fsdp2.yaml's sharding_size spreads the model over ranks"
 _CONTEXT_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo")
-_NOT_ON_MEGATRON = ("context_parallel_size", "expert_model_parallel_size")
+_EXPERTS = "expert_model_parallel_size"
+_NOT_ON_MEGATRON = ("context_parallel_size", _EXPERTS)
 
 
 def settle_layout(args: ParsedFlags) -> None:
@@ -75,6 +76,7 @@ def dims_of(args: ParsedFlags, fsdp2: Fsdp2Config | None) -> Dims:
         ep_shard=fsdp2.expert_sharding_size,
         sharding_size=fsdp2.sharding_size,
         where=fsdp2.file,
+        ep_name="expert_parallel_size" if args.expert_model_parallel_size is None else _spelled(_EXPERTS),
     )
 
 

@@ -256,6 +256,8 @@ def test_what_has_no_effect_with_fsdp2(
 def test_the_number_of_expert_ranks_by_flag_and_file(run_folder: Path, parallelisms: None) -> None:
     assert dims("--expert-model-parallel-size 4") == Dims(dp=8, ep=4, ep_shard=2)
     assert dims("--expert-model-parallel-size 4", reshard_local_experts=False) == Dims(dp=8, ep=4)
+    with pytest.raises(ConfigError, match=r"^--expert-model-parallel-size is 3, which does not divide the 8 processes"):
+        dims("--expert-model-parallel-size 3")
     with pytest.raises(ConfigError, match=r"size is 4, and my.yaml's expert_parallel_size is 1; write one of the two"):
         dims("--expert-model-parallel-size 4", expert_parallel_size=1)
     with pytest.raises(ConfigError, match=r"size is 1, and my.yaml's expert_parallel_size is 4; write one of the two"):

@@ -40,7 +40,7 @@ def test_data_parallel_ranks_are_what_is_left(world_size: int, asked: dict[str, 
         (8, {"ring": 4, "sharding_size": 3}, r"size 2 × context-parallel size 4 = 8; valid here: auto, 1"),
         (4, {"sharding_size": 0}, r"sharding_size is 0"),
         (4, {"ep": 3}, r"expert_parallel_size is 3, which does not divide the 4 processes; valid here: 1, 2, 4"),
-        (8, {"ep": 2, "ep_shard": 3}, r"run.yaml: the experts' sharding size is 3, .* divide 4, .*: 1, 2, 4"),
+        (8, {"ep": 2, "ep_shard": 3}, r"run.yaml: ep_fsdp_size is 3, .* divide 4, .*: 1, 2, 4"),
     ],
 )
 def test_sizes_that_do_not_divide(world_size: int, asked: dict[str, Any], message: str) -> None:
