@@ -108,6 +108,7 @@ class FSDP2Backend:
             ),
             fsdp2=self.config,
             dims=run.dims,
+            sequence_parallel=run.parallel.sequence_parallel,
             world=self.world,
         )
         on_meta = run.parallel.init_model_with_meta_device

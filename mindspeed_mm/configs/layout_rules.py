@@ -17,7 +17,6 @@ _PARALLEL_SIZES = {
     "expert_model_parallel_size": "expert parallelism",
 }
 _NOT_ON_FSDP2 = (
-    "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )

@@ -28,7 +28,7 @@ from mindspeed_mm.models.common.family import (
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
-from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets, weighted_sum
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
@@ -154,13 +154,14 @@ class TransformersModel(MultiModalModule):
             self._boundaries.check_implementation()
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **batch: Any
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, outputs: bool = False, **batch: Any
     ) -> LossOutput | ModelOutput:
         """Run the model on a micro-batch.
 
         Args:
             input_ids: [batch, sequence] int64.
             labels: [batch, sequence] int64, not shifted, -100 = no target. None: the plain model output is returned.
+            outputs: return `log_probabilities` beside the loss: that of each target token, in the order of `targets`.
             batch: attention_mask, media fields and so on, as the transformers model takes them; `targets` and, for
                 packed rows, `position_ids` and `packed_rows` as `prepare` computed them on the host.
 
@@ -187,13 +188,15 @@ class TransformersModel(MultiModalModule):
         if targets is None:
             targets = select_targets(labels, self.loss_options.loss_type)
         factor = None if self.expected_factor is None else self.expected_factor(len(targets.tokens))
-        self._head_loss.expect(targets, self.loss_options.positions_per_chunk(input_ids.shape[0]), factor)
+        chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
+        self._head_loss.expect(targets, chunk, factor, each=outputs)
         if self._router_loss is not None:
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
-        loss_sum = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        of_head = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        loss_sum = weighted_sum(of_head, targets.weights) if outputs else of_head
         metrics = {}
         counted = self._context is None or self._context.world.context.rank == 0  # what the ranks of a row share
         if self._router_loss is not None and shares is not None:
@@ -204,6 +207,8 @@ class TransformersModel(MultiModalModule):
         if output["denominator"] is not None:
             output["denominator"] = output["denominator"] * counted
         output["metrics"].update(metrics)
+        if outputs:
+            output["log_probabilities"] = of_head
         return output
 
     def _expect_shard(self, context: ContextParallel, shard: SequenceShard | None, labels: torch.Tensor | None) -> None:

@@ -11,7 +11,7 @@
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
 Each parallelism is one file in this folder and one entry in a list below, which is applied if its `asked` returns True.
-If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. tensor and compile have no
+If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. compile has no
 entry yet.
 """
 
@@ -30,6 +30,9 @@ ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
 class Parallelizable(Protocol):
     """The methods of a model that the steps call; FSDP2Mixin implements them, and a model's class may override each."""
+
+    def set_tensor_parallel(self) -> None:
+        """Split layers over tensor-parallel ranks."""
 
     def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
         """Split the experts that fsdp2.yaml names over ranks, and shard each rank's part."""
@@ -87,7 +90,9 @@ class ParallelStep:
 
 #: Applied to every model, before its `_fully_shard`.
 MODEL_STEPS: tuple[ParallelStep, ...] = (
-    # tensor
+    ParallelStep(
+        "tensor", lambda model, request: model.set_tensor_parallel(), asked=lambda request: request.dims.tp > 1
+    ),
     ParallelStep(
         "experts",
         lambda model, request: model.set_expert_parallel(**request.fsdp2_kwargs),

@@ -107,7 +107,7 @@ def refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole
 
     def watch(unit: str, path: str, child: nn.Module) -> None:
         def check(module: nn.Module, args: tuple[object, ...]) -> None:
-            if any(isinstance(p, DTensor) for p in module._parameters.values()):
+            if any(_is_sharded(p) for p in module._parameters.values()):
                 raise ConfigError(
                     f"fsdp2.yaml: '{path}' is called by the model while '{unit}', the unit that holds its parameters, "
                     f"is not running; add '{path}' to {'ignored_modules' if unit in whole else 'sub_modules_to_wrap'}"
@@ -123,6 +123,16 @@ def refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole
             watch(names[id(unit)], path, child)
     if handles:
         handles.append(root.register_forward_hook(lambda *_: _remove(handles)))
+
+
+def _is_sharded(parameter: nn.Parameter | None) -> bool:
+    """Whether fully_shard has not gathered a parameter; a gathered one may still be a part of a whole one.
+
+    Such parts, of tensor and of expert parallelism, are DTensors on a mesh without fully_shard's dimensions.
+    """
+    if not isinstance(parameter, DTensor):
+        return False
+    return not set(parameter.device_mesh.mesh_dim_names or ("shard",)) <= {"tensor", "experts"}
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

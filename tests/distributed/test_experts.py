@@ -32,11 +32,12 @@ def assert_equals_transformers(
     settings = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": STEPS, "save": folder / "run"}
     settings |= {"no_save_optim": True, "clip_grad": 0, "fsdp2_config_path": file, **case.family.flags, **flags}
     ranks = pool.run(run_for_gradients, launch_flags(case.files, **settings), timeout=120)
-    losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS, clip=1e9)
+    outputs = case.family.outputs
+    losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS, clip=1e9, outputs=outputs)
     found = metrics_of(folder / "run")
     assert found[0] == pytest.approx(losses, rel=1e-6)
     assert found[1] == pytest.approx(norms, rel=1e-5)
-    worst = worst_difference(ranks[0].steps[0], reference_gradients(case.hf_dir, case.inputs()))
+    worst = worst_difference(ranks[0].steps[0], reference_gradients(case.hf_dir, case.inputs(), outputs))
     assert worst[0] < 1e-5, worst
     return [rank.parts for rank in ranks]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,28 @@ def run_for_gradients(words: list[str]) -> Gradients:
     return gradients
 
 
-def reference_gradients(hf_dir: Path, inputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The gradient of the mean over all target tokens of all rows, by plain transformers, unclipped."""
+def reference_gradients(
+    hf_dir: Path,
+    inputs: list[dict[str, torch.Tensor]],
+    outputs: Callable[[Any, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The gradient of the mean over all target tokens of all rows, by plain transformers, unclipped.
+
+    Args:
+        outputs: (model, inputs of a row) → logits [n, vocabulary] and labels [n]; None: those of a causal model.
+    """
     import transformers
 
     architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
     model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=torch.float32).train()
     total = sum(int((row["labels"][0, 1:] != -100).sum()) for row in inputs)
     for row in inputs:
-        logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits.float(), row["labels"][0, 1:], reduction="sum") / total).backward()
+        if outputs is None:
+            logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits[0, :-1]
+            labels = row["labels"][0, 1:]
+        else:
+            logits, labels = outputs(model, row)
+        (torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / total).backward()
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 

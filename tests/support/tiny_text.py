@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.families import randomize
+from tests.support.families import padded_vocabulary, randomize
 from tests.support.tiny import tiny_qwen3_dir
 
 #: `<|im_start|>role\n…<|im_end|>\n`
@@ -53,7 +53,7 @@ def text_dir(
     tokenizer.save_pretrained(path)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = config_class(
-        **{**SIZES, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **ids, **fields}
+        **{**SIZES, "vocab_size": padded_vocabulary(tokenizer), "pad_token_id": tokenizer.pad_token_id, **ids, **fields}
     )
     model = randomize(model_class(config))
     generator = torch.Generator().manual_seed(1)

@@ -20,6 +20,7 @@ from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.paths import check_paths, find_modules
+from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
@@ -29,6 +30,9 @@ from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
+from mindspeed_mm.parallel.tensor import apply_tensor_parallel
+from mindspeed_mm.parallel.tensor_plan import TensorSplit
+from mindspeed_mm.parallel.tensor_sequence import SequenceRegions
 from mindspeed_mm.parallel.units import whole_units
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
@@ -121,6 +125,8 @@ class FSDP2Mixin:
         dims = current_build_context().dims or _dims_of(world_size, config)
         dims = dims.with_sharding(config.sharding_size, config.file)
         experts = self._planned_experts(config, dims)
+        if dims.tp > 1:
+            self._planned_tensor(config, dims)
         if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
             self._require_context_parallel(dims.cp)
         patterns = config.sub_modules_to_wrap
@@ -199,6 +205,21 @@ class FSDP2Mixin:
             buffers_only=buffers_only,
             unfilled_buffers_are_fine=type(self).post_meta_init is not FSDP2Mixin.post_meta_init,
         )
+
+    def set_tensor_parallel(self) -> None:
+        """Split layers over the tensor-parallel ranks, those that fsdp2.yaml names or those that the family states.
+
+        Only called with --tensor-model-parallel-size above 1.
+        """
+        assert self._meshes is not None and self._meshes.tensor is not None
+        split, regions = self._planned_tensor(self.fsdp2_config or Fsdp2Config(), self._dims)
+        apply_tensor_parallel(self._module(), split, self._meshes.tensor, regions)
+
+    def _planned_tensor(self, config: Fsdp2Config, dims: Dims) -> tuple[TensorSplit, SequenceRegions | None]:
+        module, traits = self._module(), traits_of(self._module())
+        split = plan_tensor_layers(module, traits, config, dims)
+        cuts = current_build_context().sequence_parallel
+        return split, plan_sequence_regions(module, traits, split) if cuts else None
 
     def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
         """Split experts over ranks and shard each rank's part further, as units of fully_shard of their own.
@@ -310,6 +331,7 @@ def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tup
     """Return the sizes and the meshes to shard over: those of the run, or outside of one those of a process group."""
     world = current_build_context().world
     if world is None or process_group not in (None, world.gradients.group):
+        _refuse_other_groups(world)
         dims = _dims_of(dist.get_world_size(process_group), config)
         if not dims.splits_experts:
             return dims, Meshes(parameter_mesh(dims, process_group))
@@ -322,6 +344,19 @@ def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tup
     dims = world.dims.with_sharding(config.sharding_size, config.file)  # the model's class may override the file
     is_own = world.meshes is None or dims != world.dims
     return dims, build_meshes(dims) if is_own or world.meshes is None else world.meshes
+
+
+def _refuse_other_groups(world: World | None) -> None:
+    """Refuse a process group of the model's own in a run that splits layers: its losses are those of the run's ranks.
+
+    Raises:
+        ConfigError: the run has tensor parallelism.
+    """
+    if world is not None and world.dims.tp > 1:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {world.dims.tp}: the model called fully_shard with a process group of its "
+            "own; pass the one that it was given, or none"
+        )
 
 
 def _dims_of(world_size: int, config: Fsdp2Config) -> Dims:
@@ -341,15 +376,26 @@ def applies_flags(model: nn.Module) -> bool:
 
 
 def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
-    """Refuse context parallelism for a model with a `fully_shard` of its own, which doesn't apply it.
+    """Refuse tensor and context parallelism for a model with a `fully_shard` of its own, which doesn't apply them.
 
     Raises:
         ConfigError: the model doesn't have FSDP2Mixin's `fully_shard`.
     """
-    if dims.cp > 1 and not applies_flags(model):
+    if applies_flags(model):
+        return
+    name, instead = (
+        type(model).__name__,
+        "set it to 1, or let the class derive from FSDP2Mixin and keep its fully_shard",
+    )
+    if dims.cp > 1:
         raise ConfigError(
-            f"--context-parallel-size {dims.cp}: {type(model).__name__} has a fully_shard of its own, which doesn't "
-            "split tokens over ranks; set it to 1, or let the class derive from FSDP2Mixin and keep its fully_shard"
+            f"--context-parallel-size {dims.cp}: {name} has a fully_shard of its own, which doesn't split tokens over "
+            f"ranks; {instead}"
+        )
+    if dims.tp > 1:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {dims.tp}: {name} has a fully_shard of its own, which doesn't split layers "
+            f"over ranks; {instead}"
         )
 
 

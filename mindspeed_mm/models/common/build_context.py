@@ -34,6 +34,7 @@ class BuildContext:
         pipeline_rank: this process's pipeline stage under the Megatron backend.
         loss_group: group of the data-parallel ranks.
         dims: sizes of the parallelisms of a run on the FSDP2 backend.
+        sequence_parallel: whether tensor-parallel ranks split rows between the layers that they split.
         world: the run's processes; None in a dry run, which has sizes only.
         recompute: the flags' recompute settings under FSDP2.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
@@ -51,6 +52,7 @@ class BuildContext:
     pipeline_rank: int = 0
     loss_group: Any = None
     dims: Dims | None = None
+    sequence_parallel: bool = False
     world: World | None = None
     recompute: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2: Fsdp2Config | None = None

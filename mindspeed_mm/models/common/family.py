@@ -11,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.packed import PACKING_KEY, plain_positions
+from mindspeed_mm.parallel.tensor_plan import TensorPlan
 from mindspeed_mm.utils.errors import ConfigError
 
 PackedPositions = Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor]
@@ -37,6 +38,7 @@ class FamilyTraits:
         attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens
             see those before them in their sample, all or a sliding window of them: what context parallelism computes.
             None: not known to be so.
+        tensor: names of what tensor parallelism splits in the layers of the language model.
     """
 
     language_model: str | None = None
@@ -47,6 +49,7 @@ class FamilyTraits:
     packed_masks: PackedMasks | None = None
     one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     attention: Literal["causal"] | None = None
+    tensor: TensorPlan = field(default_factory=TensorPlan)
 
 
 #: traits of a causal language model without encoders that computes its masks from restarting positions

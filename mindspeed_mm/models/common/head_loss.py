@@ -5,41 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.models.common.log_probabilities import ChunkedLogProbabilities, target_log_probabilities
 from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, Targets, weighted_cross_entropy
+from mindspeed_mm.parallel import collectives
+from mindspeed_mm.parallel.tensor import own_part, rank_set
+from mindspeed_mm.parallel.world import RankSet
 
 
 class HeadLoss:
     """Makes a language-model head return the loss of the current targets instead of all logits.
 
     It works through hooks inside the head's own call, where the weight is gathered even if the head is an FSDP unit. It
-    must be created before the model is wrapped, so that the hooks run between FSDP's gather and free.
+    must be created before the model is wrapped, so that the hooks run between FSDP's gather and free. Of a head that
+    tensor parallelism splits by vocabulary, the logits are never gathered.
     """
 
     def __init__(self, head: nn.Module) -> None:
         self._targets: Targets | None = None
         self._chunk: int | None = None
         self._factor: float | torch.Tensor | None = None
+        self._each = False
         self._hidden: torch.Tensor | None = None
         head.register_forward_pre_hook(self._before)
         head.register_forward_hook(self._after)
 
-    def expect(self, targets: Targets, chunk: int | None, factor: float | torch.Tensor | None = None) -> None:
+    def expect(
+        self,
+        targets: Targets,
+        chunk: int | None,
+        factor: float | torch.Tensor | None = None,
+        *,
+        each: bool = False,
+    ) -> None:
         """Make the next call of the head return the weighted cross-entropy sum (float32 scalar) for `targets`.
 
         Args:
             targets: target positions of the micro-batch.
             chunk: number of positions whose logits may exist at once; None: the logits of all targets.
             factor: approximate gradient of the sum in backward; None: gradients stay in range without it.
+            each: return the log-probability of each target token, [n] float32, instead of the sum.
         """
-        self._targets, self._chunk, self._factor = targets, chunk, factor
+        self._targets, self._chunk, self._factor, self._each = targets, chunk, factor, each
 
-    def _before(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
+    def _before(self, head: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         if self._targets is None:
             return None
         hidden = args[0].flatten(0, -2).index_select(0, self._targets.index)
-        if self._chunk is None:
+        if self._chunk is None and _ranks_of(head) is None:
             return (hidden,)
         self._hidden = hidden
         return (hidden[:0],)
@@ -48,19 +64,32 @@ class HeadLoss:
         targets, self._targets = self._targets, None
         if targets is None:
             return None
-        if self._chunk is None:
-            return weighted_cross_entropy(logits, targets.tokens, targets.weights)
         hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            return self._of_logits(logits, targets, None)
+        ranks = _ranks_of(head)
+        hidden = hidden if ranks is None else collectives.copy(hidden, ranks)
+        weight, bias = (None if p is None else own_part(p) for p in (head.weight, getattr(head, "bias", None)))
         # the empty projection keeps the head's hooks in the graph although the loss below computes its own gradients
-        return (
-            ChunkedCrossEntropy.apply(
-                hidden,
-                head.weight,
-                getattr(head, "bias", None),
-                targets.tokens,
-                targets.weights,
-                self._chunk,
-                self._factor,
-            )
-            + logits.sum().float()
+        return self._of_hidden(hidden, weight, bias, targets, ranks) + logits.sum().float()
+
+    def _of_hidden(
+        self, hidden: torch.Tensor, weight: Any, bias: Any, targets: Targets, ranks: RankSet | None
+    ) -> torch.Tensor:
+        if self._chunk is None:
+            return self._of_logits(F.linear(hidden, weight, bias), targets, ranks)
+        if self._each:
+            return ChunkedLogProbabilities.apply(hidden, weight, bias, targets.tokens, self._chunk, ranks)
+        return ChunkedCrossEntropy.apply(
+            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks
         )
+
+    def _of_logits(self, logits: torch.Tensor, targets: Targets, ranks: RankSet | None) -> torch.Tensor:
+        if self._each:
+            return target_log_probabilities(logits, targets.tokens, ranks)
+        return weighted_cross_entropy(logits, targets.tokens, targets.weights, ranks)
+
+
+def _ranks_of(head: Any) -> RankSet | None:
+    """Return the tensor-parallel ranks that split a gathered head by vocabulary; None: it is whole."""
+    return rank_set(head.weight.device_mesh) if isinstance(head.weight, DTensor) else None

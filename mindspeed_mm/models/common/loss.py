@@ -18,14 +18,16 @@ Source: names and meanings of MindSpeed-MM's `loss_cfg`; square averaging as in 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed_mm.configs.model_config import LossType
+from mindspeed_mm.models.common.log_probabilities import chunks, normalize, target_log_probabilities
 from mindspeed_mm.parallel.sequence import FILL, SequenceShard
+from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 
 ComputeMode = Literal["default", "chunk", "dynamic_chunk"]
@@ -120,20 +122,31 @@ def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.T
     return Targets(index, tokens, weights, denominator)
 
 
-def weighted_cross_entropy(logits: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def weighted_cross_entropy(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None,
+    ranks: RankSet | None = None,
+) -> torch.Tensor:
     """Return the sum of weight * cross-entropy, computed in float32.
 
     Args:
-        logits: [n, vocabulary], any float dtype.
+        logits: [n, vocabulary], any float dtype; of split logits [n, vocabulary / ranks], this rank's columns.
         tokens: [n] int64.
         weights: [n] float32, or None for 1.
+        ranks: the ranks that split the vocabulary; None: the logits are whole.
 
     Returns:
         float32 scalar.
     """
-    if weights is None:
+    if weights is None and ranks is None:
         return F.cross_entropy(logits.float(), tokens, reduction="sum")
-    return (F.cross_entropy(logits.float(), tokens, reduction="none") * weights).sum()
+    return weighted_sum(target_log_probabilities(logits, tokens, ranks), weights)
+
+
+def weighted_sum(log_probabilities: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of weight * cross-entropy of target tokens with these log-probabilities, [n] float32."""
+    return -(log_probabilities if weights is None else log_probabilities * weights).sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -153,24 +166,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weights: torch.Tensor | None,
         chunk: int,
         factor: float | torch.Tensor | None = None,
+        ranks: RankSet | None = None,
     ) -> torch.Tensor:
-        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum."""
+        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum.
+
+        Of a head that the `ranks` split, v is this rank's part of the vocabulary, and the gradient of `hidden`
+        this rank's part of a sum.
+        """
         ctx.factor = factor
         needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
-        for start in range(0, tokens.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = F.linear(hidden[part], weight, bias).float()
-            log_probs = F.log_softmax(logits, dim=-1)
-            picked = -log_probs.gather(1, tokens[part, None]).squeeze(1)
-            total += picked.sum() if weights is None else (picked * weights[part]).sum()
+        for part in chunks(len(tokens), chunk):
+            normalized = normalize(F.linear(hidden[part], weight, bias).float(), tokens[part], ranks)
+            total += weighted_sum(normalized.of_targets, None if weights is None else weights[part])
             if not any(needs):
                 continue
-            grad_logits = log_probs.exp_()
-            grad_logits[torch.arange(grad_logits.shape[0], device=logits.device), tokens[part]] -= 1
+            grad_logits = normalized.logit_gradient()
             if weights is not None:
                 grad_logits *= weights[part, None]
             if factor is not None:
@@ -194,7 +208,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Scale the gradients computed in forward."""
         left = grad_output if ctx.factor is None else grad_output / ctx.factor
         scaled = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 class LossOutput(TypedDict):
@@ -206,11 +220,13 @@ class LossOutput(TypedDict):
             micro-batches and ranks.
         metrics: name → number, or pair (sum, denominator) of float32 scalars. With a mean, `loss` is the pair that it
             was computed from, by which a step without targets is recognised.
+        log_probabilities: [n] float32 with graph, the log-probability of each target token; only if asked for.
     """
 
     loss: torch.Tensor
     denominator: torch.Tensor | None
     metrics: dict[str, Any]
+    log_probabilities: NotRequired[torch.Tensor]
 
 
 def finish_loss(

@@ -55,6 +55,11 @@ def families() -> dict[str, Family]:
     return {name: importlib.import_module(f"{__name__}.{name}").FAMILY for name in names}
 
 
+def padded_vocabulary(tokenizer: Any) -> int:
+    """Number of rows of an embedding that four tensor-parallel ranks can share; published models pad theirs, too."""
+    return -(-len(tokenizer) // 4) * 4
+
+
 def randomize(model: Any, seed: int = 0) -> Any:
     """Give every parameter random values of the size that they have after initialisation, and no two alike."""
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.families import Family, randomize
+from tests.support.families import Family, padded_vocabulary, randomize
 from tests.support.families.glm4v import TEXT, VISION, ids_of, outputs, processor_dir, stops_of
 
 # a thought, closed at once, before each answer; nothing ends it but what follows
@@ -26,7 +26,7 @@ def make(path: Path) -> Path:
     from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
 
     tokenizer = processor_dir(path, TEMPLATE)
-    text = {**TEXT, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    text = {**TEXT, "vocab_size": padded_vocabulary(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     text["eos_token_id"] = stops_of(tokenizer)
     text |= {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     config = Glm4vMoeConfig(text_config=text, vision_config=VISION, **ids_of(tokenizer))

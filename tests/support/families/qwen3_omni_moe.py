@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.families import Family
+from tests.support.families import Family, padded_vocabulary
 from tests.support.families.qwen2_5_omni import WRAP, ids_of, save_whole, whole_row
 from tests.support.families.qwen3_vl import TEXT, VISION
 from tests.support.families.qwen3_vl_moe import EXPERTS
@@ -44,7 +44,7 @@ def make(path: Path) -> Path:
     processor = Qwen3OmniMoeProcessor(image, video, sound, older.tokenizer, chat_template=template)
     processor.save_pretrained(path)
     tokenizer = processor.tokenizer
-    text = {**TEXT, **EXPERTS, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    text = {**TEXT, **EXPERTS, "vocab_size": padded_vocabulary(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3OmniMoeThinkerConfig(
         text_config=text,
         vision_config=VISION,

@@ -38,10 +38,9 @@ def test_the_default_global_batch_counts_data_parallel_ranks_only(run_folder: Pa
     assert validated(f"{TP2} {PP2}").global_batch_size == 4
 
 
-def test_with_fsdp2_every_rank_is_data_parallel(run_folder: Path) -> None:
+def test_with_fsdp2_all_but_tensor_ranks_are_data_parallel(run_folder: Path) -> None:
     assert validated("--use-torch-fsdp2").data_parallel_size == 8
-    with pytest.raises(ConfigError, match="the FSDP2 backend has no tensor parallelism"):
-        validated(f"--use-torch-fsdp2 {TP2}")
+    assert validated(f"--use-torch-fsdp2 {TP2}").data_parallel_size == 4
 
 
 @pytest.mark.parametrize(

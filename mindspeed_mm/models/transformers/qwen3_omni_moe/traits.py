@@ -7,7 +7,7 @@ from dataclasses import replace
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.qwen2_5_omni.traits import AUDIO_TOWER
 from mindspeed_mm.models.transformers.qwen2_5_omni.traits import TRAITS as OMNI
-from mindspeed_mm.models.transformers.qwen3_vl.traits import run_one_deepstack_patch
+from mindspeed_mm.models.transformers.qwen3_vl.traits import DEEPSTACK, run_one_deepstack_patch
 
 TRAITS = replace(
     OMNI,
@@ -16,4 +16,5 @@ TRAITS = replace(
         AUDIO_TOWER,
         Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
     ),
+    tensor=DEEPSTACK,
 )

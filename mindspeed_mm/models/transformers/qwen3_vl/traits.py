@@ -9,6 +9,7 @@ import torch
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
+from mindspeed_mm.parallel.tensor_plan import TensorPlan
 
 
 def run_one_deepstack_patch(model: Any, device: torch.device) -> torch.Tensor:
@@ -25,6 +26,14 @@ def run_one_deepstack_patch(model: Any, device: torch.device) -> torch.Tensor:
     return output.pooler_output + sum(output.deepstack_features)
 
 
+def _deepstack_layers(model: Any) -> int:
+    """Number of decoder layers after which the model adds features of the vision tower to the tokens of media."""
+    return len(model.config.vision_config.deepstack_visual_indexes)
+
+
+#: names of layers as in Llama
+DEEPSTACK = TensorPlan(uncut_layers=_deepstack_layers)
+
 TRAITS = FamilyTraits(
     language_model="model.language_model",
     parts={
@@ -39,4 +48,5 @@ TRAITS = FamilyTraits(
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=one_tower_pass,
+    tensor=DEEPSTACK,
 )
