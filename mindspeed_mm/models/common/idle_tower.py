@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.parallel.media import MediaSplit
+
 
 @dataclass(frozen=True)
 class Tower:
@@ -29,6 +31,7 @@ class Tower:
             input. None: not known (see `models/transformers/inferred.py`).
         beside: paths of modules and parameters outside of the tower that only process its output (a projector).
         patches_per_row: configuration → number of patches in a row of its media tensor.
+        split: how its media are split over context-parallel ranks; None: each of these ranks encodes all media.
     """
 
     path: str
@@ -37,6 +40,7 @@ class Tower:
     run_dummy: Callable[[Any, torch.device], torch.Tensor] | None
     beside: tuple[str, ...] = ()
     patches_per_row: Callable[[Any], int] = lambda config: 1
+    split: MediaSplit | None = None
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the tower and of the modules beside it, which nothing else uses."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from mindspeed_mm.models.common.family import FamilyTraits
-from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import run_one_patch
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TOWER
 
 TRAITS = FamilyTraits(
     language_model="model.language_model",
@@ -16,7 +15,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
+    towers=(TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=glm4v_tower_pass,

@@ -9,6 +9,7 @@ import torch
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
+from mindspeed_mm.parallel.media import MediaSplit
 
 
 def run_one_patch(model: Any, device: torch.device) -> torch.Tensor:
@@ -21,6 +22,19 @@ def run_one_patch(model: Any, device: torch.device) -> torch.Tensor:
     return model.model.visual(pixels, grid_thw=grid, return_dict=True).pooler_output
 
 
+#: a grid [time, height, width] for each image and video, of whose patches squares are merged into one token
+GRID_SPLIT = MediaSplit(
+    outputs=("pooler_output",),
+    grids={"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"},
+    rows_per_token=lambda config: config.vision_config.spatial_merge_size**2,
+)
+TOWER = Tower(
+    "model.visual",
+    ("image", "video"),
+    ("pixel_values", "pixel_values_videos"),
+    run_one_patch,
+    split=GRID_SPLIT,
+)
 TRAITS = FamilyTraits(
     language_model="model.language_model",
     parts={
@@ -29,7 +43,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_patch),),
+    towers=(TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=one_tower_pass,

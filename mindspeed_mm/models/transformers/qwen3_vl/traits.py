@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mindspeed_mm.models.common.family import FamilyTraits
-from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_SPLIT
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TOWER as QWEN2_5_VL_TOWER
 from mindspeed_mm.parallel.tensor_plan import TensorPlan
 
 
@@ -34,6 +36,11 @@ def _deepstack_layers(model: Any) -> int:
 #: names of layers as in Llama
 DEEPSTACK = TensorPlan(uncut_layers=_deepstack_layers)
 
+TOWER = replace(
+    QWEN2_5_VL_TOWER,
+    run_dummy=run_one_deepstack_patch,
+    split=replace(GRID_SPLIT, outputs=("pooler_output", "deepstack_features")),
+)
 TRAITS = FamilyTraits(
     language_model="model.language_model",
     parts={
@@ -42,9 +49,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(
-        Tower("model.visual", ("image", "video"), ("pixel_values", "pixel_values_videos"), run_one_deepstack_patch),
-    ),
+    towers=(TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=one_tower_pass,
