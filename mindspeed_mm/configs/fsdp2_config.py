@@ -119,6 +119,11 @@ class Fsdp2Config(Section):
         description="ours: module paths of linear layers whose inputs tensor-parallel ranks split; null = the "
         "family's own",
     )
+    cp_split_media: Bool = Field(
+        True,
+        description="ours: each context-parallel rank encodes a part of a micro-batch's images and videos; "
+        "false = each encodes all of them",
+    )
     align_fsdp_param_groups: Bool = Field(
         False, description="no effect here: FSDP2 units take parameters of any kind and size"
     )

@@ -29,6 +29,7 @@ from mindspeed_mm.models.common.first_weights import check_first_weights, weight
 from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets, weighted_sum
+from mindspeed_mm.models.common.media import split_media
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
@@ -99,6 +100,7 @@ class TransformersModel(MultiModalModule):
         elif self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
+        self._media = split_media(self.model, self.traits.towers)
         self._loss_group: dist.ProcessGroup | None = None
 
     def _context_parallel(self) -> ContextParallel | None:
@@ -132,7 +134,11 @@ class TransformersModel(MultiModalModule):
             batch["sample_shares"] = SampleShares.of(batch["targets"], batch["input_ids"], mask, documents)
         if self._context is not None:
             self._split_tokens(self._context, batch, documents)
-        return batch if self.traits.one_tower_pass is None else self.traits.one_tower_pass(self.model, batch)
+        if self.traits.one_tower_pass is not None:
+            batch = self.traits.one_tower_pass(self.model, batch)
+        if self._media is not None:
+            batch["media_shards"] = self._media.cut(batch)
+        return batch
 
     def _split_tokens(self, context: ContextParallel, batch: dict[str, Any], documents: torch.Tensor | None) -> None:
         """Add the shard of this rank to a prepared micro-batch, and leave it the targets and samples of that shard."""
@@ -182,6 +188,8 @@ class TransformersModel(MultiModalModule):
             self._boundaries.for_batch(packed_rows)
         if self._positions is not None:
             self._positions.for_batch(batch)
+        if self._media is not None:
+            self._media.for_batch(batch.pop("media_shards", {}))
         self._idle_towers.for_batch(batch)
         if labels is None:
             return self.model(input_ids=input_ids, use_cache=False, **batch)

@@ -7,10 +7,12 @@ g; along the sequence, Reducing Activation Recomputation in Large Transformer Mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from mindspeed_mm.parallel.world import RankSet
 
@@ -92,6 +94,24 @@ def cut(x: torch.Tensor, ranks: RankSet, dim: int) -> torch.Tensor:
         x: its size in `dim` is a multiple of the number of ranks.
     """
     return _Cut.apply(x, ranks, dim)
+
+
+def gather_rows(x: torch.Tensor, sizes: Sequence[int], ranks: RankSet) -> torch.Tensor:
+    """Return the rows of all ranks, which have different numbers of them, one after the other.
+
+    Forward: all-gather. Backward: the sum over the ranks of the gradients of this rank's rows.
+
+    Args:
+        x: [n, ...], of which the first `sizes[ranks.rank]` rows are taken; the gradient of the others is zero.
+        sizes: number of rows of each rank.
+
+    Returns:
+        [sum of sizes, ...].
+    """
+    longest, own = max(sizes), sizes[ranks.rank]
+    padded = F.pad(x[:own], (0, 0) * (x.dim() - 1) + (0, longest - own))
+    parts = gather(padded, ranks, 0, is_partial=True).split(longest)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 class _AllToAll(torch.autograd.Function):

@@ -63,7 +63,7 @@ def _sample(config: dict[str, Any], media: tuple[tuple[str, tuple[int, int, int]
     for kind, (pixels, grid) in _TENSORS.items():
         if held[kind]:
             patches = sum(t * h * w for t, h, w in held[kind])
-            sample[pixels] = torch.randn(patches, 3 * 2 * 14 * 14, generator=random)
+            sample[pixels] = torch.randn(patches, 3 * 2 * config["vision_config"]["patch_size"] ** 2, generator=random)
             sample[grid] = torch.tensor(held[kind])
     if held["video"]:
         sample["second_per_grid_ts"] = torch.rand(len(held["video"]), generator=random) + 0.5

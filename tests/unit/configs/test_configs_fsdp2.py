@@ -53,6 +53,7 @@ def test_defaults_are_the_published_documents() -> None:
         "ep_fsdp_size": None,
         "tp_colwise": None,
         "tp_rowwise": None,
+        "cp_split_media": True,
         "align_fsdp_param_groups": False,
     }
 
