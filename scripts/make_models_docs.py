@@ -76,6 +76,10 @@ sample). A step's value is the mean over samples, weighted as their targets are 
 micro-batches and packs; padding never counts. It is logged as `router_aux_loss`, without the coefficient; `loss` is the
 token loss only, and `grad_norm` that of both. Recompute is non-reentrant then. A model for which transformers has no
 such loss (DeepSeek-V3 balances its experts by a bias) is refused.
+
+Every step of a model with experts logs their load: `expert_imbalance` is the largest number of tokens that an expert of
+any layer received, divided by the mean over all experts, and `dead_experts` the number of experts that received none.
+Both are of the whole global batch, in any layout, and padding never counts.
 """
 
 GENERATION = """

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.backends.protocol import StepResult, normalise_loss_output
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.models.common.expert_load import FIGURES, RoutedTokens, load_figures
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -26,6 +27,7 @@ class StepSums:
             targets: their number if the loss function returns it, else 1 for each micro-batch.
         metrics: further metrics of the loss function, each [2]: its sum and its denominator.
         is_pair: whether the loss function returned a metric as a pair (sum, denominator), or as a number.
+        routed: tokens that were sent to each expert, [experts]; empty without experts.
         sums, means: number of micro-batches whose loss was a sum with a denominator, or a mean.
     """
 
@@ -35,6 +37,7 @@ class StepSums:
         self.denominator = self.loss.clone()
         self.metrics: dict[str, torch.Tensor] = {}
         self.is_pair: dict[str, bool] = {}
+        self.routed = self.loss.new_zeros(0)
         self.sums = self.means = 0
 
     def add(self, output: object) -> torch.Tensor:
@@ -58,6 +61,9 @@ class StepSums:
         for name, value in metrics.items():
             if name == "loss":
                 continue  # the training loop computes the loss from the sums
+            if isinstance(value, RoutedTokens):
+                self.routed = value.counts.to(self.routed) + (self.routed if len(self.routed) else 0)
+                continue
             figure = self._figure(value)
             if figure is not None:
                 _refuse_two_forms(name, {self.is_pair.setdefault(name, _is_pair(value)), _is_pair(value)})
@@ -68,6 +74,10 @@ class StepSums:
         """Return sums and denominators of metrics, [2 * names]; zeros for a metric that no micro-batch returned."""
         zeros = self.loss.new_zeros(2)
         return torch.cat([zeros[:0], *(self.metrics.get(name, zeros) for name in names)])
+
+    def routed_to(self, experts: int) -> torch.Tensor:
+        """Return `routed` for a known number of experts: zeros if no micro-batch returned it."""
+        return self.routed if len(self.routed) == experts else self.loss.new_zeros(experts)
 
     def _figure(self, value: object) -> torch.Tensor | None:
         """Return a (sum, denominator) pair as [2]; a number gets the denominator 1; None for anything else."""
@@ -151,6 +161,7 @@ class StepReducer:
         self._counts_batches = world.counts_batches
         self._is_pair: dict[str, bool] = {}  # the same on all ranks: each metric, in the order of the device's vector
         self._media: list[str] = []
+        self._experts = 0  # length of the vector of tokens that were sent to each expert
 
     def reduce(
         self, sums: StepSums, squared_norm: torch.Tensor, counts: BatchCounts, stop_requested: bool
@@ -168,6 +179,7 @@ class StepReducer:
         for name in sums.is_pair.keys() & self._is_pair.keys():
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
+        has_new = has_new or len(sums.routed) > self._experts
         ranks, rank = self._sums.size, self._sums.rank
         values = [sums.sums, self._means(sums), has_new, stop_requested]
         values += [getattr(counts, name) for name in _SUMMED]
@@ -177,7 +189,8 @@ class StepReducer:
         host = torch.tensor([*values, *waits, *costs], dtype=torch.float64)
 
         own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
-        device, host = self._sum(torch.cat([own, sums.figures(self._is_pair)]), host)
+        device, host = self._sum(torch.cat([own, sums.figures(self._is_pair), sums.routed_to(self._experts)]), host)
+        figures, routed = device[3:].split([2 * len(self._is_pair), self._experts])
 
         summed_up = host.tolist()
         waits, costs = summed_up[len(values) : -ranks], summed_up[-ranks:]
@@ -185,8 +198,9 @@ class StepReducer:
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
         if with_new:
-            figures, new_media = self._agree(sums, counts.media)
-            device, media = torch.cat([device, figures]), media | new_media
+            new, new_routed, new_media = self._agree(sums, counts.media)
+            figures, media = torch.cat([figures, new]), media | new_media
+            routed = torch.cat([routed, new_routed])
         summed = BatchCounts(
             **dict(zip(_SUMMED, numbers, strict=False)),
             media=media,
@@ -199,7 +213,9 @@ class StepReducer:
         divisor = (torch.full_like(denominator, means) if means else denominator).clamp(min=1e-30)
         has_targets = ~(denominator <= 0)  # True for NaN: a broken denominator is not a lack of targets
         names = list(self._is_pair)
-        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, device[3:], summed, stop > 0)
+        if self._experts:
+            names, figures = [*names, *FIGURES], torch.cat([figures, load_figures(routed)])
+        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, figures, summed, stop > 0)
 
     def reduce_loss(self, sums: StepSums) -> tuple[float, float]:
         """Return (loss sum, denominator) of an evaluation over all ranks.
@@ -232,15 +248,17 @@ class StepReducer:
             work.wait()
         return device, host
 
-    def _agree(self, sums: StepSums, media: Mapping[str, int]) -> tuple[torch.Tensor, dict[str, int]]:
-        """Add the names that are new to any rank on all ranks; a collective.
+    def _agree(self, sums: StepSums, media: Mapping[str, int]) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+        """Add the names that are new to any rank, and the number of experts, on all ranks; a collective.
 
         Returns:
-            the sums of the new metrics over all ranks, [2 * names], and the sums of the new kinds of media.
+            the sums over all ranks of the new metrics, [2 * names], of the tokens that were sent to each expert,
+            [experts] ([0] if their number was known), and of the new kinds of media.
         """
         own = (
             {name: pair for name, pair in sums.is_pair.items() if name not in self._is_pair},
             {kind: number for kind, number in media.items() if kind not in self._media},
+            len(sums.routed),
         )
         everyone = [own]
         if self._sums.size > 1:
@@ -248,7 +266,7 @@ class StepReducer:
             dist.all_gather_object(everyone, own, group=self._host.group)
         forms: dict[str, set[bool]] = {}
         totals: dict[str, int] = {}
-        for metrics, kinds in everyone:
+        for metrics, kinds, _ in everyone:
             for name, pair in metrics.items():
                 forms.setdefault(name, set()).add(pair)
             for kind, number in kinds.items():
@@ -258,10 +276,13 @@ class StepReducer:
             _refuse_two_forms(name, forms[name])
             self._is_pair[name] = True in forms[name]
         self._media += sorted(totals)
-        figures = sums.figures(names)
-        if names and self._sums.size > 1:
-            dist.all_reduce(figures, group=self._sums.group)
-        return figures, totals
+        experts = 0 if self._experts else max(number for _, _, number in everyone)
+        self._experts = self._experts or experts
+        new = torch.cat([sums.figures(names), sums.routed_to(experts)])
+        if len(new) and self._sums.size > 1:
+            dist.all_reduce(new, group=self._sums.group)
+        figures, routed = new.split([2 * len(names), experts])
+        return figures, routed, totals
 
 
 def imbalance(costs: Sequence[float]) -> float:

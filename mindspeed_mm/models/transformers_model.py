@@ -19,6 +19,7 @@ from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.exact_positions import ExactPositions
+from mindspeed_mm.models.common.expert_load import ExpertLoad
 from mindspeed_mm.models.common.family import (
     FamilyTraits,
     freeze_parts,
@@ -89,6 +90,7 @@ class TransformersModel(MultiModalModule):
         )
         self._head_loss = HeadLoss(self.model.get_output_embeddings())
         self._router_loss = _router_loss(self.model, described)
+        self._expert_load = ExpertLoad(self.model)
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
         self._boundaries: SampleBoundaries | None = None
         self._positions: ExactPositions | None = None
@@ -129,6 +131,8 @@ class TransformersModel(MultiModalModule):
             positions_of = require_packed_positions(self.traits, type(self.model).__name__)
             batch["position_ids"] = positions_of(self.model, batch, documents)
             batch["packed_rows"] = PackedRows.of(documents)
+        if self._expert_load.has_experts and documents is not None:
+            batch["is_token"] = documents > 0
         if self._router_loss is not None:
             mask = batch.get("attention_mask")
             batch["sample_shares"] = SampleShares.of(batch["targets"], batch["input_ids"], mask, documents)
@@ -148,6 +152,8 @@ class TransformersModel(MultiModalModule):
         batch["targets"] = batch["targets"].cut(shard)
         if self._router_loss is not None:
             batch["sample_shares"] = batch["sample_shares"].cut(shard)
+        if self._expert_load.has_experts:
+            batch["is_token"] = shard.cut(documents, 1, fill=0) > 0
 
     def check_packing(self) -> None:
         """Check, before a run begins, that the model and its attention keep the samples of packed rows separate.
@@ -177,6 +183,7 @@ class TransformersModel(MultiModalModule):
         """
         targets: Targets | None = batch.pop("targets", None)
         shares: SampleShares | None = batch.pop("sample_shares", None)
+        is_token: torch.Tensor | None = batch.pop("is_token", batch.get("attention_mask"))
         if "documents" in batch:
             raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
@@ -201,11 +208,15 @@ class TransformersModel(MultiModalModule):
         if self._router_loss is not None:
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()
+        if self._expert_load.has_experts:
+            self._expert_load.expect(None if is_token is None else is_token > 0)
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
         of_head = self.model(input_ids=input_ids, use_cache=False, **batch).logits
         loss_sum = weighted_sum(of_head, targets.weights) if outputs else of_head
-        metrics = {}
+        metrics: dict[str, Any] = {}
+        if (routed := self._expert_load.take()) is not None:
+            metrics["routed_tokens"] = routed
         counted = self._context is None or self._context.world.context.rank == 0  # what the ranks of a row share
         if self._router_loss is not None and shares is not None:
             balance = self._router_loss.take(shares, None if self._context is None else self._context.world.context)

@@ -1,4 +1,4 @@
-"""Cases of experts: their load-balancing loss under every split of a global batch, against plain transformers.
+"""Cases of experts: their load and load-balancing loss under every split of a global batch, against transformers.
 
 The real entry script runs on flags and files; the reference is one process that takes each row alone.
 """
@@ -20,7 +20,8 @@ from tests.support.tiny import write_mixed_dataset
 from tests.support.workers import RankPool
 
 ROWS, STEPS, COEFFICIENT = 8, 2, 0.5
-Figures = list[tuple[float, float, float]]
+NAMES = ("loss", "router_aux_loss", "grad_norm", "expert_imbalance", "dead_experts")
+Figures = list[tuple[float, ...]]
 
 
 class Experts:
@@ -33,7 +34,10 @@ class Experts:
         self.inputs = rows_as_inputs(self.hf_dir, self.data)
 
     def reference(self, rows_of: Any = None) -> Figures:
-        """(token loss, load-balancing loss, gradient norm of both) of each step; rows weigh what their targets do."""
+        """Of each step: token loss, load-balancing loss, gradient norm of both; rows weigh what their targets do.
+
+        Then the largest number of tokens of an expert ÷ the mean, and the number of experts without any.
+        """
         from transformers import Qwen3MoeForCausalLM
 
         model = Qwen3MoeForCausalLM.from_pretrained(self.hf_dir, dtype=torch.float32).train()
@@ -41,17 +45,20 @@ class Experts:
         for step in range(STEPS):
             rows = range(ROWS) if rows_of is None else rows_of(step)
             token = balance = torch.zeros(())
-            targets = 0
+            targets, load = 0, torch.zeros(2, 6)
             for row in (self.inputs[number] for number in rows):
                 output = model(**{**row, "labels": None}, output_router_logits=True)
                 wanted = row["labels"][0, 1:]
                 count = int((wanted != -100).sum())
                 token = token + torch.nn.functional.cross_entropy(output.logits[0, :-1], wanted, reduction="sum")
                 balance, targets = balance + count * output.aux_loss, targets + count
+                for layer, logits in enumerate(output.router_logits):
+                    load[layer] += logits.topk(2).indices.flatten().bincount(minlength=6)
             optimizer.zero_grad()
             ((token + COEFFICIENT * balance) / targets).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            figures.append((float(token.detach()) / targets, float(balance.detach()) / targets, float(norm)))
+            losses = (float(token.detach()) / targets, float(balance.detach()) / targets, float(norm))
+            figures.append((*losses, float(load.max() / load.mean()), float((load == 0).sum())))
             optimizer.step()
         return figures
 
@@ -65,8 +72,7 @@ class Experts:
         settings = {"global_batch_size": ROWS, "micro_batch_size": 1, "train_iters": STEPS, "save": folder / "run"}
         settings |= {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "weight_decay": 0.0, "clip_grad": 0.0}
         pool.run(run_entry, launch_flags(files, **{**settings, "no_save_optim": True, **flags}), timeout=60)
-        names = ("loss", "router_aux_loss", "grad_norm")
-        return [tuple(line[name] for name in names) for line in read_metrics(folder / "run/metrics.jsonl")]  # type: ignore[misc]
+        return [tuple(line[name] for name in NAMES) for line in read_metrics(folder / "run/metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,7 @@ def assert_same(found: Figures, expected: Figures) -> None:
 
 
 RECOMPUTE = {"recompute_modules": WRAP_TEXT}
+EP2 = {"expert_parallel_size": 2}
 CHUNKED = {"loss_cfg": {"router_aux_loss_coef": COEFFICIENT, "compute_mode": "chunk", "chunk_size": 3}}
 
 
@@ -93,14 +100,27 @@ CHUNKED = {"loss_cfg": {"router_aux_loss_coef": COEFFICIENT, "compute_mode": "ch
         (2, {"micro_batch_size": 1}),
         (2, {"micro_batch_size": 2, "fsdp2": RECOMPUTE}),
         (2, {"micro_batch_size": 2, "model": CHUNKED}),
+        (2, {"micro_batch_size": 2, "fsdp2": {**RECOMPUTE, **EP2}}),
+        pytest.param(4, {"fsdp2": EP2}, marks=pytest.mark.full),
+        pytest.param(4, {"fsdp2": {**EP2, "reshard_local_experts": False}}, marks=pytest.mark.full),
     ],
-    ids=["whole", "accumulated", "two ranks, accumulated", "row by row", "recomputed", "chunked"],
+    ids=[
+        "whole",
+        "accumulated",
+        "two ranks, accumulated",
+        "row by row",
+        "recomputed",
+        "chunked",
+        "experts over two ranks, recomputed",
+        "experts over two of four ranks, sharded",
+        "experts over two of four ranks, two copies",
+    ],
 )
 def test_load_balancing_loss_is_the_same_under_any_split(
-    ranks: int, settings: dict[str, Any], experts: Experts, ranks1: RankPool, ranks2: RankPool, tmp_path: Path
+    ranks: int, settings: dict[str, Any], experts: Experts, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """L08: accumulation 2 = 1 = two ranks = one process: loss, load-balancing loss and the norm of both gradients."""
-    found = experts.run(ranks1 if ranks == 1 else ranks2, tmp_path, **settings)
+    """L08: accumulation 2 = 1 = two ranks = one process: loss, load-balancing loss, norm of both gradients, load."""
+    found = experts.run(request.getfixturevalue(f"ranks{ranks}"), tmp_path, **settings)
     assert_same(found, experts.reference())
 
 

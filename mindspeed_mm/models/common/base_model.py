@@ -376,27 +376,23 @@ def applies_flags(model: nn.Module) -> bool:
 
 
 def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
-    """Refuse tensor and context parallelism for a model with a `fully_shard` of its own, which doesn't apply them.
+    """Refuse parallelisms for a model with a `fully_shard` of its own, which doesn't apply them.
 
     Raises:
         ConfigError: the model doesn't have FSDP2Mixin's `fully_shard`.
     """
     if applies_flags(model):
         return
-    name, instead = (
-        type(model).__name__,
-        "set it to 1, or let the class derive from FSDP2Mixin and keep its fully_shard",
-    )
-    if dims.cp > 1:
-        raise ConfigError(
-            f"--context-parallel-size {dims.cp}: {name} has a fully_shard of its own, which doesn't split tokens over "
-            f"ranks; {instead}"
-        )
-    if dims.tp > 1:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {dims.tp}: {name} has a fully_shard of its own, which doesn't split layers "
-            f"over ranks; {instead}"
-        )
+    for size, key, what in (
+        (dims.cp, "--context-parallel-size", "tokens"),
+        (dims.tp, "--tensor-model-parallel-size", "layers"),
+        (dims.ep, "expert_parallel_size", "experts"),
+    ):
+        if size > 1:
+            raise ConfigError(
+                f"{key} {size}: {type(model).__name__} has a fully_shard of its own, which doesn't split {what} over "
+                "ranks; set it to 1, or let the class derive from FSDP2Mixin and keep its fully_shard"
+            )
 
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:

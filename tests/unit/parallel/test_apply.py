@@ -11,7 +11,7 @@ from torch import nn
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common import base_model
-from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.parallel.apply import (
     MODEL_STEPS,
@@ -23,6 +23,7 @@ from mindspeed_mm.parallel.apply import (
     apply_parallelisms,
 )
 from mindspeed_mm.parallel.recompute import BlockRecompute
+from mindspeed_mm.utils.errors import ConfigError
 
 FULL = BlockRecompute("full", "block", 1)
 
@@ -146,3 +147,19 @@ class OwnDoorOverTheMixin(nn.Module, FSDP2Mixin):
 def test_flags_are_left_to_the_mixin_and_to_nobody_else() -> None:
     assert applies_flags(Recorder()) and applies_flags(OwnSharding())
     assert not applies_flags(OwnDoor()) and not applies_flags(OwnDoorOverTheMixin())
+
+
+@pytest.mark.parametrize(
+    ("dims", "key", "what"),
+    [
+        (Dims(ring=2), "--context-parallel-size 2", "tokens"),
+        (Dims(tp=2), "--tensor-model-parallel-size 2", "layers"),
+        (Dims(dp=2, ep=2), "expert_parallel_size 2", "experts"),
+    ],
+)
+def test_a_model_that_shards_itself_in_its_own_way_is_refused_a_parallelism(dims: Dims, key: str, what: str) -> None:
+    refuse_own_sharding(Recorder(), dims)
+    refuse_own_sharding(OwnDoor(), Dims(dp=2))
+    for model in (OwnDoor(), OwnDoorOverTheMixin()):
+        with pytest.raises(ConfigError, match=rf"{key}: {type(model).__name__} .* doesn't split {what} over ranks"):
+            refuse_own_sharding(model, dims)
