@@ -34,7 +34,8 @@ def dry_run(recipe: Recipe, words: Sequence[str]) -> int:
 
     The object has `accepted` and `notices`; of an accepted launch `model` (class, numbers of parameters, in all and
     trained), `layout` (backend, world_size, sizes of the kinds of parallelism), `batch`, `units` (FSDP2) or `stages`
-    (Megatron), and `steps_per_epoch`, null where the data or what reads them are not there, with the reason in
+    (Megatron), what parallelisms split (`experts`, `columns` and `rows` of linear layers, media of `towers`), and
+    `steps_per_epoch`, null where the data or what reads them are not there, with the reason in
     `why_no_steps_per_epoch`; of a refused one `refusal`, and the status is 1.
 
     Args:
@@ -119,6 +120,8 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     if outline is None:  # a class with a fully_shard of its own
         return {**answer, "layout": {"backend": "fsdp2", "world_size": run.launch.world_size}, "units": None}
     parts = {"units": outline.units, "recomputed": outline.recomputed, "ignored": outline.ignored}
+    split = {"experts": outline.experts, "columns": outline.columns, "rows": outline.rows, "towers": outline.towers}
+    parts |= {name: paths for name, paths in split.items() if paths}
     return {**answer, "layout": _layout(run, outline.dims), **{name: list(paths) for name, paths in parts.items()}}
 
 

@@ -183,6 +183,7 @@ def log_idle_parallel_keys(dims: Dims, fsdp2: Fsdp2Config) -> None:
     keys = {
         "expert_parallel_size is 1": ("moe_modules", "reshard_local_experts", "ep_fsdp_size") if dims.ep == 1 else (),
         "--tensor-model-parallel-size is 1": ("tp_colwise", "tp_rowwise") if dims.tp == 1 else (),
+        "--context-parallel-size is 1": ("cp_split_media",) if dims.cp == 1 else (),
     }
     for why, names in keys.items():
         if given := [f"'{name}'" for name in names if name in fsdp2.model_fields_set]:

@@ -284,13 +284,14 @@ def test_variables_of_the_environment_reach_the_launch(tmp_path: Path) -> None:
     name = "llama3/finetune_llama3_8b.sh"
     variables = {**tiny_variables("llama", tmp_path), "LOAD_PATH": str(tmp_path / "earlier"), "TRAIN_ITERS": "11"}
     variables |= {"NPUS_PER_NODE": "4", "NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "there", "MASTER_PORT": "7"}
-    variables |= {"EP": "4"}
+    variables |= {"TP": "2", "CP": "2", "EP": "4"}
     (tmp_path / "earlier").mkdir()
     found = launched(name, tmp_path, **variables)
     assert " ".join(found.own) == "--nproc_per_node 4 --nnodes 3 --node_rank 2 --master_addr there --master_port 7"
     args = in_root(described, found.words, 12)
-    assert (args.train_iters, args.load, args.data_parallel_size) == (11, variables["LOAD_PATH"], 12)
-    assert args.expert_model_parallel_size == 4
+    assert (args.train_iters, args.load, args.data_parallel_size) == (11, variables["LOAD_PATH"], 3)
+    sizes = (args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size)
+    assert sizes == (2, 2, 4)
     assert (tmp_path / "run/train_rank2.log").is_file()
 
 

@@ -14,9 +14,10 @@ from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.tasks.generation import inference
 from mindspeed_mm.tasks.train.generation import SORA
-from mindspeed_mm.tasks.train.language import VLM
+from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 from mindspeed_mm.tools.feature_extraction import command
 from mindspeed_mm.utils.log import forget_notices
+from tests.support.families import families
 from tests.support.runs import OWN
 from tests.support.tiny import tiny_qwen2_5_vl_dir
 
@@ -75,6 +76,26 @@ def test_fsdp2_model_layout_units_and_notices(
     assert found["batch"]["global_batch_size"] == 16 and found["batch"]["data_parallel_size"] == 8
     assert found["steps_per_epoch"] is None and found["why_no_steps_per_epoch"]
     assert any("--log-params-norm has no effect" in line for line in found["notices"])
+
+
+def test_what_each_parallelism_splits(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = families()["qwen3_moe"].published["30B-A3B"][0]
+    (folder / "hf").mkdir()
+    config = {**make().to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    sizes = "--tensor-model-parallel-size 2 --context-parallel-size 4 --expert-model-parallel-size 8".split()  # noqa: SIM905
+    found = answer(TRANSFORMERS, {"init_from_hf_path": "hf"}, capsys, *sizes, "--use-torch-fsdp2", "--world-size", "16")
+    layout = found["layout"]
+    assert {n: layout[n] for n in ("tp", "ulysses", "dp", "ep", "ep_shard")} == {
+        **{"tp": 2, "ulysses": 4, "dp": 2, "ep": 8, "ep_shard": 2}
+    }
+    assert found["experts"] == [f"model.layers.{n}.mlp.experts" for n in range(48)]
+    attention = "model.layers.47.self_attn"
+    assert {f"{attention}.q_proj", f"{attention}.v_proj", "lm_head"} <= set(found["columns"])
+    assert f"{attention}.o_proj" in found["rows"] and "towers" not in found
+    words = ("--context-parallel-size", "2", "--use-torch-fsdp2", "--world-size", "2")
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words)
+    assert found["towers"] == ["model.visual"] and not {"experts", "columns", "rows"} & found.keys()
 
 
 def test_megatron_stages(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:

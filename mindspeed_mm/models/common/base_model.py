@@ -19,6 +19,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
+from mindspeed_mm.models.common.media import towers_with_split_media
 from mindspeed_mm.models.common.paths import check_paths, find_modules
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
@@ -48,6 +49,9 @@ class ShardingOutline:
         units: paths of the modules that become units of fully_shard beside the model itself.
         recomputed: paths of the modules that are recomputed in backward, as fsdp2.yaml states.
         ignored: paths of the modules that are not sharded, as fsdp2.yaml states.
+        experts: paths of the modules whose experts are split over ranks.
+        columns, rows: paths of the linear layers whose outputs, or inputs, are split over tensor-parallel ranks.
+        towers: paths of the towers whose media are split over context-parallel ranks.
     """
 
     dims: Dims
@@ -55,6 +59,9 @@ class ShardingOutline:
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
     experts: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
 
 
 class SplitsTokens(Protocol):
@@ -125,8 +132,7 @@ class FSDP2Mixin:
         dims = current_build_context().dims or _dims_of(world_size, config)
         dims = dims.with_sharding(config.sharding_size, config.file)
         experts = self._planned_experts(config, dims)
-        if dims.tp > 1:
-            self._planned_tensor(config, dims)
+        split = self._planned_tensor(config, dims)[0] if dims.tp > 1 else None
         if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
             self._require_context_parallel(dims.cp)
         patterns = config.sub_modules_to_wrap
@@ -142,6 +148,9 @@ class FSDP2Mixin:
             recomputed=found("recompute_modules", config.recompute_modules),
             ignored=found("ignored_modules", config.ignored_modules),
             experts=tuple(experts),
+            columns=tuple(split.columns) if split is not None else (),
+            rows=tuple(split.rows) if split is not None else (),
+            towers=tuple(towers_with_split_media(module, traits_of(module).towers, config)) if dims.cp > 1 else (),
         )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:

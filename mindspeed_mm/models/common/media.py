@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.contract import as_trainable
@@ -33,6 +34,20 @@ class SplitMedia:
             tower.for_batch(shards.get(path))
 
 
+def towers_with_split_media(model: nn.Module, towers: Iterable[Tower], fsdp2: Fsdp2Config | None) -> dict[str, Tower]:
+    """Return the towers whose media context-parallel ranks can share, by path.
+
+    Args:
+        model: the transformers model, which may be on the meta device.
+        towers: the towers of its traits.
+        fsdp2: fsdp2.yaml, whose `cp_split_media` may be false.
+    """
+    if fsdp2 is not None and not fsdp2.cp_split_media:
+        return {}
+    config = as_trainable(model).config
+    return {t.path: t for t in towers if t.split is not None and t.split.is_possible(config)}
+
+
 def split_media(model: nn.Module, towers: Iterable[Tower]) -> SplitMedia | None:
     """Split the towers of a model that can be split over the context-parallel ranks of the run.
 
@@ -47,11 +62,11 @@ def split_media(model: nn.Module, towers: Iterable[Tower]) -> SplitMedia | None:
     """
     context, config = current_build_context(), as_trainable(model).config
     world = context.world
-    if world is None or world.context.size == 1 or (context.fsdp2 is not None and not context.fsdp2.cp_split_media):
+    if world is None or world.context.size == 1:
         return None
     found = {
-        tower.path: TowerSplit(model.get_submodule(tower.path), tower.split, config, tower.input_keys, world.context)
-        for tower in towers
-        if tower.split is not None and tower.split.is_possible(config)
+        path: TowerSplit(model.get_submodule(path), tower.split, config, tower.input_keys, world.context)
+        for path, tower in towers_with_split_media(model, towers, context.fsdp2).items()
+        if tower.split is not None
     }
     return SplitMedia(found) if found else None

@@ -177,12 +177,6 @@ def test_full_recompute_with_fsdp2_knows_of_which_layers(run_folder: Path, words
         validated(f"--use-torch-fsdp2 --recompute-granularity full {words}")
 
 
-@pytest.fixture
-def parallelisms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parallelisms are there."""
-    monkeypatch.setattr(layout_rules, "_NOT_ON_FSDP2", ())
-
-
 def dims(words: str, world_size: int = 8, **fsdp2: Any) -> Dims:
     args = validated(f"--use-torch-fsdp2 {words}", world_size)
     return layout_rules.dims_of(args, Fsdp2Config.from_dict(fsdp2, file="my.yaml"))
@@ -201,7 +195,7 @@ CP4 = "--context-parallel-size 4"
         (f"{TP2} --sequence-parallel --context-parallel-size 2", Dims(dp=2, ulysses=2, tp=2)),
     ],
 )
-def test_sizes_with_fsdp2(run_folder: Path, parallelisms: None, said: list[str], words: str, expected: Dims) -> None:
+def test_sizes_with_fsdp2(run_folder: Path, said: list[str], words: str, expected: Dims) -> None:
     assert dims(words) == expected
     assert validated(f"--use-torch-fsdp2 {words}").data_parallel_size == expected.dp
     assert said == []
@@ -218,7 +212,7 @@ def test_sizes_with_fsdp2(run_folder: Path, parallelisms: None, said: list[str],
         (f"{CP4} --tensor-model-parallel-size 4", ["groups of 16 (--tensor-", "4 × --context-parallel-size 4)"]),
     ],
 )
-def test_what_does_not_fit_with_fsdp2(run_folder: Path, parallelisms: None, words: str, parts: list[str]) -> None:
+def test_what_does_not_fit_with_fsdp2(run_folder: Path, words: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         validated(f"--use-torch-fsdp2 {words}")
     assert len(str(caught.value).splitlines()) == 1 and all(part in str(caught.value) for part in parts)
@@ -245,14 +239,12 @@ def test_what_does_not_fit_with_fsdp2(run_folder: Path, parallelisms: None, word
         ),
     ],
 )
-def test_what_has_no_effect_with_fsdp2(
-    run_folder: Path, parallelisms: None, said: list[str], words: str, notices: list[str]
-) -> None:
+def test_what_has_no_effect_with_fsdp2(run_folder: Path, said: list[str], words: str, notices: list[str]) -> None:
     assert validated(f"--use-torch-fsdp2 {words}").sequence_parallel is False
     assert len(said) == len(notices) and all(map(str.startswith, said, notices))
 
 
-def test_the_number_of_expert_ranks_by_flag_and_file(run_folder: Path, parallelisms: None) -> None:
+def test_the_number_of_expert_ranks_by_flag_and_file(run_folder: Path) -> None:
     assert dims("--expert-model-parallel-size 4") == Dims(dp=8, ep=4, ep_shard=2)
     assert dims("--expert-model-parallel-size 4", reshard_local_experts=False) == Dims(dp=8, ep=4)
     with pytest.raises(ConfigError, match=r"^--expert-model-parallel-size is 3, which does not divide the 8 processes"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs import layout_rules
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
@@ -24,12 +23,6 @@ from mindspeed_mm.utils.errors import ConfigError
 DENSE = {"model_type": "qwen3", "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
 DENSE |= {"vocab_size": 152064, "attention_dropout": 0.1}
 EXPERTS = {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "intermediate_size": 7}
-
-
-@pytest.fixture
-def parallelisms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parallelisms are there."""
-    monkeypatch.setattr(layout_rules, "_NOT_ON_FSDP2", ())
 
 
 def problems(folder: Path, config: dict[str, Any], dims: Dims, **fsdp2: Any) -> list[str]:
@@ -92,7 +85,7 @@ def run(words: str, world_size: int, model: dict[str, Any] | None = None) -> Run
     return describe(f"{LAUNCH} --world-size {world_size} {words}".split(), TRANSFORMERS)
 
 
-def test_a_launch_is_refused_by_its_files(run_folder: Path, parallelisms: None) -> None:
+def test_a_launch_is_refused_by_its_files(run_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"hf/config.json: 'num_attention_heads': 28 .* Ulysses"):
         run("--context-parallel-size 8", 8)
     sizes = {"text_decoder": {"context_parallel_size": 2, "tensor_model_parallel_size": 1}}
@@ -109,7 +102,7 @@ def test_scripts_read_the_number_of_expert_ranks_that_the_file_states(run_folder
 
 def test_keys_of_a_parallelism_that_is_not_asked_for(said: list[str]) -> None:
     config = Fsdp2Config.from_dict({"moe_modules": ["a"], "reshard_local_experts": True, "tp_colwise": ["b"]})
-    log_idle_parallel_keys(Dims(dp=2, tp=2, ep=2), config)
+    log_idle_parallel_keys(Dims(ulysses=2, tp=2, ep=2), config)
     assert said == []
     log_idle_parallel_keys(Dims(), config)
     assert said == [
