@@ -154,6 +154,16 @@ class FSDP2Mixin:
         )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
+        """
+        Raises:
+            ConfigError: the run splits layers or experts, and the class built no meshes for them.
+        """
+        dims = current_build_context().dims
+        if self._meshes is None and dims is not None and (dims.tp > 1 or dims.ep > 1):
+            raise ConfigError(
+                f"{type(self).__name__} has a _pre_fully_shard of its own, which builds no meshes for tensor-parallel "
+                f"size {dims.tp} and expert-parallel size {dims.ep}; call super()._pre_fully_shard, or set both to 1"
+            )
         return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {})
 
     def _pre_fully_shard(

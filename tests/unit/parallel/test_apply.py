@@ -163,3 +163,9 @@ def test_a_model_that_shards_itself_in_its_own_way_is_refused_a_parallelism(dims
     for model in (OwnDoor(), OwnDoorOverTheMixin()):
         with pytest.raises(ConfigError, match=rf"{key}: {type(model).__name__} .* doesn't split {what} over ranks"):
             refuse_own_sharding(model, dims)
+
+
+@pytest.mark.parametrize("dims", [Dims(dp=2, ep=2), Dims(tp=2)])
+def test_a_class_that_builds_no_meshes_is_refused_what_needs_them(dims: Dims) -> None:
+    with build_context(BuildContext(dims=dims)), pytest.raises(ConfigError, match=r"call super\(\)._pre_fully_shard"):
+        Recorder().fully_shard()
