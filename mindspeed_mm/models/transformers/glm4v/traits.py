@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.transformers.glm4v.batches import glm4v_tower_pass
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import packed_positions
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TOWER
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_TOWER
 
 TRAITS = FamilyTraits(
     language_model="model.language_model",
@@ -15,7 +15,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(TOWER,),
+    towers=(GRID_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=glm4v_tower_pass,

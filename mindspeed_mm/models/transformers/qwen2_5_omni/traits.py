@@ -9,7 +9,7 @@ import torch
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.qwen2_5_omni.batches import omni_packed_positions, omni_tower_pass
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TOWER as VISION_TOWER
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_TOWER
 
 _FRAMES = 8  # become one token in Qwen3-Omni's tower, two in Qwen2.5-Omni's
 
@@ -39,7 +39,7 @@ TRAITS = FamilyTraits(
     },
     towers=(
         AUDIO_TOWER,
-        VISION_TOWER,
+        GRID_TOWER,
     ),
     packed_positions=omni_packed_positions,
     attention="causal",

@@ -28,7 +28,7 @@ GRID_SPLIT = MediaSplit(
     grids={"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"},
     rows_per_token=lambda config: config.vision_config.spatial_merge_size**2,
 )
-TOWER = Tower(
+GRID_TOWER = Tower(
     "model.visual",
     ("image", "video"),
     ("pixel_values", "pixel_values_videos"),
@@ -43,7 +43,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(TOWER,),
+    towers=(GRID_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=one_tower_pass,

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from mindspeed_mm.models.transformers.qwen2_5_omni.traits import AUDIO_TOWER
 from mindspeed_mm.models.transformers.qwen2_5_omni.traits import TRAITS as OMNI
-from mindspeed_mm.models.transformers.qwen3_vl.traits import DEEPSTACK
-from mindspeed_mm.models.transformers.qwen3_vl.traits import TOWER as VISION_TOWER
+from mindspeed_mm.models.transformers.qwen3_vl.traits import DEEPSTACK, DEEPSTACK_TOWER
 
 TRAITS = replace(
     OMNI,
     parts={**OMNI.parts, "vision_projector": ("model.visual.merger", "model.visual.merger_list")},
     tensor=DEEPSTACK,
-    towers=(AUDIO_TOWER, VISION_TOWER),
+    towers=(AUDIO_TOWER, DEEPSTACK_TOWER),
 )

@@ -9,8 +9,7 @@ import torch
 
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_SPLIT
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TOWER as QWEN2_5_VL_TOWER
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_SPLIT, GRID_TOWER
 from mindspeed_mm.parallel.tensor_plan import TensorPlan
 
 
@@ -36,8 +35,8 @@ def _deepstack_layers(model: Any) -> int:
 #: names of layers as in Llama
 DEEPSTACK = TensorPlan(uncut_layers=_deepstack_layers)
 
-TOWER = replace(
-    QWEN2_5_VL_TOWER,
+DEEPSTACK_TOWER = replace(
+    GRID_TOWER,
     run_dummy=run_one_deepstack_patch,
     split=replace(GRID_SPLIT, outputs=("pooler_output", "deepstack_features")),
 )
@@ -49,7 +48,7 @@ TRAITS = FamilyTraits(
         "text_decoder": ("model.language_model", "lm_head"),
     },
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
-    towers=(TOWER,),
+    towers=(DEEPSTACK_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
     one_tower_pass=one_tower_pass,
