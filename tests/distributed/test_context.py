@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parity.test_families import case_of
 from tests.support.families import families
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.packs import ROWS, make_samples, pack
@@ -168,6 +169,32 @@ def test_images_and_videos(layout: str, pool_of: Callable[[int], RankPool]) -> N
     world, flags = LAYOUTS[layout]
     fsdp2 = {"sub_modules_to_wrap": WRAP}
     check(pool_of(world).run(step_on_ranks, str(hf_dir), batches, flags, None, fsdp2, timeout=120)[0], expected)
+
+
+CAUSAL = [name for name, family in families().items() if family.outputs is None and name != "gemma3"]
+CASES_ALWAYS = [("qwen3_vl", "ulysses 2"), ("qwen3_vl", "ring 2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in CASES_ALWAYS else pytest.mark.full)
+        for name in CAUSAL
+        for layout in ("ulysses 2", "ring 2", "2 by 2")
+    ],
+)
+def test_families(name: str, layout: str, pool_of: Callable[[int], RankPool]) -> None:
+    """Rows of all media and of none, each a micro-batch: features of images that join several layers (Qwen3-VL),
+    positions in three dimensions or made by the model itself, sounds."""
+    case, (world, flags) = case_of(name), LAYOUTS[layout]
+    fsdp2 = {"sub_modules_to_wrap": list(case.family.wrap)}
+    arguments = (str(case.hf_dir), case.inputs(), flags, dict(case.family.model), fsdp2)
+    check(pool_of(world).run(step_on_ranks, *arguments, timeout=120)[0], plain_family(name))
+
+
+@functools.cache
+def plain_family(name: str) -> Step:
+    return PlainModel(case_of(name).hf_dir, case_of(name).inputs()).step()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
