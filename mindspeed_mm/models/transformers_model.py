@@ -188,7 +188,7 @@ class TransformersModel(MultiModalModule):
             raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
         if self._context is not None:
-            self._expect_shard(self._context, batch.pop("sequence_shard", None), labels)
+            self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)
         elif packed_rows is not None and self.traits.packed_masks is not None:
             batch["attention_mask"] = self.traits.packed_masks(self.model, batch)
         if self._boundaries is not None:
@@ -230,7 +230,13 @@ class TransformersModel(MultiModalModule):
             output["log_probabilities"] = of_head
         return output
 
-    def _expect_shard(self, context: ContextParallel, shard: SequenceShard | None, labels: torch.Tensor | None) -> None:
+    def _expect_shard(
+        self,
+        context: ContextParallel,
+        shard: SequenceShard | None,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None,
+    ) -> None:
         if shard is None:
             raise DataError(
                 "a micro-batch came to the model without 'sequence_shard', which context parallelism needs; call "
@@ -242,7 +248,7 @@ class TransformersModel(MultiModalModule):
                 f"{context.world.context.size} a rank has the output of its own tokens only, and only losses are "
                 "summed over ranks; pass labels, or set it to 1"
             )
-        context.for_batch(shard)
+        context.for_batch(shard, input_ids)
 
     def fully_shard(self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | None = None) -> bool:
         """Shard the inner model; see FSDP2Mixin.fully_shard."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -33,7 +34,7 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.parallel.collectives import heads_to_sequence, sequence_to_heads
 from mindspeed_mm.parallel.ring import ring_attention
 from mindspeed_mm.parallel.sequence import SequencePlace, SequenceShard
-from mindspeed_mm.parallel.world import World
+from mindspeed_mm.parallel.world import RankSet, World
 from mindspeed_mm.utils.errors import ConfigError, DataError
 
 ATTENTION = "context_parallel"
@@ -62,7 +63,7 @@ class ContextParallel:
         self._implementation: str = self._config._attn_implementation
         self._shard: SequenceShard | None = None
         self._world: World | None = None
-        self._is_counted = False
+        self._is_checked = self._is_counted = False
         check_attention(self._config, name, dims)
         if self._implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ConfigError(
@@ -96,9 +97,20 @@ class ContextParallel:
         ring, ulysses = self.world.ring, self.world.ulysses
         return SequenceShard.of(documents, SequencePlace(ring.size, ring.rank, ulysses.size, ulysses.rank))
 
-    def for_batch(self, shard: SequenceShard) -> None:
-        """Set the shard of the next forward of the model."""
+    def for_batch(self, shard: SequenceShard, input_ids: torch.Tensor) -> None:
+        """Set the shard of the next forward of the model; at the first call a collective.
+
+        Args:
+            shard: of the micro-batch.
+            input_ids: [batch, sequence], the whole rows.
+
+        Raises:
+            DataError: the ranks that share the tokens of a row were given different rows.
+        """
         self._shard = shard
+        if not self._is_checked and self.world.context.size > 1:
+            _check_same_rows(input_ids, self.world.context)
+        self._is_checked = True
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         shard, self._shard = self._shard, None
@@ -298,6 +310,20 @@ def _cut(shard: SequenceShard, kwargs: Mapping[str, Any]) -> dict[str, Any]:
             features.index_select(0, own) for features in kwargs["deepstack_visual_embeds"]
         ]
     return cut
+
+
+def _check_same_rows(input_ids: torch.Tensor, context: RankSet) -> None:
+    """Compare the rows of all ranks by a checksum: attention over parts of different rows would be silent."""
+    places = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    own = (input_ids.flatten() * places).sum() * 31 + input_ids.shape[1]
+    ends = torch.stack([own, -own])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=context.group)
+    if ends[0] != -ends[1]:
+        raise DataError(
+            f"the {context.size} context-parallel ranks, which split the tokens of the same rows, were given different "
+            "ones; a data provider deals rows out by get_args().data_parallel_rank and data_parallel_size, not by the "
+            "rank of the process"
+        )
 
 
 def check_attention(config: Any, name: str, dims: Dims) -> None:

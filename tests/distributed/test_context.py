@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parity.test_families import case_of
 from tests.support.families import families
@@ -19,7 +20,7 @@ from tests.support.packs import ROWS, make_samples, pack
 from tests.support.reference import rows_as_inputs, train_reference
 from tests.support.split_tokens import Batch, PlainModel, Step, padded, step_on_ranks, text_documents
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
-from tests.support.workers import RankPool
+from tests.support.workers import RankError, RankPool
 
 LOSS_TOLERANCE, NORM_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5, 1e-5
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -156,11 +157,25 @@ def test_padded_rows(name: str, layout: str, side: str, pool_of: Callable[[int],
 def media_case() -> tuple[Path, list[Batch], Step]:
     """Qwen2.5-VL on packed rows with images and videos, some across the edge of a shard, and one row without any."""
     hf_dir = tiny_qwen2_5_vl_dir(folder("qwen2_5_vl"), seed=3)
-    samples = make_samples(hf_dir)
-    rows = [*ROWS, (1, 4)]
-    batches = [pack([[samples[number] for number in row] for row in part]) for part in (rows[:2], rows[2:4], rows[4:])]
+    samples = [*make_samples(hf_dir), image_across_an_edge(hf_dir)]
+    rows = [*ROWS, (1, 4), (len(samples) - 1,)]
+    batches = [
+        pack([[samples[number] for number in row] for row in part])
+        for part in (rows[:2], rows[2:4], rows[4:5], rows[5:])
+    ]
     documents = [samples[number] for row in rows for number in row]
     return hf_dir, batches, PlainModel(hf_dir, documents).step()
+
+
+def image_across_an_edge(hf_dir: Path) -> Batch:
+    """X01: seven tokens, those of an image on both sides of the middle of the eight that they are filled up to."""
+    config = json.loads((hf_dir / "config.json").read_text())
+    image = config["image_token_id"]
+    ids = torch.tensor([[10, 11, config["vision_start_token_id"], image, image, 12, 13]])
+    pixels = torch.randn(8, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(3))
+    is_image = ids == image
+    media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 4]]), "mm_token_type_ids": is_image.long()}
+    return {"input_ids": ids, "labels": ids.masked_fill(is_image, -100), **media}
 
 
 @pytest.mark.parametrize("layout", ["ulysses 2", "ring 2", pytest.param("2 by 2", marks=pytest.mark.full)])
@@ -204,6 +219,16 @@ def test_recomputed_blocks_see_the_same_tokens(
 ) -> None:
     fsdp2 = {"sub_modules_to_wrap": WRAP_TEXT, "recompute_modules": WRAP_TEXT, "use_reentrant": reentrant}
     check(packed_step("qwen3", layout, pool_of, fsdp2=fsdp2), packed_reference("qwen3"))
+
+
+def step_of_different_rows(hf_dir: str, batches: list[Batch], flags: dict[str, Any]) -> None:
+    step_on_ranks(hf_dir, batches[dist.get_rank() :], flags)
+
+
+def test_ranks_that_share_rows_must_be_given_the_same(ranks2: RankPool) -> None:
+    documents = [pack([row]) for row in packed_rows()[:2]]
+    with pytest.raises(RankError, match="the 2 context-parallel ranks, which split the tokens of the same rows, were "):
+        ranks2.run(step_of_different_rows, str(directory("qwen3")), documents, LAYOUTS["ulysses 2"][1], timeout=60)
 
 
 # --- losses

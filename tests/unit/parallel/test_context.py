@@ -111,7 +111,8 @@ def test_a_users_model_is_refused_unless_it_splits_tokens_itself() -> None:
 
 
 def shard_of_row(context: ContextParallel, length: int) -> None:
-    context.for_batch(context.shard_of(torch.ones(1, length, dtype=torch.int64)))
+    ones = torch.ones(1, length, dtype=torch.int64)
+    context.for_batch(context.shard_of(ones), ones)
 
 
 def test_a_layer_that_does_not_use_the_attention_function_is_found_at_the_first_batch() -> None:
@@ -161,7 +162,7 @@ def test_one_rank_computes_what_the_model_computes(implementation: str) -> None:
     context = installed(model)
     assert model.config._attn_implementation == ATTENTION
     assert ATTENTION not in model.config.to_json_string(use_diff=False)
-    context.for_batch(context.shard_of(torch.ones_like(ids)))
+    context.for_batch(context.shard_of(torch.ones_like(ids)), ids)
     with torch.no_grad():
         found = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-5)
@@ -182,7 +183,7 @@ def test_nothing_of_the_device_is_read_by_the_host() -> None:
     documents = torch.tensor([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
     with counted_host_reads() as reads:
         batch = move_to_device({"ids": torch.zeros_like(documents), "shard": context.shard_of(documents)}, DEVICE)
-        context.for_batch(batch["shard"])
+        context.for_batch(batch["shard"], batch["ids"])
         reads.open()
         _, cut = context._before(context._language_model, (), {"input_ids": batch["ids"]})
         assert reads.windows == [[]]
