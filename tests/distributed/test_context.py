@@ -271,7 +271,7 @@ def steps_of_all_losses(hf_dir: str, batches: list[Batch], flags: dict[str, Any]
     return [step_on_ranks(hf_dir, batches, flags, {"loss_cfg": {"loss_type": kind}}) for kind in LOSS_TYPES]
 
 
-@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2"])
+@pytest.mark.parametrize("layout", ["ulysses 2", pytest.param("ring 2", marks=pytest.mark.full)])
 def test_every_loss_over_accumulated_micro_batches(layout: str, ranks4: RankPool) -> None:
     """Two data-parallel times two context-parallel ranks, two micro-batches each."""
     rows = packed_rows()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.models.common.base_model import FSDP2Mixin, refuse_own_sharding
@@ -189,3 +190,27 @@ def test_nothing_of_the_device_is_read_by_the_host() -> None:
         assert reads.windows == [[]]
         assert cut["position_ids"].tolist() == [list(range(7))] * 2
         assert len(reads.windows[0]) == 1
+
+
+def test_flash_attention_gets_the_boundaries_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of documents, padding and what is filled up, over the flattened rows; and sees its own name."""
+    seen: list[Any] = []
+
+    def flash(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+        boundaries = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")}
+        seen.append((module.config._attn_implementation, module.is_causal, mask, boundaries))
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
+    model = Qwen3ForCausalLM(config())
+    model.config._attn_implementation = "flash_attention_2"
+    context = installed(model)
+    for documents, expected in (([[1, 1, 2, 2, 2, 0], [1] * 6], [0, 2, 5, 6, 12]), ([[1] * 6, [1] * 6], None)):
+        rows = torch.tensor(documents)
+        context.for_batch(context.shard_of(rows), rows)
+        model(input_ids=rows, use_cache=False)
+        name, is_causal, mask, found = seen[-1]
+        assert (name, is_causal, mask) == ("flash_attention_2", True, None)
+        lengths = found["cu_seq_lens_q"]
+        assert (None if lengths is None else lengths.tolist()) == expected
+        assert found["cu_seq_lens_k"] is lengths and found["max_length_q"] == (6 if expected else None)
