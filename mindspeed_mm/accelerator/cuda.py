@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 import torch
 
+from mindspeed_mm.accelerator.attention import cuda as flash
+from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.utils.launch import this_launch
 
@@ -34,6 +36,11 @@ class CUDAAccelerator(Accelerator):
     attention_packages = MappingProxyType(
         {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     )
+
+    def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        if query.dtype in flash.DTYPES and max(query.shape[-1], value.shape[-1]) <= flash.LARGEST_HEAD:
+            return PaddedHeads(flash.CUDAFlashAttention(), multiple=flash.HEAD_MULTIPLE)
+        return super().attention_kernel(query, value)
 
     def device(self) -> torch.device:
         return torch.device("cuda", this_launch().local_rank % torch.cuda.device_count())

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
+from mindspeed_mm.accelerator.attention.npu import NPUFusionAttention
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.launch import this_launch
@@ -33,6 +35,9 @@ class NPUAccelerator(Accelerator):
         self._npu = torch_npu.npu
         if importlib.util.find_spec("mindspeed") is None:
             notice("mindspeed is not installed: its fused NPU operators are not used (see pyproject.toml, extra npu)")
+
+    def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        return PaddedHeads(NPUFusionAttention())
 
     def device(self) -> torch.device:
         return torch.device("npu", this_launch().local_rank % self._npu.device_count())

@@ -22,9 +22,7 @@ gradients of a block: Dao et al., "FlashAttention" (arXiv 2205.14135), algorithm
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +31,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.accelerator.attention import CAUSAL, AttentionKernel, Band, PlainAttention
+from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
+from mindspeed_mm.parallel.ring_layout import Part, RingLayout, TokenSelection
 from mindspeed_mm.parallel.world import RankSet
 
 _LEAST = -1e30
@@ -70,112 +69,28 @@ def ring_attention(
     Returns:
         `[batch, query heads, tokens, value head size]`, of the query's dtype.
     """
-    layout = tuple(tuple(int(chunk) for chunk in row) for row in chunks)
-    _check(query, key, value, layout, window)
-    rows = _Rows(layout, ring.rank, ring.size, window)
-    return _RingAttention.apply(query, key, value, sinks, rows, ring, scale)
+    layout = RingLayout(tuple(tuple(map(int, row)) for row in chunks), ring.rank, ring.size, window)
+    _check(query, key, value, layout)
+    return _RingAttention.apply(query, key, value, sinks, layout, ring, scale)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, layout: tuple[tuple[int, ...], ...], window: int | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, layout: RingLayout) -> None:
     if query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"ring attention: query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} don't fit"
         )
-    if len(layout) != query.shape[0]:
-        raise ValueError(f"ring attention: chunks of {len(layout)} rows are given for a batch of {query.shape[0]}")
-    longest = max(2 * sum(row) for row in layout)
+    if len(layout.chunks) != query.shape[0]:
+        raise ValueError(
+            f"ring attention: chunks of {len(layout.chunks)} rows are given for a batch of {query.shape[0]}"
+        )
+    longest = max(2 * sum(row) for row in layout.chunks)
     if longest > query.shape[2] or query.shape[2] != key.shape[2]:
         raise ValueError(
             f"ring attention: the documents of a row have {longest} tokens on this rank; there are {query.shape[2]} "
             f"queries and {key.shape[2]} keys"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"ring attention: window is {window}, expected at least 1")
-
-
-# --- which queries see which keys
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Queries and keys that are computed at once.
-
-    Attributes:
-        rows, queries, keys: ranges of rows, of query tokens and of key tokens.
-        band: the keys that each query sees; None: all of them.
-    """
-
-    rows: slice
-    queries: slice
-    keys: slice
-    band: Band | None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The layout of a batch, as one rank sees it.
-
-    Attributes:
-        chunks: for each row the length of a chunk of each document.
-        rank, ranks: rank in the ring and size of the ring.
-        window: size of the sliding window, if there is one.
-    """
-
-    chunks: tuple[tuple[int, ...], ...]
-    rank: int
-    ranks: int
-    window: int | None
-
-    @functools.lru_cache(maxsize=256)  # noqa: B019 (a value, not an object with a life of its own)
-    def parts(self, source: int) -> tuple[_Part, ...]:
-        """Return what is to be computed with the keys of rank `source`."""
-        if len(set(self.chunks)) == 1:
-            return tuple(self._parts_of_rows(slice(0, len(self.chunks)), self.chunks[0], source))
-        return tuple(
-            part
-            for row, chunks in enumerate(self.chunks)
-            for part in self._parts_of_rows(slice(row, row + 1), chunks, source)
-        )
-
-    def _parts_of_rows(self, rows: slice, chunks: tuple[int, ...], source: int) -> Iterator[_Part]:
-        start = 0
-        for chunk in chunks:
-            first, second, both = (
-                slice(start, start + chunk),
-                slice(start + chunk, start + 2 * chunk),
-                slice(start, start + 2 * chunk),
-            )
-            start += 2 * chunk
-            if not chunk:
-                continue
-            if self.window is not None and self.window < 2 * self.ranks * chunk:
-                yield from self._parts_under_window(rows, (first, second), chunk, source)
-            elif source == self.rank:
-                yield _Part(rows, both, both, CAUSAL)
-            elif source < self.rank:
-                yield _Part(rows, both, first, None)
-            else:
-                yield _Part(rows, second, both, None)
-
-    def _parts_under_window(self, rows: slice, halves: tuple[slice, slice], chunk: int, source: int) -> Iterator[_Part]:
-        assert self.window is not None
-        for queries, of_queries in zip(halves, self._chunks_of(self.rank)):
-            for keys, of_keys in zip(halves, self._chunks_of(source)):
-                offset = (of_queries - of_keys) * chunk
-                if offset < 0 or offset - (chunk - 1) >= self.window:
-                    continue
-                if offset and offset + chunk - 1 < self.window:
-                    yield _Part(rows, queries, keys, None)
-                else:
-                    yield _Part(
-                        rows, queries, keys, Band(offset, None if chunk <= self.window and not offset else self.window)
-                    )
-
-    def _chunks_of(self, rank: int) -> tuple[int, int]:
-        return rank, 2 * self.ranks - 1 - rank
-
-
-# --- what travels
+    if layout.window is not None and layout.window < 1:
+        raise ValueError(f"ring attention: window is {layout.window}, expected at least 1")
 
 
 class _Shift:
@@ -213,99 +128,150 @@ class _RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        rows: _Rows,
+        layout: RingLayout,
         ring: RankSet,
         scale: float,
     ) -> Tensor:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
-        kernel = _Kernels(query, value, scale)
-        out = torch.zeros(*query.shape[:3], value.shape[-1], dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:3], _LEAST, dtype=torch.float32, device=query.device)
+        blocks = _Blocks(layout, query, value, scale)
+        merged = _Merged((*query.shape[:3], value.shape[-1]), query.device)
         held = [key, value]
         for step in range(ring.size):
             coming = _Shift(held, ring) if step < ring.size - 1 else None
-            for part in rows.parts((ring.rank - step) % ring.size):
-                kernel.forward(part, query, held[0], held[1], out, lse)
+            blocks.forward((ring.rank - step) % ring.size, held, merged)
             if coming is not None:
                 held = coming.wait()
+        out, lse = merged.total()
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.float())
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.rows, ctx.ring, ctx.scale = rows, ring, scale
+        ctx.save_for_backward(blocks.query, key, value, sinks, out, lse)
+        ctx.layout, ctx.ring, ctx.scale = layout, ring, scale
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        rows, ring = ctx.rows, ctx.ring
-        kernel = _Kernels(query, value, ctx.scale)
+        ring = ctx.ring
+        blocks = _Blocks(ctx.layout, query, value, ctx.scale)
         grad_out = grad_out.transpose(1, 2).contiguous()
-        grad_query = torch.zeros_like(query, dtype=torch.float32)
-        held, gradients = [key, value], None
+        grad_query = _Sum(query)
+        held, travelling = [key, value], None
         for step in range(ring.size):
             coming = _Shift(held, ring) if step < ring.size - 1 else None
-            block = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in held]
-            for part in rows.parts((ring.rank - step) % ring.size):
-                kernel.backward(part, grad_out, query, held[0], held[1], out, lse, grad_query, block[0], block[1])
-            if gradients is not None:  # the sums of the ranks that held these keys before have come meanwhile
-                block = [sums.add_(own) for sums, own in zip(gradients.wait(), block)]
+            grads = blocks.backward((ring.rank - step) % ring.size, held, grad_out, out, lse, grad_query)
+            if travelling is not None:  # the sums of the ranks that held these keys before have come meanwhile
+                grads = [sums.add_(own) for sums, own in zip(travelling.wait(), grads)]
             if coming is not None:
                 held = coming.wait()
-            gradients = _Shift(block, ring) if ring.size > 1 else None
-        grad_key, grad_value = block if gradients is None else gradients.wait()
+            travelling = _Shift(grads, ring) if ring.size > 1 else None
+        grad_key, grad_value = grads if travelling is None else travelling.wait()
         grad_sinks = None
         if sinks is not None:
             delta = (grad_out.float() * out).sum(-1)
             grad_sinks = -((sinks.float() - lse).exp_() * delta).sum((0, 1)).to(sinks.dtype)
         heads_first = (
-            gradient.to(of.dtype).transpose(1, 2)
-            for gradient, of in ((grad_query, query), (grad_key, key), (grad_value, value))
+            grad.to(of.dtype).transpose(1, 2)
+            for grad, of in ((grad_query.total(), query), (grad_key, key), (grad_value, value))
         )
         return *heads_first, grad_sinks, None, None, None
 
 
-class _Kernels:
-    """The device's kernel, and plain attention for what it doesn't compute, on parts of a block."""
+class _Merged:
+    """Output and log-sum-exp of the blocks that were merged so far, in fp32.
 
-    def __init__(self, query: Tensor, value: Tensor, scale: float) -> None:
-        self._own = accelerator.current().attention_kernel(query, value)
-        self._scale = scale
+    Args:
+        shape: shape of the output.
+    """
 
-    def _for(self, part: _Part) -> AttentionKernel:
-        return self._own if self._own.takes(part.band) else PlainAttention()
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._state: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, part: _Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge a part into the output and the log-sum-exp."""
-        q = (part.rows, part.queries)
-        k = (part.rows, part.keys)
-        part_out, part_lse = self._for(part).forward(query[q], key[k], value[k], band=part.band, scale=self._scale)
-        total = torch.logaddexp(lse[q], part_lse)
-        out[q].mul_((lse[q] - total).exp_().unsqueeze(-1)).addcmul_(part_out, (part_lse - total).exp_().unsqueeze(-1))
-        lse[q] = total
+    def merge(self, where: TokenSelection, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention of some queries to further keys; all of them at first are taken as they are."""
+        if self._state is None and where.are_all_of(self._shape) and _can_be_kept(out):
+            self._state = (out, lse.contiguous())
+            return
+        merged, before = (where.take(tensor) for tensor in self.total())
+        total = torch.logaddexp(before, lse)
+        merged.mul_((before - total).exp_().unsqueeze(-1)).addcmul_(out, (lse - total).exp_().unsqueeze(-1))
+        for tensor, part in zip(self.total(), (merged, before.copy_(total))):
+            where.put(tensor, part)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp; those of queries that saw nothing are 0 and as good as -inf."""
+        if self._state is None:
+            out = torch.zeros(*self._shape, dtype=torch.float32, device=self._device)
+            self._state = (out, torch.full(out.shape[:3], _LEAST, dtype=torch.float32, device=self._device))
+        return self._state
+
+
+class _Sum:
+    """A sum of parts of a tensor, in fp32.
+
+    Args:
+        like: a tensor of its shape.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._device = like.shape, like.device
+        self._total: Tensor | None = None
+
+    def add(self, where: TokenSelection, part: Tensor) -> None:
+        """Add to some tokens; a part for all of them at first is taken as it is."""
+        if self._total is None and where.are_all_of(self._shape) and _can_be_kept(part):
+            self._total = part
+        else:
+            where.add(self.total(), part)
+
+    def total(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
+        return self._total
+
+
+def _can_be_kept(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+class _Blocks:
+    """This rank's queries against the blocks of keys that come by.
+
+    Attributes:
+        query: the queries; contiguous if the kernel wants documents packed.
+    """
+
+    def __init__(self, layout: RingLayout, query: Tensor, value: Tensor, scale: float) -> None:
+        self._layout, self._scale = layout, scale
+        self._kernel = accelerator.current().attention_kernel(query, value)
+        self.query = query.contiguous() if self._kernel.takes_packed else query
+
+    def _parts(self, source: int) -> list[tuple[Part, AttentionKernel]]:
+        parts = self._layout.parts(source, self._kernel, self.query.shape[1], self.query.device)
+        return [(part, self._kernel if self._kernel.takes(part.band) else PlainAttention()) for part in parts]
+
+    def forward(self, source: int, held: list[Tensor], merged: _Merged) -> None:
+        """Merge the attention to the keys and values of rank `source`."""
+        for part, kernel in self._parts(source):
+            key, value = (part.keys.take(tensor) for tensor in held)
+            how: Any = {"band": part.band, "scale": self._scale, "lengths": part.lengths}
+            merged.merge(part.queries, *kernel.forward(part.queries.take(self.query), key, value, **how))
 
     def backward(
-        self,
-        part: _Part,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-    ) -> None:
-        """Add a part's gradients."""
-        q = (part.rows, part.queries)
-        k = (part.rows, part.keys)
-        of_query, of_key, of_value = self._for(part).backward(
-            grad_out[q], query[q], key[k], value[k], out[q], lse[q], band=part.band, scale=self._scale
-        )
-        grad_query[q].add_(of_query)
-        grad_key[k].add_(of_key)
-        grad_value[k].add_(of_value)
+        self, source: int, held: list[Tensor], grad_out: Tensor, out: Tensor, lse: Tensor, grad_query: _Sum
+    ) -> list[Tensor]:
+        """Add to the gradient of the queries, and return those of the keys and values of rank `source`, in fp32."""
+        sums = [_Sum(tensor) for tensor in held]
+        for part, kernel in self._parts(source):
+            grad, query, final, its_lse = (part.queries.take(t) for t in (grad_out, self.query, out, lse))
+            key, value = (part.keys.take(tensor) for tensor in held)
+            how: Any = {"band": part.band, "scale": self._scale, "lengths": part.lengths}
+            of_query, *of_held = kernel.backward(grad, query, key, value, final, its_lse, **how)
+            grad_query.add(part.queries, of_query)
+            for total, own in zip(sums, of_held):
+                total.add(part.keys, own)
+        return [each.total() for each in sums]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mm.accelerator.attention import PlainAttention
+from mindspeed_mm.accelerator.cpu import CPUAccelerator
+from mindspeed_mm.parallel import ring as ring_module
 from mindspeed_mm.parallel.ring import ring_attention
 from mindspeed_mm.parallel.world import RankSet
+from tests.support.live_bytes import LiveBytes
 from tests.support.workers import RankPool
 
 SCALE = 0.3
@@ -28,6 +37,7 @@ class Case:
         heads: query heads and key heads.
         sizes: head size of queries and keys, and of values.
         padding: tokens of padding at the end of each rank's rows, beyond what rows of different lengths need.
+        packs: with a kernel that takes packed sequences.
     """
 
     documents: tuple[tuple[int, ...], ...] = PACKED
@@ -38,6 +48,7 @@ class Case:
     padding: int = 0
     dtype: torch.dtype = torch.float32
     recompute: bool = False
+    packs: bool = False
 
     def chunks(self, ranks: int) -> list[list[int]]:
         return [[-(-length // (2 * ranks)) for length in row] for row in self.documents]
@@ -87,9 +98,36 @@ CASES = {
     "smaller values (MLA)": Case(sizes=(12, 8)),
     "larger values": Case(sizes=(4, 8)),
     "recompute": Case(sinks=True, recompute=True),
+    "packing kernel": Case(padding=3, packs=True, sinks=True),
+    "packing kernel, equal rows, a window": Case(((24, 9, 5), (24, 9, 5)), packs=True, window=6),
     "bf16": Case(dtype=torch.bfloat16, sinks=True),
     "fp16 window": Case(dtype=torch.float16, window=19),
 }
+
+
+class PackingKernel(PlainAttention):
+    """Takes packed sequences, one after the other."""
+
+    takes_packed = True
+
+    def forward(self, query, key, value, *, lengths=None, **how):  # type: ignore[no-untyped-def]
+        if lengths is None:
+            return super().forward(query, key, value, **how)
+        assert query.shape[0] == 1
+        parts = zip(query.split(lengths.queries, 1), *(t.split(lengths.keys, 1) for t in (key, value)))
+        return tuple(
+            torch.cat(part, 1) for part in zip(*(super(PackingKernel, self).forward(*p, **how) for p in parts))
+        )
+
+    def backward(self, grad_out, query, key, value, out, lse, *, lengths=None, **how):  # type: ignore[no-untyped-def]
+        if lengths is None:
+            return super().backward(grad_out, query, key, value, out, lse, **how)
+        of_queries = (t.split(lengths.queries, 1) for t in (grad_out, query))
+        of_keys = (t.split(lengths.keys, 1) for t in (key, value))
+        parts = zip(*of_queries, *of_keys, *(t.split(lengths.queries, 1) for t in (out, lse)))
+        return tuple(
+            torch.cat(part, 1) for part in zip(*(super(PackingKernel, self).backward(*p, **how) for p in parts))
+        )
 
 
 def reference(case: Case) -> dict[str, Tensor]:
@@ -142,10 +180,31 @@ def run_case(case: Case) -> dict[str, Tensor]:
             query, key, value, chunks=case.chunks(ranks), ring=ring, scale=SCALE, window=case.window, sinks=sinks
         )
 
-    out = checkpoint(attend, *leaves, use_reentrant=False) if case.recompute else attend(*leaves)
-    out.backward(grad_out)
+    kernel = PackingKernel() if case.packs else CPUAccelerator().attention_kernel(*leaves[:2])
+    with mock.patch.object(CPUAccelerator, "attention_kernel", lambda *_: kernel), elements_sent() as sent:
+        out = checkpoint(attend, *leaves, use_reentrant=False) if case.recompute else attend(*leaves)
+        forward = sum(sent)
+        out.backward(grad_out)
+    of_keys = sum(leaf.numel() for leaf in leaves[1:])
+    assert forward == (ranks - 1) * of_keys
+    if not case.recompute:
+        assert sum(sent) == forward + (ranks - 1) * of_keys + (ranks * of_keys if ranks > 1 else 0)
     found = {"out": out.detach()} | {name: tensor.grad for name, tensor in local.items()}
     return found | ({} if sinks is None else {"sinks": sinks.grad})
+
+
+@contextmanager
+def elements_sent() -> Iterator[list[int]]:
+    """The elements of each tensor that this rank sends."""
+    sent: list[int] = []
+    send = dist.batch_isend_irecv
+
+    def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sent.extend(each.tensor.numel() for each in operations if each.op is dist.isend)
+        return send(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
+        yield sent
 
 
 def run_cases(cases: Sequence[Case]) -> list[dict[str, Tensor]]:
@@ -181,3 +240,58 @@ def test_ring_equals_plain_attention(size: int, request: pytest.FixtureRequest) 
         for what, expected in reference(case).items():
             off = ((found[what] - expected).norm() / expected.norm()).item()
             assert off <= limit, f"{name}: {what} is off by {off:.1e}"
+
+
+# --- memory, on tensors without any
+
+
+class Attention(nn.Module):
+    """Projections, attention over a ring, or over whole rows where there is none, and a projection."""
+
+    def __init__(self, ring: RankSet, window: int | None) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.key, self.value = nn.Linear(64, 32), nn.Linear(64, 32)
+        self.ring, self.window = ring, window
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            part(hidden).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        if self.ring.size == 1:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        else:
+            chunks = [[hidden.shape[1] // 2]] * hidden.shape[0]
+            out = ring_attention(query, key, value, chunks=chunks, ring=self.ring, scale=SCALE, window=self.window)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def memory_of(tokens: int, ring: RankSet, *, layers: int, window: int | None = None) -> LiveBytes:
+    """What the activations of a stack of attention take on one rank; nothing is computed, nothing is sent."""
+    silent = SimpleNamespace(
+        P2POp=lambda *_, **__: None, isend=None, irecv=None, batch_isend_irecv=lambda operations: []
+    )
+    with FakeTensorMode(), mock.patch.object(ring_module, "dist", silent):
+        model = nn.Sequential(*(Attention(ring, window) for _ in range(layers)))
+        hidden = torch.empty(1, tokens // ring.size, 64)
+        with LiveBytes() as live:
+            model(hidden).sum().backward()
+    return live
+
+
+def ring_of_four(rank: int) -> RankSet:
+    return RankSet(rank, 4, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_of_four_needs_a_third_of_the_memory(rank: int) -> None:
+    """Of 16k tokens and four layers; a quarter of that is kept, the rest are blocks on their way."""
+    alone = memory_of(16384, RankSet(0, 1, None), layers=4)  # type: ignore[arg-type]
+    assert memory_of(16384, ring_of_four(rank), layers=4).peak <= 0.35 * alone.peak
+
+
+def test_no_tensor_grows_with_the_square_of_the_length() -> None:
+    """Without a window none is larger than the hidden states; under one, scores are [256, 256 + window] a head."""
+    for rank in (0, 3):
+        assert memory_of(8192, ring_of_four(rank), layers=1).largest == 2048 * 64
+        assert memory_of(8192, ring_of_four(rank), layers=1, window=500).largest <= 4 * 256 * (256 + 500)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,6 +37,11 @@ class PackedLengths:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+
+    @classmethod
+    def of_rows(cls, query: Tensor, key: Tensor) -> PackedLengths:
+        """Return the lengths of the rows of `[batch, tokens, …]`, packed one after the other."""
+        return cls((query.shape[1],) * query.shape[0], (key.shape[1],) * key.shape[0])
 
     @property
     def query_ends(self) -> tuple[int, ...]:
@@ -164,13 +168,3 @@ class PaddedHeads(AttentionKernel):
 
 def _pad(tensor: Tensor, size: int) -> Tensor:
     return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
-
-
-def repeat_heads(tensor: Tensor, times: int) -> Tensor:
-    """Return a tensor with each of its heads `times` times in a row."""
-    return tensor if times == 1 else tensor.repeat_interleave(times, dim=2)
-
-
-def sum_heads(tensor: Tensor, times: int) -> Tensor:
-    """Return the sums over `times` heads in a row: the gradient of `repeat_heads`."""
-    return tensor if times == 1 else tensor.unflatten(2, (-1, times)).sum(3, dtype=torch.float32)
