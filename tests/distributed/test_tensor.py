@@ -6,13 +6,22 @@ Losses 1e-6 and norms 1e-5 of a plain loop, and every gradient of the first step
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
+from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.optimizer.clip import local_tensor
+from mindspeed_mm.parallel.world import start_world
 from tests.distributed.test_experts import assert_equals_transformers
 from tests.parity.test_families import case_of, load_all
 from tests.support.gradients import reference_gradients, run_for_gradients, worst_difference
@@ -133,11 +142,13 @@ FAMILIES = {
     "qwen3, TP2": (OfFamily("qwen3"), full),
     "qwen3, TP2 × FSDP2, SP": (OfFamily("qwen3", 4, flags=SEQUENCE), full),
     "qwen3_vl, TP2, SP": (OfFamily("qwen3_vl", flags=SEQUENCE), full),
+    "qwen3, TP2 × CP2": (OfFamily("qwen3", 4, flags={"context_parallel_size": 2}), full),
+    "qwen3, TP2 × CP2, SP": (OfFamily("qwen3", 4, flags={"context_parallel_size": 2, **SEQUENCE}), full),
     "qwen2_5_vl, TP2 × FSDP2": (OfFamily("qwen2_5_vl", 4), full),
     "qwen2_5_vl, TP2, SP": (OfFamily("qwen2_5_vl", flags=SEQUENCE), full),
     "qwen3_moe, TP2, SP": (OfFamily("qwen3_moe", flags=SEQUENCE), full),
     "qwen3_moe, TP2 × EP2": (OfFamily("qwen3_moe", fsdp2={"expert_parallel_size": 2}), full),
-    "qwen3_moe, TP2 × EP4 × FSDP2, SP": (OfFamily("qwen3_moe", 4, {"expert_parallel_size": 2}, SEQUENCE), full),
+    "qwen3_moe, TP2 × FSDP2 × EP2, SP": (OfFamily("qwen3_moe", 4, {"expert_parallel_size": 2}, SEQUENCE), full),
     "qwen3_vl_moe, TP2 × FSDP2": (OfFamily("qwen3_vl_moe", 4), full),
     "glm4v_moe, TP2 × FSDP2": (OfFamily("glm4v_moe", 4), full),
     "glm4v_moe, TP2, SP": (OfFamily("glm4v_moe", flags=SEQUENCE), full),
@@ -186,3 +197,88 @@ def test_resumes_in_any_layout(ranks1: RankPool, ranks4: RankPool, tmp_path: Pat
         found = metrics_of(folder)
         assert found[0] == pytest.approx(losses, rel=1e-6)
         assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_run_from_scratch(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """L06: weights drawn at random, losses, evaluation, tokens, rows, averaged and exported weights of one process."""
+    hf_dir, data = tiny_qwen3_dir(tmp_path / "hf", weights=False), tied_model()[1]
+    keys = {"dataset_param.basic_parameters.val_dataset": str(data)}
+    model = {"train_from_scratch": True}
+    files = write_run_files(tmp_path, hf_dir, data, data=keys, model=model, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+    settings = {"global_batch_size": ROWS, "micro_batch_size": 2, "train_iters": 2, "log_row_ids": True}
+    settings |= {"eval_interval": 1, "eval_iters": 1, "save_hf": True, "no_save_optim": True, "ema_decay": 0.5}
+    runs = []
+    for world, flags in ((1, {}), (4, {"tensor_model_parallel_size": 2, **SEQUENCE})):
+        folder = tmp_path / f"run{world}"
+        pools[world].run(run_entry, launch_flags(files, **{**settings, **flags, "save": folder}), timeout=120)
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for file in (folder / "rows").iterdir() for line in file.read_text().splitlines()]
+        seen = sorted((row["iteration"], number) for row in rows for number in row["rows"])
+        exported = {file.parent.name: load_all(file.parent) for file in folder.rglob("model*.safetensors")}
+        runs.append((records, seen, exported))
+    (records, rows, exported), (found, found_rows, found_exported) = runs
+    assert found_rows == rows
+    for name, rel in (("loss", 1e-6), ("eval_loss", 1e-6), ("grad_norm", 1e-5), ("consumed_tokens", 0)):
+        values = [[r[name] for r in of_run if name in r] for of_run in (found, records)]
+        assert len(values[0]) >= 1 and values[0] == pytest.approx(values[1], rel=rel), name
+    assert len(exported) == 2 and exported.keys() == found_exported.keys()
+    for kind, tensors in exported.items():
+        assert tensors.keys() == found_exported[kind].keys()
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(found_exported[kind][key], tensor, rtol=1e-4, atol=1e-5, msg=f"{kind} {key}")
+
+
+class Block(nn.Module):
+    """A block with a residual connection of its own around two linear layers with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Own(FSDP2Mixin, WeightInitMixin, nn.Module):
+    """A model of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.out = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def split_own_model(keys: dict[str, Any]) -> float:
+    """The largest difference of outputs and of gradients of two micro-batches between a split model and a whole one."""
+    dims = Dims(dp=2, tp=2, dp_shard=2)
+    world = start_world("gloo", dims)
+    torch.manual_seed(0)
+    whole, model = Own(), Own()
+    model.load_state_dict(whole.state_dict())
+    with build_context(BuildContext(dims=dims, world=world, fsdp2=Fsdp2Config.from_dict(keys))):
+        model.fully_shard(world.gradients.group)
+    worst = 0.0
+    for step in range(2):
+        batches = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step))
+        expected = whole(batches)
+        expected.square().sum().backward()
+        output = model(batches[world.gradients.rank])
+        output.square().sum().backward()
+        worst = max(worst, float((output - expected[world.gradients.rank]).abs().max()))
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert isinstance(one.grad, DTensor) and other.grad is not None
+        worst = max(worst, float((one.grad.full_tensor() - other.grad).abs().max()))
+    parts = [tuple(local_tensor(block.up.weight).shape) for block in model.blocks]
+    assert parts == [(4, 8)] * 2, parts
+    return worst
+
+
+def test_a_model_of_ones_own(ranks4: RankPool) -> None:
+    """fsdp2.yaml names what is split; the outputs of a layer that nothing split follows are whole."""
+    keys = {"tp_colwise": ["blocks.{*}.up", "out"], "tp_rowwise": ["blocks.{*}.down"], "sharding_size": "auto"}
+    assert max(ranks4.run(split_own_model, {**keys, "sub_modules_to_wrap": ["blocks.{*}"]})) < 1e-5
