@@ -38,8 +38,9 @@ from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.utils.log import logger
-from tests.parity.test_families import load_all, write_rows
+from tests.parity.test_families import load_all
 from tests.support.families import Family, families
+from tests.support.family_case import write_rows
 from tests.support.launch import ROOT, run_entry
 from tests.support.workers import RankPool
 

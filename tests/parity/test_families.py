@@ -9,131 +9,36 @@ import atexit
 import functools
 import itertools
 import json
-import random
 import shutil
 import tempfile
-import wave
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data import build_mm_dataset
 from mindspeed_mm.data.loading.model_match import read_model_config
-from mindspeed_mm.models.transformers.adapters import find_adapter
 from mindspeed_mm.utils.errors import BadSample
-from tests.support.families import Family, families
-from tests.support.launch import launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.families import families
+from tests.support.family_case import FamilyCase
 from tests.support.reference import train_reference
 from tests.support.roundtrip import load_and_export
-from tests.support.tiny import words
 from tests.support.workers import RankPool
 
 FAMILIES = families()
 STEPS = 2
 
 
-def write_rows(folder: Path, family: Family) -> Path:
-    """Eight rows: without media, with one of each kind, with two of a kind, with all kinds in one row."""
-    kinds = family.kinds
-    rng, pixels = random.Random(7), np.random.RandomState(7)
-    folder.mkdir(parents=True)
-    sizes = [(56, 84), (90, 60), (64, 64), (40, 100)]
-    for number, (height, width) in enumerate(sizes):
-        for frame in range(4):
-            array = pixels.randint(0, 256, (height, width, 3), dtype=np.uint8)
-            Image.fromarray(array).save(folder / f"{number}_{frame}.png")
-    for number, samples in enumerate((8_000, 13_001, 20_480)):
-        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(16_000)
-            file.writeframes((pixels.randn(samples) * 3000).astype("<i2").tobytes())
-
-    def medium(kind: str) -> Any:
-        number = rng.randrange(4)
-        if kind == "video":
-            return [f"{number}_{frame}.png" for frame in range(rng.choice(family.clip_frames))]
-        return f"{number}_0.png" if kind == "image" else f"{rng.randrange(3)}.wav"
-
-    wanted = [(), *((kind,) for kind in kinds), *((kind, kind) for kind in kinds), kinds, ()]
-    rows = []
-    for number in range(8):
-        media = wanted[number % len(wanted)]
-        columns: dict[str, list[Any]] = {"images": [], "videos": [], "audios": []}
-        messages = []
-        for turn in range(1 + number % 2):
-            question = words(rng, rng.randint(2, 6))
-            for kind in media if turn == 0 else ():
-                question += f"<{kind}>" + words(rng, 1)
-                columns[f"{kind}s"].append(medium(kind))
-            messages.append({"role": "user", "content": question})
-            messages.append({"role": "assistant", "content": words(rng, rng.choice([1, 4, 9]))})
-        rows.append({"messages": messages, **columns})
-    rows = rows if family.rows is None else family.rows(folder)
-    file = folder / "data.json"
-    file.write_text(json.dumps(rows), encoding="utf-8")
-    return file
-
-
-def data_keys(family: Family) -> dict[str, Any]:
-    """What differs in data.json."""
-    columns = {"images": "images", "videos": "videos", "audios": "audios"}
-    keys = {f"dataset_param.attr.{column}": name for column, name in columns.items()}
-    return keys | {f"dataset_param.preprocess_parameters.{name}": value for name, value in family.preprocess.items()}
-
-
-class Case:
-    """A family's directory, rows and samples."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.family = name, FAMILIES[name]
-        self.hf_dir = self.family.make(folder / "hf")
-        self.data = write_rows(folder / "rows", self.family)
-        self.files = write_run_files(
-            folder / "files",
-            self.hf_dir,
-            self.data,
-            model=dict(self.family.model),
-            data=data_keys(self.family),
-            fsdp2={"sub_modules_to_wrap": list(self.family.wrap)},
-        )
-        param = json.loads(self.files["data.json"].read_text())["dataset_param"]
-        model = type("Model", (), {"model_id": self.family.model.get("model_id"), "init_from_hf_path": self.hf_dir})
-        self.dataset = build_mm_dataset(DatasetParam.from_dict(param), adapter=find_adapter(model))
-        self.samples = [self.dataset[number] for number in range(len(self.dataset))]
-
-    def inputs(self) -> list[dict[str, torch.Tensor]]:
-        """Each row alone, as the transformers model takes it."""
-        per_token = {"input_ids", "labels", *self.dataset.adapter.token_keys}
-        return [
-            {
-                **{key: value[None] if key in per_token else value for key, value in sample.items()},
-                "attention_mask": torch.ones_like(sample["input_ids"])[None],
-            }
-            for sample in self.samples
-        ]
-
-    def run(self, pool: RankPool, folder: Path, **flags: Any) -> tuple[list[float], list[float]]:
-        """Run the entry script; losses and gradient norms."""
-        settings = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": STEPS, "save": folder}
-        words = launch_flags(self.files, **{**settings, "no_save_optim": True, **self.family.flags, **flags})
-        pool.run(run_entry, words, timeout=180)
-        return metrics_of(folder)
-
-
 @functools.cache
-def case_of(name: str) -> Case:
+def case_of(name: str) -> FamilyCase:
     """A family's case, made once."""
     folder = tempfile.mkdtemp(prefix=f"{name}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Case(name, Path(folder))
+    return FamilyCase(name, Path(folder), FAMILIES[name])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -183,7 +88,7 @@ def test_samples_are_the_processors(name: str) -> None:
                 assert torch.equal(sample[key], torch.as_tensor(whole[key])), key
 
 
-def as_written(case: Case, sample: Mapping[str, Any]) -> list[int]:
+def as_written(case: FamilyCase, sample: Mapping[str, Any]) -> list[int]:
     """A sample's ids without the tokens that were put at the end of answers."""
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
     where, end = ends_of_answers()[case.name].put, last_targets(sample)[-1]
@@ -288,7 +193,7 @@ def test_steps_equal_transformers(name: str, ranks2: RankPool, tmp_path: Path) -
     """Two steps on two ranks, rows of all media and of none: losses 1e-6, norms 1e-5 of a plain loop."""
     case = case_of(name)
     losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS, outputs=case.family.outputs)
-    found = case.run(ranks2, tmp_path / "run")
+    found = case.run(ranks2, tmp_path / "run", STEPS)
     assert found[0] == pytest.approx(losses, rel=1e-6)
     assert found[1] == pytest.approx(norms, rel=1e-5)
 
@@ -314,7 +219,7 @@ def test_packed_steps_equal_transformers(name: str, ranks1: RankPool, tmp_path: 
     packed = tmp_path / "data.json"
     packed.write_text(json.dumps(data))
     flags = {"mm_data": packed, "global_batch_size": 2, "seq_length": 2 * longest, "log_row_ids": True}
-    found = case.run(ranks1, tmp_path / "run", **flags)
+    found = case.run(ranks1, tmp_path / "run", STEPS, **flags)
     lines = (tmp_path / "run/rows/rank0.jsonl").read_text().splitlines()
     rows = [json.loads(line)["rows"] for line in lines]
     assert max(map(len, rows)) > 2
