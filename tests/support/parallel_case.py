@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,9 +189,7 @@ class ParallelCase:
             run_captured, words, self.model.script, folder / "run", STEPS, timeout=170
         )
         assert all(sums == ranks[0] for sums in ranks), "ranks hold different gradients or weights"
-        found = Found.read(folder / "run", layout.world)
-        shutil.rmtree(folder)
-        return found
+        return Found.read(folder / "run", layout.world)
 
     @functools.cache  # noqa: B019 (a case lives as long as the tests)
     def alone(self, form: str) -> Found:
@@ -200,8 +197,12 @@ class ParallelCase:
         return self.run(Layout(1), form, self.folder / f"alone-{form}")
 
     @functools.cache  # noqa: B019
-    def plain(self, form: str) -> PlainRun:
-        """The hand-written loop, over the rows of the run of one process."""
+    def plain(self, form: str, frozen: tuple[str, ...] = ()) -> PlainRun:
+        """The hand-written loop, over the rows of the run of one process.
+
+        Args:
+            frozen: beginnings of the names of parameters that are not trained.
+        """
         rows = self.alone(form).rows
         return train_plainly(
             self.family.hf_dir,
@@ -213,4 +214,5 @@ class ParallelCase:
             clip=CLIP,
             coefficient=self.model.balance,
             outputs=self.model.family.outputs,
+            frozen=lambda name: name.startswith(frozen),
         )

@@ -80,6 +80,7 @@ LAYOUTS: dict[str, Layout] = {
     "TP2, EP2": _layout(2, _TP2, _EP2),
     "CP2 Ulysses, EP2": _layout(2, _U2, _EP2),
     "CP2 ring, EP2 x FSDP2": _layout(4, _R2, _EP2),
+    "CP2 Ulysses, TP2, EP2": _layout(4, _U2, _TP2, _EP2),
     "CP2 Ulysses, TP2, EP4": _layout(4, _U2, _TP2, _EP4),
 }
 
@@ -120,7 +121,9 @@ def _qwen3_moe(path: Path) -> Path:
 
 
 _FAMILIES = families()
-_NO_EXPERTS = {"experts": "no .*experts"}
+_NO_EXPERTS = {"experts": "has no experts that transformers can split"}
+#: why a parallelism is refused to some models
+REASONS = {"experts": "no experts", "tensor": "latent attention has no heads of its own to split"}
 
 MODELS: dict[str, Model] = {
     "qwen3": Model("Qwen3, tied", replace(_FAMILIES["qwen3"], make=_tied), refused=_NO_EXPERTS),
