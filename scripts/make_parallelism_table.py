@@ -34,13 +34,13 @@ def main() -> int:
         parser.error("give either records or --check")
     text = DOCUMENT.read_text(encoding="utf-8")
     if options.check:
-        problems = [*faults(Marked(text, "layouts").content), *fsdp2_faults(Marked(text, "layouts under FSDP2").content)]
+        problems = [*faults(Marked(text, "layouts").content), *fsdp2_faults(Marked(text, "FSDP2 layouts").content)]
         print("\n".join(problems) or f"the tables of {DOCUMENT} are those of the tests")
         return 1 if problems else 0
     records = [json.loads(line) for line in options.records.read_text(encoding="utf-8").splitlines()]
     under_fsdp2 = [record for record in records if record.get("table") == "fsdp2"]
     if under_fsdp2:
-        text = Marked(text, "layouts under FSDP2").replaced_by(fsdp2_tables(under_fsdp2))
+        text = Marked(text, "FSDP2 layouts").replaced_by(fsdp2_tables(under_fsdp2))
     if megatron := [record for record in records if "table" not in record]:
         text = Marked(text, "layouts").replaced_by(tables(megatron))
     DOCUMENT.write_text(text, encoding="utf-8")
