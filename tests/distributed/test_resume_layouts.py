@@ -117,7 +117,13 @@ class Backends:
         settings = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": STEPS, "save": run, "eval_iters": 0}
         if layout in MEGATRON:
             world, chosen = MEGATRON[layout]
-            chosen = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256, **chosen}
+            chosen = {
+                "use_torch_fsdp2": None,
+                "fsdp2_config_path": None,
+                "ckpt_format": None,
+                "seq_length": 256,
+                **chosen,
+            }
             pool = self._megatron[world]
         else:
             pool, chosen = self._fsdp2[LAYOUTS[layout].world], dict(LAYOUTS[layout].flags)
@@ -136,7 +142,12 @@ def backends(pools: dict[int, RankPool], megatron_pools: dict[int, RankPool]) ->
     return Backends(pools, megatron_pools)
 
 
-BETWEEN = [("CP2 Ulysses", "Megatron TP2"), ("TP2", "Megatron PP2"), ("Megatron TP2", "CP2 ring"), ("Megatron PP2", "TP2")]
+BETWEEN = [
+    ("CP2 Ulysses", "Megatron TP2"),
+    ("TP2", "Megatron PP2"),
+    ("Megatron TP2", "CP2 ring"),
+    ("Megatron PP2", "TP2"),
+]
 
 
 @pytest.mark.full

@@ -20,6 +20,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.dry_run import outline_of
+from mindspeed_mm.tasks.train.language import TRANSFORMERS
+from mindspeed_mm.utils.errors import ConfigError
 from tests.support.parallel_case import FORMS, ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
 
@@ -83,6 +87,19 @@ def assert_equal(case: ParallelCase, name: str, layout: str, form: str, folder: 
 def test_the_subset_has_every_layout_and_model() -> None:
     assert {layout for _, layout, _ in SUBSET} == {name for name, layout in LAYOUTS.items() if layout.kinds}
     assert {model for model, *_ in SUBSET} == set(MODELS) and set(SUBSET) <= set(TABLE)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, model in MODELS.items() for kind in model.refused])
+def test_refused_before_processes_start(
+    name: str, kind: str, cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the documentation's table shows as refused."""
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    layout = LAYOUTS[{"experts": "EP2", "tensor": "TP2"}[kind]]
+    words = cases(name).words(layout, "padded", tmp_path)
+    with pytest.raises(ConfigError, match=MODELS[name].refused[kind]):
+        outline_of(describe(words, TRANSFORMERS), TRANSFORMERS)
 
 
 @pytest.mark.parametrize(("name", "layout", "form"), SUBSET)

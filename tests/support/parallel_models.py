@@ -121,7 +121,7 @@ def _qwen3_moe(path: Path) -> Path:
 
 
 _FAMILIES = families()
-_NO_EXPERTS = {"experts": "has no experts that transformers can split"}
+_NO_EXPERTS = {"experts": "there are no experts to be split"}
 #: why a parallelism is refused to some models
 REASONS = {"experts": "no experts", "tensor": "latent attention has no heads of its own to split"}
 
