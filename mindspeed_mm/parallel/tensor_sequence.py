@@ -42,15 +42,19 @@ class RowCut:
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Return whole rows for a computation that every rank does whole."""
-        return collectives.gather(x, self._ranks, _SEQUENCE, is_partial=False)[:, : self._length]
+        return self._trimmed(collectives.gather(x, self._ranks, _SEQUENCE, is_partial=False))
 
     def join_for_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Return whole rows for a computation of which each rank does a part."""
-        return collectives.gather(x, self._ranks, _SEQUENCE, is_partial=True)[:, : self._length]
+        return self._trimmed(collectives.gather(x, self._ranks, _SEQUENCE, is_partial=True))
 
     def sum_and_cut(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of the sum of `x` over the ranks."""
         return collectives.reduce_scatter(self._padded(x), self._ranks, _SEQUENCE)
+
+    def _trimmed(self, x: torch.Tensor) -> torch.Tensor:
+        # contiguous, as blocks of experts view it as [batch * sequence, hidden]
+        return x[:, : self._length].contiguous()
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[_SEQUENCE] % self._ranks.size
