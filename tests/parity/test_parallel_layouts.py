@@ -28,10 +28,6 @@ from tests.support.parallel_case import FORMS, ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
 
 Row = tuple[str, str, str]
-#: (model, layout, form of the rows)
-TABLE: list[Row] = [
-    row for row in itertools.product(MODELS, LAYOUTS, FORMS) if MODELS[row[0]].refusal(LAYOUTS[row[1]]) is None
-]
 #: each layout of context, expert and tensor parallelism once, and each model
 SUBSET: list[Row] = [
     ("qwen2_5_vl", "CP2 Ulysses", "packed"),
@@ -48,7 +44,7 @@ SUBSET: list[Row] = [
     ("gpt_oss", "TP2", "padded"),
     ("qwen3", "TP2 SP", "packed"),
     ("qwen3", "TP2 x FSDP2", "padded"),
-    ("qwen3_moe", "TP2 SP x FSDP2", "packed"),
+    ("qwen3_moe", "TP2 SP x FSDP2", "padded"),
     ("qwen3", "TP2, CP2 Ulysses", "padded"),
     ("internvl", "TP2, CP2 ring", "packed"),
     ("qwen3_moe", "TP2, EP2", "padded"),
@@ -57,6 +53,19 @@ SUBSET: list[Row] = [
     ("gpt_oss", "CP2 Ulysses, TP2, EP2", "padded"),
     ("qwen3_moe", "CP2 Ulysses, TP2, EP4", "packed"),
 ]
+
+
+def is_in_table(row: Row) -> bool:
+    """Whether a model trains in a layout; layouts of four ranks, which are slow on two cores, in one form in turn."""
+    name, layout, form = row
+    if MODELS[name].refusal(LAYOUTS[layout]) is not None:
+        return False
+    turn = list(MODELS).index(name) + list(LAYOUTS).index(layout)
+    return LAYOUTS[layout].world < 4 or form == FORMS[turn % 2]
+
+
+#: (model, layout, form of the rows)
+TABLE: list[Row] = [row for row in itertools.product(MODELS, LAYOUTS, FORMS) if row in SUBSET or is_in_table(row)]
 
 
 @functools.cache
