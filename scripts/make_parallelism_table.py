@@ -34,13 +34,16 @@ def main() -> int:
         parser.error("give either records or --check")
     text = DOCUMENT.read_text(encoding="utf-8")
     if options.check:
-        problems = [*faults(Marked(text, "layouts").content), *fsdp2_faults(Marked(text, "FSDP2 layouts").content)]
+        problems = [
+            *faults(Marked(text, "layouts").content),
+            *fsdp2_faults(Marked(text, "layouts under FSDP2").content),
+        ]
         print("\n".join(problems) or f"the tables of {DOCUMENT} are those of the tests")
         return 1 if problems else 0
     records = [json.loads(line) for line in options.records.read_text(encoding="utf-8").splitlines()]
     under_fsdp2 = [record for record in records if record.get("table") == "fsdp2"]
     if under_fsdp2:
-        text = Marked(text, "FSDP2 layouts").replaced_by(fsdp2_tables(under_fsdp2))
+        text = Marked(text, "layouts under FSDP2").replaced_by(fsdp2_tables(under_fsdp2))
     if megatron := [record for record in records if "table" not in record]:
         text = Marked(text, "layouts").replaced_by(tables(megatron))
     DOCUMENT.write_text(text, encoding="utf-8")
@@ -85,6 +88,9 @@ def fsdp2_faults(table: str) -> list[str]:
     from tests.support.parallel_models import LAYOUTS, MODELS
 
     rows = rows_of(table)
+    if not rows:
+        print(f"the table of FSDP2 in {DOCUMENT} is empty: run its tests, then this script with their records")
+        return []
     problems = misnamed(rows, set(LAYOUTS))
     heads = "| layout | " + " | ".join(model.title for model in MODELS.values()) + " |"
     if heads not in table:
@@ -136,12 +142,13 @@ def fsdp2_tables(records: list[dict[str, Any]]) -> str:
         figures.setdefault((record["layout"], record["model"]), []).append(record)
     lines = ["| layout | " + " | ".join(model.title for model in MODELS.values()) + " |"]
     lines.append("|---|" + "---:|" * len(MODELS))
-    for layout in LAYOUTS:
+    for layout, sizes in LAYOUTS.items():
         cells = []
-        for model in MODELS:
+        for model, described in MODELS.items():
             found = figures.get((layout, model), [])
+            unknown = "?" if described.refusal(sizes) is None else "–"
             worst = [max(record[name] for record in found) for name in ("loss", "norm", "gradient")] if found else []
-            cells.append(" / ".join(f"{figure * 1e7:.1f}" for figure in worst) or "–")
+            cells.append(" / ".join(f"{figure * 1e7:.1f}" for figure in worst) or unknown)
         lines.append(f"| {layout} | " + " | ".join(cells) + " |")
     refused: dict[str, list[str]] = {}
     for model in MODELS.values():
