@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,12 @@ def model_directory(folder: Path, has_experts: bool, sizes: Sizes) -> Path:
     fields |= {"pad_token_id": 0, "max_position_embeddings": 2048, "intermediate_size": 2 * sizes.hidden}
     torch.manual_seed(0)
     if has_experts:
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": sizes.hidden, "mlp_only_layers": []}
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": sizes.hidden,
+            "mlp_only_layers": [],
+        }
         model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**fields))
@@ -123,7 +128,7 @@ def model_directory(folder: Path, has_experts: bool, sizes: Sizes) -> Path:
 
 
 def micro_batches(layout: Layout, sizes: Sizes, rank: int, number: int = 8) -> list[dict[str, Any]]:
-    """The micro-batches of a rank: rows of one length without padding, in which every token but the first is a target."""
+    """The micro-batches of a rank: rows of one length, in which all tokens but the first are targets."""
     found = []
     for index in range(number):
         random = torch.Generator().manual_seed(index)
@@ -192,66 +197,67 @@ class Counted:
         parallel: beside `fully_shard`, in the backward pass and outside of it.
         analytic: what the formulas give.
         fully_shard: its all-gathers and reductions.
-        all_reduces: the number of all-reduces beside those of `fully_shard`.
     """
 
     parallel: Volume
     analytic: Volume
     fully_shard: float
-    all_reduces: int
 
     def __sub__(self, other: Counted) -> Counted:
         return Counted(
             self.parallel - other.parallel,
             self.analytic - other.analytic,
             self.fully_shard - other.fully_shard,
-            self.all_reduces - other.all_reduces,
         )
 
 
-def count_step(loop: Any, layout: Layout, sizes: Sizes) -> Counted:
-    """Count the second step of our loop, which has one micro-batch."""
+def count_second_step(loop: Any, begin: Callable[[], None] = lambda: None) -> CountSent:
+    """Count what this rank sends in the second step of our loop.
+
+    Args:
+        begin: called before it.
+    """
     count = CountSent()
-    routes = _Routes(loop.backend) if layout.flags.get("expert_model_parallel_size") else None
 
     def before_step(done: int) -> bool:
         if done == 1:
-            if routes is not None:
-                routes.pairs.clear()
+            begin()
             count.__enter__()
         elif done == 2:
             count.__exit__(None, None, None)
         return done < 2
 
     loop.train(before_step)
-    config = loop.backend._root.config
-    routed = routes.exchanged() if routes is not None else 0
-    analytic = analytic_volume(config, loop.run.dims, sizes.rows * sizes.length, routed)
-    parallel = Volume(count.total("forward"), count.total("backward"))
-    all_reduces = count.calls("all-reduce", "forward", "backward")
-    return Counted(parallel, analytic, count.total("fully_shard"), all_reduces)
+    return count
 
 
-class _Routes:
+class Routes:
     """Counts which ranks' experts the routers choose for this rank's tokens."""
 
     def __init__(self, backend: Any) -> None:
         from mindspeed_mm.parallel.experts import find_experts
 
         self._mesh = backend.world.meshes.experts
-        self.pairs: list[torch.Tensor] = []
-        self._experts = backend._root.config.num_experts
-        for module in find_experts(backend._root).values():
-            module.register_forward_pre_hook(self._keep)
+        self._pairs: list[torch.Tensor] = []
+        if self._mesh is not None:
+            self._experts = backend._root.config.num_experts
+            for module in find_experts(backend._root).values():
+                module.register_forward_pre_hook(self._keep)
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self._pairs.clear()
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         _, chosen, _ = args
         ranks = self._mesh.size()
-        self.pairs.append(torch.bincount(chosen.flatten() // (self._experts // ranks), minlength=ranks))
+        self._pairs.append(torch.bincount(chosen.flatten() // (self._experts // ranks), minlength=ranks))
 
     def exchanged(self) -> int:
         """Pairs of a token and an expert of which one is on this rank and the other elsewhere, over all layers."""
-        own = torch.stack(self.pairs).sum(0)
+        if self._mesh is None:
+            return 0
+        own = torch.stack(self._pairs).sum(0)
         of_all = [torch.empty_like(own) for _ in range(self._mesh.size())]
         dist.all_gather(of_all, own, group=self._mesh.get_group())
         rank = self._mesh.get_local_rank()
@@ -266,14 +272,18 @@ def volume_of_a_layer(name: str, folder: Path) -> tuple[Counted, Counted]:
         name: of the layout.
         folder: where `model_directory` has written the models.
     """
-    layout = LAYOUTS[name]
-    counted = []
-    for sizes in depths():
-        loop = our_loop(layout, folder, f"{name}-{sizes.layers}", sizes)
-        counted.append(count_step(loop, layout, sizes))
-    first, more = counted
+    first, more = (_counted(LAYOUTS[name], folder, f"{name}-{sizes.layers}", sizes) for sizes in depths())
     layer = more - first  # MORE is 1
     return layer, first - layer
+
+
+def _counted(layout: Layout, folder: Path, name: str, sizes: Sizes) -> Counted:
+    loop = our_loop(layout, folder, name, sizes)
+    routes = Routes(loop.backend)
+    count = count_second_step(loop, routes.begin)
+    tokens = sizes.rows * sizes.length
+    analytic = analytic_volume(loop.backend._root.config, loop.run.dims, tokens, routes.exchanged())
+    return Counted(Volume(count.total("forward"), count.total("backward")), analytic, count.total("fully_shard"))
 
 
 def depths() -> list[Sizes]:
@@ -476,7 +486,9 @@ def launch(part: str, names: Iterable[str], folder: Path, rounds: int, block: in
     words = [str(Path(__file__).resolve()), "--worker", "--part", part, "--layout", *names, "--folder", str(folder)]
     words += ["--rounds", str(rounds), "--block", str(block), *(["--smallest"] if smallest else [])]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*command, f"--nproc_per_node={ranks}", *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [*command, f"--nproc_per_node={ranks}", *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def work(options: argparse.Namespace, timed: Sizes) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Sender = Literal["forward", "backward", "fully_shard"]
 _FULLY_SHARD = "torch/distributed/fsdp/"
-_NOTHING_SENT = ("recv_", "irecv", "wait_tensor", "barrier")
+_NOTHING_SENT = ("recv_", "irecv", "wait_tensor", "_wrap_tensor_autograd", "barrier")
 #: names of collectives in torch's two libraries, `c10d` (in place) and `_c10d_functional`
 _ALL_REDUCE = ("allreduce_", "all_reduce", "all_reduce_")
 _ALL_GATHER = ("_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out")
