@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +265,8 @@ class Routes:
         return sent + received
 
 
-def volume_of_a_layer(name: str, folder: Path) -> tuple[Counted, Counted]:
-    """What a rank of a layout sends for one decoder layer, and what it sends in a step of a model without one.
+def volume_of_a_layer(name: str, folder: Path) -> tuple[Counted, Volume]:
+    """What a rank of a layout sends for one decoder layer, and in a step outside of layers (the head, the step's sums).
 
     Args:
         name: of the layout.
@@ -274,7 +274,8 @@ def volume_of_a_layer(name: str, folder: Path) -> tuple[Counted, Counted]:
     """
     first, more = (_counted(LAYOUTS[name], folder, f"{name}-{sizes.layers}", sizes) for sizes in depths())
     layer = more - first  # MORE is 1
-    return layer, first - layer
+    beside = first.parallel - first.analytic - (layer.parallel - layer.analytic)
+    return layer, beside
 
 
 def _counted(layout: Layout, folder: Path, name: str, sizes: Sizes) -> Counted:
@@ -288,7 +289,7 @@ def _counted(layout: Layout, folder: Path, name: str, sizes: Sizes) -> Counted:
 
 def depths() -> list[Sizes]:
     """The sizes whose difference is a layer."""
-    return [Sizes(**{**vars(COUNTED), "layers": layers}) for layers in (LAYERS, LAYERS + MORE)]
+    return [replace(COUNTED, layers=layers) for layers in (LAYERS, LAYERS + MORE)]
 
 
 def print_volumes(names: Iterable[str], folder: Path) -> None:
@@ -303,7 +304,7 @@ def print_volumes(names: Iterable[str], folder: Path) -> None:
             found, expected = layer.parallel, layer.analytic
             print(
                 f"{name:<22}{found.forward:>10.0f}{expected.forward:>10.0f}{found.backward:>10.0f}"
-                f"{expected.backward:>10.0f}{found.total / expected.total:>9.4f}{outside.parallel.total:>12.0f}"
+                f"{expected.backward:>10.0f}{found.total / expected.total:>9.4f}{outside.total:>12.0f}"
                 f"{layer.fully_shard:>12.0f}",
                 flush=True,
             )
@@ -405,6 +406,7 @@ def _split_layers(model: Any, world: Any, cuts_rows: bool) -> None:
 
     target = TensorTarget(model, type(model).__name__, layers="model.layers", head="lm_head")
     split = plan_tensor_parallel(target, world.dims)
+    split = replace(split, gathered=split.gathered - {"lm_head"})  # its logits stay parts, for the loss
     layers = {f"model.layers.{index}": layer for index, layer in enumerate(model.model.layers)}
     regions = find_regions(layers, split.blocks, (*split.columns, *split.rows)) if cuts_rows else None
     apply_tensor_parallel(model, split, world.meshes.tensor, regions)
@@ -493,6 +495,9 @@ def launch(part: str, names: Iterable[str], folder: Path, rounds: int, block: in
 
 def work(options: argparse.Namespace, timed: Sizes) -> None:
     """What each process does."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     if options.part in ("volume", "all"):
         print_volumes(options.layout, options.folder)

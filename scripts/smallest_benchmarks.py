@@ -1,6 +1,6 @@
 """Run every benchmark of benchmarks/ at its smallest, so that none stops working unseen.
 
-    python scripts/smallest_benchmarks.py                 # about three minutes on two cores
+    python scripts/smallest_benchmarks.py                 # about four minutes on two cores
     python scripts/smallest_benchmarks.py step_cost       # one of them
 
 Stops at the first that fails, and names it. A file with a `__main__` part is a benchmark, and must accept --smallest.
