@@ -124,14 +124,17 @@ def test_load_balancing_loss_is_the_same_under_any_split(
     assert_same(found, experts.reference())
 
 
-def test_load_balancing_loss_of_packed_rows(experts: Experts, ranks2: RankPool, tmp_path: Path) -> None:
-    """L08, packed: each sample of a pack has a load-balancing loss of its own."""
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_load_balancing_loss_of_packed_rows(
+    ranks: int, experts: Experts, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """L08, packed: each sample of a pack has a load-balancing loss of its own; on one rank, packs are padded."""
     longest = max(row["input_ids"].shape[1] for row in experts.inputs)
     packing = {"dataset_param.basic_parameters.packing": True}
     flags = {"data": packing, "global_batch_size": 2, "seq_length": 2 * longest, "log_row_ids": True}
-    found = experts.run(ranks2, tmp_path, **flags)
-    ranks = [(tmp_path / f"run/rows/rank{rank}.jsonl").read_text().splitlines() for rank in range(2)]
-    rows = [[row for line in step for row in json.loads(line)["rows"]] for step in zip(*ranks, strict=True)]
+    found = experts.run(request.getfixturevalue(f"ranks{ranks}"), tmp_path, **flags, micro_batch_size=2 // ranks)
+    files = [(tmp_path / f"run/rows/rank{rank}.jsonl").read_text().splitlines() for rank in range(ranks)]
+    rows = [[row for line in step for row in json.loads(line)["rows"]] for step in zip(*files, strict=True)]
     assert max(map(len, rows)) > 2
     assert_same(found, experts.reference(lambda step: rows[step]))
 

@@ -22,12 +22,14 @@ class Gradients:
         steps: of each step, parameter → its whole gradient, on rank 0; elsewhere empty.
         weights: parameter → its whole values after the last step, on rank 0; elsewhere empty.
         parts: parameter → shape of this rank's part.
+        meshes: parameter → names of the dimensions of its device mesh; () if it is whole.
         trained: names of the parameters that require gradients.
     """
 
     steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    meshes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
 
 
@@ -48,9 +50,13 @@ def run_for_gradients(words: list[str]) -> Gradients:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
+    def mesh_of(tensor: torch.Tensor) -> tuple[str, ...]:
+        return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+
     def keep(self: FSDP2Backend, factor: torch.Tensor, finite: torch.Tensor, is_idle: Any) -> None:
         named = dict(self._root.named_parameters())
         gradients.parts = {name: tuple(local_tensor(param).shape) for name, param in named.items()}
+        gradients.meshes = {name: mesh_of(param) for name, param in named.items()}
         gradients.trained = {name for name, param in named.items() if param.requires_grad}
         found = {name: whole(param.grad) * factor.cpu() for name, param in named.items() if param.grad is not None}
         apply(self, factor, finite, is_idle)
