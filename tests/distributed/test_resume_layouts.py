@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.run_folder import find_checkpoint
 from tests.distributed.test_kills import Run, after, assert_equal, unbroken_run
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.parallel_case import ParallelCase
-from tests.support.parallel_models import LAYOUTS, MODELS
+from tests.support.parallel_models import LAYOUTS, MODELS, qwen3_moe_dir
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
@@ -164,7 +164,7 @@ def test_a_run_changes_the_backend(kind: str, first: str, then: str, backends: B
 @pytest.mark.full
 def test_killed_runs_go_on_in_another_layout(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """SIGKILL to all ranks while a checkpoint is written in the background, under CP, EP and TP in turn."""
-    hf_dir = MODELS["qwen3_moe"].family.make(tmp_path / "hf")
+    hf_dir = qwen3_moe_dir(tmp_path / "hf", experts=2)
     unbroken = unbroken_run(pools[2], tmp_path / "unbroken", hf_dir)
     run = Run(tmp_path / "killed", hf_dir)
     pool = RankPool(2)

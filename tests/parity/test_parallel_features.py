@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,9 @@ def test_random_weights_are_the_same(kind: str, cases: Any, tmp_path: Path) -> N
     """From scratch, from the meta device: every layout draws the values that one process draws."""
     model, layout = KINDS[kind]
     case = cases(model)
-    scratch = {"model": {"train_from_scratch": True}, "init_model_with_meta_device": True}
+    empty = shutil.copytree(case.family.hf_dir, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    files = {"train_from_scratch": True, "init_from_hf_path": str(empty)}
+    scratch = {"model": files, "init_model_with_meta_device": True}
     alone = case.run(LAYOUTS["1 process"], "padded", tmp_path / "alone", **scratch)
     found = case.run(LAYOUTS[layout], "padded", tmp_path / "case", **scratch)
     assert differences(found, alone).problems() == []

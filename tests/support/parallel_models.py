@@ -112,11 +112,12 @@ def _tied(path: Path) -> Path:
     return tiny_qwen3_dir(path, seed=3, tie=True)
 
 
-def _qwen3_moe(path: Path) -> Path:
+def qwen3_moe_dir(path: Path, experts: int = 8) -> Path:
+    """Make a Qwen3-MoE directory; with two experts every token goes to both, so that no rounding changes a choice."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    fields = {**experts, "num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 24, "tie_word_embeddings": False}
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    fields = {**sizes, "num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 24, "tie_word_embeddings": False}
     return text_dir(path, Qwen3MoeForCausalLM, Qwen3MoeConfig, fields)
 
 
@@ -127,7 +128,7 @@ REASONS = {"experts": "no experts", "tensor": "latent attention has no heads of 
 
 MODELS: dict[str, Model] = {
     "qwen3": Model("Qwen3, tied", replace(_FAMILIES["qwen3"], make=_tied), refused=_NO_EXPERTS),
-    "qwen3_moe": Model("Qwen3-MoE", replace(_FAMILIES["qwen3_moe"], make=_qwen3_moe), BALANCE),
+    "qwen3_moe": Model("Qwen3-MoE", replace(_FAMILIES["qwen3_moe"], make=qwen3_moe_dir), BALANCE),
     "gpt_oss": Model("GPT-OSS", _FAMILIES["gpt_oss"]),
     "deepseek_v3": Model("DeepSeek-V3", _FAMILIES["deepseek_v3"], refused={"tensor": "latent attention|MLA"}),
     "qwen2_5_vl": Model("Qwen2.5-VL", _FAMILIES["qwen2_5_vl"], refused=_NO_EXPERTS),
