@@ -98,8 +98,6 @@ def packed_step(
 
 # sliding windows and sinks; values narrower than keys (MLA); one key head for four ranks
 PACKED_ALWAYS = [
-    ("qwen3", "ulysses 2"),
-    ("gpt_oss", "ulysses 2"),
     ("gpt_oss", "ring 2"),
     ("deepseek_v3", "2 by 2"),
     ("llama, 1 kv head", "ulysses 4"),
@@ -136,7 +134,7 @@ def test_packed_rows(name: str, layout: str, pool_of: Callable[[int], RankPool])
     ("name", "layout"),
     [
         ("gpt_oss", "ulysses 2"),
-        ("gpt_oss", "ring 2"),
+        pytest.param("gpt_oss", "ring 2", marks=pytest.mark.full),
         pytest.param("qwen3", "2 by 2", marks=pytest.mark.full),
         pytest.param("llama, 1 kv head", "ulysses 4", marks=pytest.mark.full),
     ],
@@ -178,7 +176,9 @@ def image_across_an_edge(hf_dir: Path) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(is_image, -100), **media}
 
 
-@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2", pytest.param("2 by 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "layout", ["ring 2", *(pytest.param(n, marks=pytest.mark.full) for n in ("ulysses 2", "2 by 2"))]
+)
 def test_images_and_videos(layout: str, pool_of: Callable[[int], RankPool]) -> None:
     hf_dir, batches, expected = media_case()
     world, flags = LAYOUTS[layout]
@@ -187,13 +187,12 @@ def test_images_and_videos(layout: str, pool_of: Callable[[int], RankPool]) -> N
 
 
 CAUSAL = [name for name, family in families().items() if family.outputs is None and name != "gemma3"]
-CASES_ALWAYS = [("qwen3_vl", "ulysses 2"), ("qwen3_vl", "ring 2")]
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=() if (name, layout) in CASES_ALWAYS else pytest.mark.full)
+        pytest.param(name, layout, marks=pytest.mark.full)
         for name in CAUSAL
         for layout in ("ulysses 2", "ring 2", "2 by 2")
     ],
@@ -212,7 +211,7 @@ def plain_family(name: str) -> Step:
     return PlainModel(case_of(name).hf_dir, case_of(name).inputs()).step()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("layout", ["ulysses 2", pytest.param("ring 2", marks=pytest.mark.full)])
 def test_recomputed_blocks_see_the_same_tokens(
     layout: str, reentrant: bool, pool_of: Callable[[int], RankPool]
@@ -305,7 +304,8 @@ def test_load_balancing_loss(layout: str, pool_of: Callable[[int], RankPool]) ->
 # --- runs
 
 
-@pytest.mark.parametrize("layout", ["ulysses 2", pytest.param("ring 2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ulysses 2", "ring 2"])
 def test_a_run_equals_a_hand_written_loop(layout: str, ranks2: RankPool, tmp_path: Path) -> None:
     """L06: the entry script on ranks that share rows: losses, norms, evaluation, rows and tokens of one process."""
     hf_dir = tiny_qwen3_dir(tmp_path / "hf", seed=3)

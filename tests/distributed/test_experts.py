@@ -94,6 +94,7 @@ def assert_split(found: list[Gradients], experts: int, shards: int, expected: Re
     assert checked
 
 
+@pytest.mark.full
 def test_experts_of_two_ranks(ranks2: RankPool, tmp_path: Path) -> None:
     """Each rank has three of six experts, whole; a micro-batch of padded rows."""
     expected = reference("qwen3_moe", case_of("qwen3_moe").hf_dir)
@@ -149,9 +150,7 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if i == 0 else [pytest.mark.full]) for i, n in enumerate(FEATURES)]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) for n in FEATURES])
 def test_with_other_features(name: str, ranks2: RankPool, ranks4: RankPool, tmp_path: Path) -> None:
     ranks, fsdp2, flags = FEATURES[name]
     found = run("qwen3_moe", ranks2 if ranks == 2 else ranks4, tmp_path, fsdp2, **flags)
@@ -213,6 +212,7 @@ def test_frozen_experts_stay_frozen(ranks2: RankPool, tmp_path: Path) -> None:
     assert_split(found, 2, 1, expected)
 
 
+@pytest.mark.full
 def test_experts_after_plain_steps(ranks2: RankPool, tmp_path: Path) -> None:
     """E05: the weights after two steps of SGD are those of one process."""
     sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.5, "weight_decay": 0.0}
@@ -282,7 +282,7 @@ MOVES += [("one process", "EP 2, sharded over 2"), ("EP 4", "EP 2")]
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(*m, marks=[] if m == ("EP 2, sharded over 2", "EP 2") else [pytest.mark.full]) for m in MOVES],
+    [pytest.param(*m, marks=pytest.mark.full) for m in MOVES],
 )
 def test_a_run_goes_on_with_another_number_of_expert_ranks(
     request: pytest.FixtureRequest, before: str, after: str, tmp_path: Path
@@ -312,6 +312,7 @@ def exported_from_scratch(pool: RankPool, folder: Path, fsdp2: dict[str, Any]) -
     return run("gpt_oss", pool, folder, fsdp2, **flags)[0].weights
 
 
+@pytest.mark.full
 def test_random_weights_do_not_depend_on_the_number_of_expert_ranks(
     ranks2: RankPool, ranks4: RankPool, tmp_path: Path
 ) -> None:

@@ -676,6 +676,7 @@ def test_expert_parallel_size(ranks2: RankPool, written: Callable[..., str]) -> 
 
 
 @covers("moe_modules", "reshard_local_experts", "ep_fsdp_size", "align_fsdp_param_groups")
+@covers("tp_colwise", "tp_rowwise", "cp_split_media")
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -683,6 +684,9 @@ def test_expert_parallel_size(ranks2: RankPool, written: Callable[..., str]) -> 
         ("reshard_local_experts", False),
         ("ep_fsdp_size", 1),
         ("align_fsdp_param_groups", True),
+        ("tp_colwise", ["language.blocks.{*}"]),
+        ("tp_rowwise", ["language.blocks.{*}"]),
+        ("cp_split_media", False),
     ],
 )
 def test_keys_without_effect_are_said_once(ranks2: RankPool, written: Callable[..., str], key: str, value: Any) -> None:

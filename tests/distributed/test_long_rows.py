@@ -104,7 +104,8 @@ def run(
 @pytest.mark.parametrize(
     "tokens, timeout",
     [
-        pytest.param(16_384, 100.0, id="16k"),
+        pytest.param(4_096, 60.0, id="4k"),
+        pytest.param(16_384, 200.0, id="16k", marks=pytest.mark.full),
         pytest.param(100_000, 900.0, id="100k", marks=[pytest.mark.full, pytest.mark.timeout(1900)]),
     ],
 )
