@@ -44,7 +44,6 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
     [
         ("--train-iters 9 --global-batch-size 30", ["--global-batch-size 30", "8", "2 data-parallel", "24 or 32"]),
         ("--train-iters 9 --global-batch-size 3", ["nearest valid: 8"]),
-        ("--train-iters 9 --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "set it to 1"]),
         ("--train-iters 9 --pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "pipeline"]),
         ("--train-iters 9 --virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size 2"]),
         ("--train-iters 9 --use-torch-fsdp2 false", ["--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py"]),
