@@ -416,7 +416,7 @@ def main() -> None:
     of_two = [name for name in options.layout if LAYOUTS[name].ranks == 2]
     if options.smallest:
         print(HEADER, flush=True)
-        launch("all", of_two, folder, 1, 1, smallest=True)
+        launch("all", of_two[:2], folder, 1, 1, smallest=True)
         return
     of_four = [name for name in options.layout if LAYOUTS[name].ranks == 4]
     if options.part in ("volume", "all"):
