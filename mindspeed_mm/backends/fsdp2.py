@@ -64,7 +64,7 @@ class FSDP2Backend:
     _contract: Shardable
 
     def setup(self, run: Run) -> None:
-        """Start the process group, seed, and read fsdp2.yaml."""
+        """Start the process group and seed; fsdp2.yaml has been read by `describe`."""
         self.described = run
         assert run.fsdp2 is not None, "the run is described for this backend"
         self.config = with_precision(run.fsdp2, run.precision)
