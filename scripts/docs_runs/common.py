@@ -71,6 +71,13 @@ def exchange(text: str, instead: Mapping[str, str], page: Path) -> str:
     return text
 
 
+def expect(output: str, lines: list[str], page: Path) -> None:
+    """What a run has to say."""
+    for line in lines:
+        if line not in output:
+            raise DocumentError(f"{page.name}: the run has not printed '{line}':\n{output[-6000:]}")
+
+
 def shell(command: str, page: Path, *, folder: Path | None = None, **variables: str) -> str:
     """Run a command by bash, in this Python's environment, and return its output."""
     binaries = str(Path(sys.executable).parent)

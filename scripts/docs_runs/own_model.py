@@ -9,13 +9,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from scripts.docs_runs import parallelism
 from scripts.docs_runs.common import (
     CHINESE,
     README,
     ROOT,
-    DocumentError,
     Done,
     exchange,
+    expect,
     fences,
     items,
     key,
@@ -34,13 +35,6 @@ SMALLEST = {
     "--train-iters 1000": "--train-iters 2",
     "--distributed-backend nccl": "--distributed-backend gloo --num-workers 0",
     "torchrun": f"{shlex.quote(sys.executable)} -m torch.distributed.run",
-}
-#: docs/parallelism.md: four processes are the fewest of its layout
-MEGATRON = {
-    "--global-batch-size 64": "--global-batch-size 1",
-    "--train-iters 1000": "--train-iters 1 --distributed-backend gloo --num-workers 0",
-    "--save runs/mine": "--save runs/megatron",
-    "model.json": "megatron.json",
 }
 #: words of docs/checkpoints.md's commands → what stands for them; averaged weights are those of the run of run.yaml
 PLACES = {"RUN": "runs/mine", "DIR": "runs/mine", "HF": HF, "OUT": "out"}
@@ -76,7 +70,7 @@ def run() -> Done:
     done |= configuration(page_of("configuration.md"))
     done |= convert(page_of("checkpoints.md"))
     done |= migrating(page_of("migrating.md"))
-    return done | parallelism(page_of("parallelism.md"))
+    return done | parallelism.run(page_of("parallelism.md"))
 
 
 def write_model() -> None:
@@ -113,13 +107,6 @@ def follow(page: Path) -> Done:
         exec(compile(snippet.text, snippet.place, "exec"), {"__name__": snippet.place})
         done.add(key(page, snippet.text))
     return done | {key(page, fsdp2.text), key(page, command)}
-
-
-def expect(output: str, lines: list[str], page: Path) -> None:
-    """What a run has to say."""
-    for line in lines:
-        if line not in output:
-            raise DocumentError(f"{page.name}: the run has not printed '{line}':\n{output[-6000:]}")
 
 
 def configuration(page: Path) -> Done:
@@ -165,13 +152,3 @@ def migrating(page: Path) -> Done:
             expect(output, [line], page)
         done.add(key(page, line))
     return done
-
-
-def parallelism(page: Path) -> Done:
-    """Tensor and pipeline stages of Megatron-core, with the model.json that the page's text gives."""
-    (model,) = re.findall(r'`(\{"model_id": .*?\})`', page.read_text(encoding="utf-8"))
-    Path("megatron.json").write_text(model, encoding="utf-8")
-    (command,) = (item for snippet in fences(page, "bash") for item in items(snippet))
-    output = start(exchange(command, MEGATRON, page), page, ranks=4)
-    expect(output, ["done: 1 iterations"], page)
-    return {key(page, command)}
