@@ -30,6 +30,13 @@ def _check_batch(args: ParsedFlags) -> list[str]:
     if args.micro_batch_size is None or args.global_batch_size is None:  # the latter follows from the former
         return ["missing flags: --micro-batch-size"]
     rows = args.micro_batch_size * args.data_parallel_size
+    steps = args.gradient_accumulation_steps
+    if steps is not None and args.global_batch_size != rows * steps:
+        return [
+            f"--global-batch-size {args.global_batch_size} and --gradient-accumulation-steps {steps}, which makes "
+            f"{rows * steps} rows (--micro-batch-size {args.micro_batch_size} × {steps} × {args.data_parallel_size} "
+            "data-parallel ranks); keep one of the two"
+        ]
     if args.global_batch_size % rows == 0:
         return []
     below = args.global_batch_size // rows * rows

@@ -134,7 +134,8 @@ def validate_args(args: ParsedFlags, world_size: int) -> None:
         if getattr(args, name, None) is None:
             setattr(args, name, 0)
     if args.global_batch_size is None and args.micro_batch_size is not None:
-        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+        rows = args.micro_batch_size * args.data_parallel_size
+        args.global_batch_size = rows * (args.gradient_accumulation_steps or 1)
     raise_all(check_arguments(args))
     assert args.micro_batch_size is not None and args.global_batch_size is not None, "both have been checked"
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)

@@ -43,7 +43,6 @@ OTHER_TRAINERS_NAMES = {
     "learning-rate": "--lr",
     "max-grad-norm": "--clip-grad",
     "grad-clip": "--clip-grad",
-    "gradient-accumulation-steps": "--global-batch-size",
     "per-device-train-batch-size": "--micro-batch-size",
     "train-batch-size": "--micro-batch-size",
     "batch-size": "--micro-batch-size",

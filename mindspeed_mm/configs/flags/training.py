@@ -16,6 +16,14 @@ class BatchArguments:
     global_batch_size: Annotated[
         int | None, flag("rows in one optimizer step; absent = micro-batch-size × data-parallel ranks", minimum=1)
     ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None,
+        flag(
+            "ours: micro-batches of a rank in one optimizer step, in place of global-batch-size, which is then "
+            "micro-batch-size × this × data-parallel ranks",
+            minimum=1,
+        ),
+    ] = None
     rampup_batch_size: Annotated[
         list[str] | None,
         refused("growing batches are not there yet; choose one --global-batch-size")("start size, increment, samples"),

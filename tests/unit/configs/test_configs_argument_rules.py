@@ -32,6 +32,14 @@ def test_global_batch_size_defaults_to_one_micro_batch_a_rank(run_folder: Path) 
     assert (args.global_batch_size, args.num_microbatches) == (12, 1)
 
 
+@pytest.mark.parametrize("words", ["", "--context-parallel-size 2", "--global-batch-size {rows}"])
+def test_global_batch_size_follows_from_gradient_accumulation_steps(run_folder: Path, words: str) -> None:
+    ranks = 3 if "context" in words else 6
+    words = f"--train-iters 10 --gradient-accumulation-steps 5 {words.format(rows=4 * 5 * ranks)}"
+    args = validated(words, world_size=6)
+    assert (args.data_parallel_size, args.global_batch_size, args.num_microbatches) == (ranks, 4 * 5 * ranks, 5)
+
+
 def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
     args = parse_args(f"{MINIMAL} --train-iters 10".split())
     args.consumed_train_samples = 40
@@ -44,6 +52,10 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
     [
         ("--train-iters 9 --global-batch-size 30", ["--global-batch-size 30", "8", "2 data-parallel", "24 or 32"]),
         ("--train-iters 9 --global-batch-size 3", ["nearest valid: 8"]),
+        (
+            "--train-iters 9 --global-batch-size 16 --gradient-accumulation-steps 3",
+            ["--global-batch-size 16 and --gradient-accumulation-steps 3", "makes 24 rows", "keep one of the two"],
+        ),
         ("--train-iters 9 --pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "pipeline"]),
         ("--train-iters 9 --virtual-pipeline-model-parallel-size 2", ["--virtual-pipeline-model-parallel-size 2"]),
         ("--train-iters 9 --use-torch-fsdp2 false", ["--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py"]),
