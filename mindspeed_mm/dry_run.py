@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.yaml_run import in_words_of_the_file
 from mindspeed_mm.launch import errors_as_sentences
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.extras import missing_library_as_sentence
@@ -42,7 +43,12 @@ def dry_run(recipe: Recipe, words: Sequence[str]) -> int:
         recipe: what the script trains.
         words: those of the command line, after the script's name.
     """
-    return print_answer(lambda: outline_of(describe(words, recipe), recipe))
+
+    def outline() -> Mapping[str, object]:
+        with in_words_of_the_file(words):
+            return outline_of(describe(words, recipe), recipe)
+
+    return print_answer(outline)
 
 
 def print_answer(outline: Callable[[], Mapping[str, object]]) -> int:

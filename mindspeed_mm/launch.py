@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.yaml_run import in_words_of_the_file
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.extras import missing_library_as_sentence
@@ -30,8 +31,9 @@ def described(recipe: Recipe, argv: Sequence[str] | None = None) -> Iterator[tup
         recipe: what the script trains.
         argv: the words after the script's name; None: those of this process.
     """
-    with errors_as_sentences(), StopSignal() as stop:
-        run = describe(argv, recipe)
+    words = sys.argv[1:] if argv is None else argv
+    with errors_as_sentences(), StopSignal() as stop, in_words_of_the_file(words):
+        run = describe(words, recipe)
         if run.checkpoint.save and run.launch.local_rank == 0:
             refuse_unwritable(run.checkpoint.save, "--save")
         yield run, stop

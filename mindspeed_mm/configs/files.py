@@ -170,15 +170,24 @@ def read_yaml(path: str | Path) -> Any:
     Raises:
         ConfigError: unreadable, not YAML (with line, column and reason), or a key written twice.
     """
+    return parse_yaml(_yaml_text(path), str(path))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Read YAML text (plain data only); `where` names it in messages.
+
+    Raises:
+        ConfigError: not YAML (with line, column and reason), or a key written twice.
+    """
     try:
-        return yaml.load(_yaml_text(path), Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{path}{place}: not YAML: {reason}") from None
+        raise ConfigError(f"{where}{place}: not YAML: {reason}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def top_level_anchors(path: str | Path) -> tuple[dict[str, str], set[str]]:

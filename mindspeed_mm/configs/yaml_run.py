@@ -1,4 +1,4 @@
-"""A run in one YAML file, in place of flags and files: `pretrain_transformers.py run.yaml [--flag …]`.
+"""A run in one YAML file, in place of flags and files: `SCRIPT.py run.yaml [section.key=value …] [--flag …]`.
 
 Such files are written in several dialects. The reader of a dialect turns a file's content into a `YamlRun`: values of
 flags, and sections in place of model.json, data.json, tools.json and fsdp2.yaml. What comes after is the same for
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mindspeed_mm.configs.files import YAML_SUFFIXES, FileSection, read_yaml
+from mindspeed_mm.configs.files import YAML_SUFFIXES, FileSection, parse_yaml, read_yaml
 from mindspeed_mm.configs.scalars import show
-from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.errors import ConfigError, MMError
+
+#: a word of a command line that takes the place of a value of the file
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*=.*", re.DOTALL)
 
 
 class FlagValue(NamedTuple):
@@ -35,11 +40,14 @@ class YamlRun:
         flags: values of flags, in the file's order.
         sections: the flag for a file (`mm_model`, `mm_data`, `mm_tool`, `fsdp2_config_path`) → the
             section in that file's place.
+        names: flag (with its dashes) or key of one of those files → dotted key that gives it in this file, where the
+            dialect has keys of its own; errors add it (`in_words_of_the_file`).
     """
 
     file: str
     flags: Sequence[FlagValue] = ()
     sections: Mapping[str, FileSection] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Dialect(NamedTuple):
@@ -64,18 +72,27 @@ def dialects() -> list[Dialect]:
 
 
 def split_yaml(words: Sequence[str]) -> tuple[YamlRun | None, list[str]]:
-    """Return the run that the first word of a command line names, None if it is no YAML file, and the other words.
+    """Return the run that the first word of a command line names, None if it is no YAML file, and the flags after it.
+
+    Words `section.key=value` right after the file take the place of its values.
 
     Raises:
         ConfigError: the file can't be read, or is none of a run that starts here.
     """
-    if words and not words[0].startswith("-") and words[0].lower().endswith(YAML_SUFFIXES):
-        return read_yaml_run(words[0]), list(words[1:])
-    return None, list(words)
+    if not words or words[0].startswith("-") or not words[0].lower().endswith(YAML_SUFFIXES):
+        return None, list(words)
+    count = 1
+    while count < len(words) and _OVERRIDE.fullmatch(words[count]):
+        count += 1
+    return read_yaml_run(words[0], words[1:count]), list(words[count:])
 
 
-def read_yaml_run(path: str) -> YamlRun:
+def read_yaml_run(path: str, overrides: Sequence[str] = ()) -> YamlRun:
     """Read a run's YAML file.
+
+    Args:
+        path: the file.
+        overrides: `section.key=value`, each with a value in YAML, which take the place of the file's.
 
     Raises:
         ConfigError: it is missing, no YAML, of another entry script, or has unknown sections.
@@ -83,6 +100,9 @@ def read_yaml_run(path: str) -> YamlRun:
     content = read_yaml(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: found {show(content)}, expected sections such as gpt_args, model and data")
+    for word in overrides:
+        key, _, value = word.partition("=")
+        content = _with_value(content, key.split("."), parse_yaml(value, f"'{word}', after {path}"), word)
     for dialect in dialects():
         found = [key for key in content if key in dialect.marks]
         if found and dialect.read is not None:
@@ -95,3 +115,44 @@ def read_yaml_run(path: str) -> YamlRun:
     raise ConfigError(
         f"{path}: the section 'gpt_args' is missing: the flags of the run; found {', '.join(map(str, content))}"
     )
+
+
+def _with_value(content: object, keys: Sequence[str], value: object, word: str) -> dict[str, Any]:
+    """A mapping with another value at a path of keys."""
+    if content is None:
+        content = {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"'{word}': the file has {show(content)} there, which has no keys; expected an object")
+    inner = value if len(keys) == 1 else _with_value(content.get(keys[0]), keys[1:], value, word)
+    return {**content, keys[0]: inner}
+
+
+@contextmanager
+def in_words_of_the_file(words: Sequence[str]) -> Iterator[None]:
+    """Add to an error how the flags and keys that it names are written in the run's YAML file.
+
+    Args:
+        words: those of the command line.
+    """
+    try:
+        yield
+    except MMError as error:
+        legend = _legend(str(error), words)
+        if legend:
+            error.args = (f"{error}\n{legend}",)
+        raise
+
+
+def _legend(message: str, words: Sequence[str]) -> str:
+    try:
+        run, _ = split_yaml(words)
+    except ConfigError:
+        return ""
+    if run is None:
+        return ""
+    named = [
+        f"{name} is '{key}'"
+        for name, key in run.names.items()
+        if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", message) and f"'{key}'" not in message
+    ]
+    return f"in {run.file}: {', '.join(named)}" if named else ""

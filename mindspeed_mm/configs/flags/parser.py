@@ -260,6 +260,10 @@ def stray_words(parser: argparse.ArgumentParser, words: Sequence[str], extras: S
             problems.append(f"unknown flag '{extra}': flags start with two dashes{near}")
         elif extra.endswith((".yaml", ".yml")):
             problems.append(f"stray word '{extra}': the YAML file of a run comes first, right after the script's name")
+        elif "=" in extra:
+            problems.append(
+                f"stray word '{extra}': section.key=value comes right after a run's YAML file, before flags"
+            )
         else:
             after = f" (after '{before.partition('=')[0]}')" if before else ""
             problems.append(f"stray word '{extra}'{after}: expected flags that start with --")

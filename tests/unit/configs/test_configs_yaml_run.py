@@ -20,7 +20,7 @@ from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.files import FileSection
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.tools_config import ToolsConfig
-from mindspeed_mm.configs.yaml_run import YamlRun, read_yaml_run
+from mindspeed_mm.configs.yaml_run import FlagValue, YamlRun, in_words_of_the_file, read_yaml_run
 from mindspeed_mm.utils.errors import ConfigError
 
 RUN = """\
@@ -241,6 +241,34 @@ def test_a_run_that_a_script_has_read_itself(run_yaml: Path) -> None:
     assert (args.lr, args.global_batch_size) == (3.0, 8)
     with pytest.raises(ConfigError, match=r"stray word 'run\.yaml'"):
         parse_args(["run.yaml"], run=described)
+
+
+def test_words_after_it_take_the_place_of_values(run_yaml: Path) -> None:
+    words = ["gpt_args.lr=3e-4", "gpt_args.weight_decay_exclude_modules=[a, b]", "model.text_decoder.freeze=true"]
+    args = read(*words, "data.dataset_param.basic_parameters.template=qwen=2", "--seed", "5")
+    assert (args.lr, args.weight_decay_exclude_modules, args.seed) == (3e-4, ["a", "b"], 5)
+    assert args.mm.model.text_decoder.freeze is True
+    assert args.mm.data.dataset_param.basic_parameters.template == "qwen=2"
+    for word, sentence in {
+        "gpt_args.learning_rate=1": r"unknown key 'gpt_args\.learning_rate' \(value 1\); did you mean 'lr'",
+        "gpt_args.lr.x=1": r"'gpt_args\.lr\.x=1': the file has 1e-05 there, which has no keys",
+        "gpt_args.lr=[1": r"'gpt_args\.lr=\[1', after run\.yaml, line 1.*: not YAML",
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            read(word)
+    with pytest.raises(ConfigError, match=r"stray word 'gpt_args\.lr=1'.*right after a run's YAML file"):
+        read("--bf16", "gpt_args.lr=1")
+
+
+def test_errors_are_in_the_words_of_the_file(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = YamlRun("run.yaml", [FlagValue("batch.rows", "micro_batch_size", 1)], {}, {"--lr": "a.b", "--lr-mult": "c"})
+    monkeypatch.setattr("mindspeed_mm.configs.yaml_run.read_yaml_run", lambda *_: run)
+    with pytest.raises(ConfigError) as caught, in_words_of_the_file(["run.yaml"]):
+        raise ConfigError("--lr 1 is wrong")
+    assert str(caught.value) == "--lr 1 is wrong\nin run.yaml: --lr is 'a.b'"
+    with pytest.raises(ConfigError) as caught, in_words_of_the_file([]):
+        raise ConfigError("--lr 1 is wrong")
+    assert str(caught.value) == "--lr 1 is wrong"
 
 
 def test_a_dialect_is_one_module_of_a_folder(
