@@ -31,14 +31,12 @@ class SequencePlace:
     Attributes:
         ring, ulysses: numbers of ranks.
         ring_rank, ulysses_rank: those of this process.
-        multiple: the number of tokens of a shard is a multiple of it (tensor-parallel ranks that split them further).
     """
 
     ring: int = 1
     ring_rank: int = 0
     ulysses: int = 1
     ulysses_rank: int = 0
-    multiple: int = 1
 
 
 @dataclass
@@ -80,8 +78,7 @@ class SequenceShard:
             chunks = [[_chunk(size, place.ring) for number, size in row if number] for row in runs]
         else:
             rows, chunks = [torch.arange(length)] * batch, []
-        unit = place.ulysses * place.multiple
-        filled = max(1, -(-max(map(len, rows)) // unit)) * unit
+        filled = max(1, -(-max(map(len, rows)) // place.ulysses)) * place.ulysses
         whole = torch.stack([F.pad(row, (0, filled - len(row)), value=FILL) for row in rows])
         index = whole.chunk(place.ulysses, dim=1)[place.ulysses_rank].contiguous()
         shard = cls(index, length, bool((index == FILL).any()), chunks)

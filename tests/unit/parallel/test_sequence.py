@@ -26,11 +26,10 @@ ROWS = {
 PLACES = {"ulysses 2": (1, 2), "ulysses 4": (1, 4), "ring 2": (2, 1), "ring 4": (4, 1), "2 by 2": (2, 2)}
 
 
-def shards(documents: torch.Tensor, ring: int, ulysses: int, multiple: int = 1) -> list[list[SequenceShard]]:
+def shards(documents: torch.Tensor, ring: int, ulysses: int) -> list[list[SequenceShard]]:
     """Of each ring rank, those of its Ulysses ranks."""
     return [
-        [SequenceShard.of(documents, SequencePlace(ring, i, ulysses, j, multiple)) for j in range(ulysses)]
-        for i in range(ring)
+        [SequenceShard.of(documents, SequencePlace(ring, i, ulysses, j)) for j in range(ulysses)] for i in range(ring)
     ]
 
 
@@ -73,8 +72,6 @@ def test_rows_stay_in_order_without_a_ring() -> None:
         assert shard.documents is not None and shard.documents.tolist() == [[1, 1, 1, 2, 2, 0, 0, 0]]
         assert shard.cumulative_lengths is not None and shard.cumulative_lengths.tolist() == [0, 3, 5, 8]
         assert shard.cumulative_lengths.dtype == torch.int32 and shard.longest == 3
-    assert first.index.shape[1] == 4
-    assert shards(documents, 1, 2, multiple=3)[0][0].index.shape[1] == 6
 
 
 @pytest.mark.parametrize(
