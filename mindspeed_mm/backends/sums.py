@@ -62,7 +62,7 @@ class StepSums:
             if name == "loss":
                 continue  # the training loop computes the loss from the sums
             if isinstance(value, RoutedTokens):
-                self.routed = value.counts.to(self.routed) + (self.routed if len(self.routed) else 0)
+                self.routed = value.counts.to(self.loss) + (self.routed if len(self.routed) else 0)
                 continue
             figure = self._figure(value)
             if figure is not None:

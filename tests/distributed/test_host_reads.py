@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.models.common.expert_load import RoutedTokens
 from tests.distributed.test_devices import Pairs, run_on_the_host
 from tests.support.host_reads import DEVICE, HostRead, HostReads, counted_host_reads
 from tests.support.tiny_steps import Micro, TinySteps, forward_step
@@ -76,7 +77,9 @@ def host_reads_of_steps(kind: str, flags: dict[str, Any]) -> list[list[HostRead]
     with counted_host_reads() as reads:
         tiny = TinySteps(kind, clip_grad=1.0, **flags)
         for factor in (1.0, float("nan"), 2.0):
-            micros = [Micro(factor=factor, metrics={"a": torch.tensor(1.0)}), Micro(metrics={"b": (2.0, 1)})]
+            routed = RoutedTokens(torch.ones(4, device=DEVICE))
+            first = {"a": torch.tensor(1.0), "experts": routed}
+            micros = [Micro(factor=factor, metrics=first), Micro(metrics={"b": (2.0, 1)})]
             tiny.backend.forward_backward(forward_step, iter(micros), 2)
             tiny.backend.step(BatchCounts(rows=2, media={"image": 1}), False)
     return reads.windows
