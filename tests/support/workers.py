@@ -36,6 +36,16 @@ PRELOAD = [
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "transformers.models.qwen3.modeling_qwen3",
     "diffusers.models.transformers.transformer_wan",
+    # what a training run imports after it was described: some seconds of each worker otherwise
+    "mindspeed_mm.training",
+    "mindspeed_mm.backends.fsdp2",
+    "mindspeed_mm.tasks.train.language",
+    "mindspeed_mm.data.loading.build",
+    "mindspeed_mm.models.transformers.qwen2_5_vl.traits",
+    "mindspeed_mm.models.transformers.qwen3_vl.data",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+    "transformers.models.qwen3_vl.processing_qwen3_vl",
 ]
 # Set before the server starts: OpenMP reads its setting when torch is first imported. Gloo stays on the loopback
 # device, because resolving the host's own name can fail on a machine without a network.
