@@ -40,7 +40,7 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
 from mindspeed_mm.configs.yaml_run import read_yaml_run  # noqa: E402
 
-TRAINING = ("pretrain_transformers.py", "pretrain_vlm.py", "pretrain_sora.py")
+TRAINING = ("pretrain_transformers.py", "pretrain_vlm.py", "pretrain_sora.py", "train_fsdp2.py")
 #: program, and the words before its flags, → where its `main` is
 PROGRAMS = {
     "inference_sora.py": "mindspeed_mm.tasks.generation.inference",
@@ -92,15 +92,16 @@ def check_json(text: str) -> None:
 def check_yaml(text: str) -> None:
     """An fsdp2.yaml, or the YAML file of a run, with its sections."""
     content = yaml.safe_load(text)
-    if "gpt_args" not in content:
+    if content.keys() <= Fsdp2Config.model_fields.keys():
         Fsdp2Config.from_dict(content)
         return
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
         file.flush()
-        typed_flags(build_parser(GROUPS), read_yaml_run(file.name))
-    DataConfig.from_dict(content["data"])
-    TransformersModelConfig.from_dict(content["model"])
+        run = read_yaml_run(file.name)
+    typed_flags(build_parser(GROUPS), run)
+    DataConfig.from_dict(run.sections["mm_data"].content)
+    TransformersModelConfig.from_dict(run.sections["mm_model"].content)
 
 
 def check_python(text: str) -> None:

@@ -18,11 +18,13 @@ sys.path.insert(0, str(ROOT))
 
 from mindspeed_mm.configs import data_rules, generation_rules, model_rules, sora_rules, vlm_rules  # noqa: E402
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
+from mindspeed_mm.configs.dialects import llm_fsdp2  # noqa: E402
 from mindspeed_mm.configs.environment import VARIABLES  # noqa: E402
 from mindspeed_mm.configs.flags import GROUPS  # noqa: E402
 from mindspeed_mm.configs.flags.spec import BackendName, Flag, flags_of  # noqa: E402
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config  # noqa: E402
 from mindspeed_mm.configs.generation_data import GenerationDataConfig  # noqa: E402
+from mindspeed_mm.configs.llm_config import LlmConfig  # noqa: E402
 from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E402
 from mindspeed_mm.configs.older_keys import FLAGS_OF_OTHERS, OLDER, SCRIPTS_HERE, Fate  # noqa: E402
 from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
@@ -83,8 +85,9 @@ Rules that apply everywhere:
 
 YAML_CHAPTER = """## One YAML file
 
-`torchrun … pretrain_transformers.py run.yaml [--flag …]` (or `pretrain_vlm.py`): the file comes right after the
-script's name, and flags after it take precedence.
+`torchrun … pretrain_transformers.py run.yaml [section.key=value …] [--flag …]` (or `pretrain_vlm.py`, or
+`train_fsdp2.py`): the file comes right after the script's name, and words and flags after it take precedence. A value
+in such a word is YAML: `gpt_args.lr=2e-5`, `"fsdp2.recompute_modules=['model.layers.{*}']"`.
 
 | top-level key | content |
 |---|---|
@@ -117,6 +120,43 @@ data:
     basic_parameters: {dataset: ./data/train.json, dataset_dir: ./data}
     preprocess_parameters: {model_name_or_path: *HF_MODEL_LOAD_PATH}
 ```
+"""
+
+
+LLM_CHAPTER = """## The YAML file of train_fsdp2.py
+
+`torchrun … train_fsdp2.py run.yaml [section.key=value …] [--flag …]`: the sections `model`, `parallel`, `data` and
+`training` of MindSpeed-LLM's FSDP2 backend. They describe the same run as flags and files, and any of the entry
+scripts takes any such file. Flags of this page may follow and take precedence (`--eval-interval 100`, `--overwrite`).
+
+```yaml
+model:
+  model_id: gpt_oss
+  model_name_or_path: ./ckpt/hf_path/gpt-oss-20b-bf16
+parallel:
+  fsdp_size: 8
+  fsdp_modules: ["model.layers.{*}", model.embed_tokens, lm_head]
+  recompute: True
+data:
+  dataset: {file_name: ./data/rows.json, formatting: alpaca}
+  cutoff_len: 2048
+training:
+  output_dir: ./output
+  lr: 1e-05
+  max_steps: 1000
+```
+
+`model.model_id` is looked up in `ModelHub`, where users register classes of their own (`plugin` in model.json, or a
+script of their own: [adding_a_model.md](adding_a_model.md)). Relative paths start at the working folder; those of
+`data.dataset` and of dataset_info.json at `data.dataset_dir` first. A data set is a name of dataset_info.json, an
+entry as that file has them, or a data file. The templates `gpt` and `gpt_oss` are the chat template of the model's
+directory.
+
+`training.calculate_per_token_loss: false`, its default, averages the means of micro-batches, so the loss depends on
+how a step is split into them; true is what every other run does. Rows are tokenised while training goes on, without a
+pass over the data before. `data.tokenized_path` names a folder for tokens made before training; packed rows whose
+length is given in epochs need them, and put them into `tokens/` of the output folder where it is absent (extra
+`tables`).
 """
 
 
@@ -280,6 +320,31 @@ def file_chapter(
     return "\n".join(parts)
 
 
+def llm_chapter() -> str:
+    """Return the chapter of train_fsdp2.py's file: its keys, what each is called elsewhere, and which are refused."""
+    keys = [path for path in key_paths(LlmConfig) if "." in path]
+    called: dict[str, list[str]] = {}
+    for name, key in llm_fsdp2.NAMES.items():
+        called.setdefault(key, []).append(f"`{name}`")
+    pairs = []
+    for key in keys:
+        rule = next((rule for rule in llm_fsdp2.NO_EFFECT if re.fullmatch(rule.pattern, key)), None)
+        if rule is not None:
+            pairs.append((rule.why, f"`{key}`"))
+    return "\n".join(
+        [
+            LLM_CHAPTER,
+            table(("key", "type", "default", "meaning"), section_rows(LlmConfig)),
+            "What keys with another name become:\n",
+            table(("key", "here"), [[f"`{key}`", ", ".join(called[key])] for key in keys if key in called]),
+            "Values that are refused:\n",
+            table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in llm_fsdp2.REFUSED]),
+            "Keys that are accepted, with a notice where a value has no effect:\n",
+            table(("reason", "keys"), _by_reason(pairs)),
+        ]
+    )
+
+
 FATES: dict[Fate, str] = {
     "write": "refused, unless its value has no consequence",
     "absent": "refused, unless its value has no consequence",
@@ -366,6 +431,7 @@ def make_page() -> str:
         ),
         file_chapter("tools.json", ToolsConfig),
         YAML_CHAPTER,
+        llm_chapter(),
         older_chapter(),
         environment_chapter(),
     ]

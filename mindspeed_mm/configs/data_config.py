@@ -30,6 +30,7 @@ from mindspeed_mm.configs.sections import (
     Size,
     SortedKeys,
     build_section,
+    given_values,
     key_paths,
     one_of,
     plain,
@@ -98,6 +99,13 @@ def _read_probabilities(value: object) -> object:
     return numbers
 
 
+#: data sets, as text or as a list
+Names = Annotated[list[str | dict[str, Any]], BeforeValidator(_read_names)]
+MaybeNames = Annotated[list[str | dict[str, Any]] | None, BeforeValidator(_read_names_or_null)]
+#: of several data sets
+Shares = Annotated[list[float] | None, BeforeValidator(_read_probabilities)]
+
+
 def _read_val_limit(value: object) -> int | None:
     """Like a row limit, but 0 is allowed: no validation rows."""
     return 0 if value is not None and read_int(value) == 0 else read_row_limit(value)
@@ -159,7 +167,7 @@ _OPENAI_NAMES = {
 class BasicParameters(Section):
     """Which rows, and how a row becomes tokens and targets."""
 
-    dataset: Annotated[list[str | dict[str, Any]], BeforeValidator(_read_names)] = Field(
+    dataset: Names = Field(
         description="data file, folder, pattern or name in dataset_info.json; several separated by commas, or a list; "
         "an object is an entry like those of that file"
     )
@@ -180,12 +188,11 @@ class BasicParameters(Section):
     mask_history: Bool = Field(False, description="only the last answer of a row is a target")
     enable_thinking: Bool = Field(True, description="passed to the chat template")
     tool_format: str | None = Field(None, description="how tool calls are written; null = as the chat template does")
-    val_dataset: Annotated[list[str | dict[str, Any]] | None, BeforeValidator(_read_names_or_null)] = Field(
-        None, description="validation data set(s), written like `dataset`"
-    )
+    val_dataset: MaybeNames = Field(None, description="validation data set(s), written like `dataset`")
     val_rate: Annotated[Float, Field(ge=0, lt=1)] | None = Field(
         None, description="share of the rows of `dataset` that is kept for validation instead"
     )
+    val_size: Count | None = Field(None, description="ours: rows of `dataset` that are kept for validation instead")
     val_max_samples: Annotated[int | None, BeforeValidator(_read_val_limit)] = Field(
         None, description="upper bound on validation rows; null or -1 = all; 0 = no validation"
     )
@@ -196,7 +203,7 @@ class BasicParameters(Section):
     mix_strategy: Annotated[str, one_of(("concat", "interleave_under", "interleave_over"))] = Field(
         "concat", description="several data sets: one after the other, or drawn until the first / the last has ended"
     )
-    interleave_probs: Annotated[list[float] | None, BeforeValidator(_read_probabilities)] = Field(
+    interleave_probs: Shares = Field(
         None, description="interleaving: share of each data set, comma separated or a list; null = equal shares"
     )
     default_system: str | None = Field(None, description="system text of rows that have none")
@@ -212,13 +219,16 @@ class BasicParameters(Section):
 
     @model_validator(mode="after")
     def _one_validation_source(self) -> BasicParameters:
-        if self.val_dataset and self.val_rate:
+        parts = {"val_rate": self.val_rate, "val_size": self.val_size}
+        given = [f"'{key}' {value}" for key, value in parts.items() if value]
+        if len(given) + bool(self.val_dataset) > 1:
+            every = [*(["'val_dataset'"] if self.val_dataset else []), *given]
             raise ValueError(
-                f"'val_dataset' and 'val_rate' {self.val_rate} are both given; keep the one that says where "
-                "the validation rows come from"
+                f"{' and '.join(every)} are both given; keep the one that says where the validation rows come from"
             )
-        if self.streaming and self.val_rate:
-            raise ValueError("'val_rate' needs the number of rows, which 'streaming' doesn't know; give 'val_dataset'")
+        if self.streaming and given:
+            key = given[0].split()[0]
+            raise ValueError(f"{key} needs the number of rows, which 'streaming' doesn't know; give 'val_dataset'")
         return self
 
 
@@ -398,7 +408,7 @@ def _part_from_dict(cls: type[SectionT], name: str, mapping: object, file: str |
 def _judge(section: Section, keys: SortedKeys, file: str, start: str = "") -> None:
     """Refuse what isn't there yet, and log what has no effect: the parts apart, so that each is logged once."""
     no_effect = {start + path: value for path, value in keys.published.items()}
-    given = no_effect | _flatten(section, start)
+    given = no_effect | given_values(section, start)
     raise_all([*refusals(given, REFUSED_DATA_KEYS, file), *_older_limits(given, file)])
     loader = [path for path in no_effect if path.startswith("dataloader_param.")]
     log_no_effect(loader, IDLE_DATA_KEYS, file)
@@ -413,14 +423,6 @@ def _older_limits(given: Mapping[str, Any], file: str) -> list[str]:
         for kind in ("image", "video")
         if is_given(older := given.get(f"{start}{kind}_resolution")) and given.get(f"{start}{kind}_max_pixels") is None
     ]
-
-
-def _flatten(section: Section, prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name in section.model_fields_set:
-        value, path = getattr(section, name), f"{prefix}{name}"
-        values.update(_flatten(value, path + ".") if isinstance(value, Section) else {path: value})
-    return values
 
 
 def _refuse_other_dataset_types(cls: type[Section], data: object, file: str) -> None:

@@ -48,6 +48,8 @@ MODELS_OWN_TEMPLATES = (
     "kimi_k25",
     "kimi_k3",
     "step3_vl",
+    "gpt",
+    "gpt_oss",
 )
 
 _BASIC = "dataset_param.basic_parameters"

@@ -253,6 +253,15 @@ def build_section(
     return section, keys
 
 
+def given_values(section: Section, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key → value of what a mapping gave to a section and the sections inside it."""
+    values: dict[str, Any] = {}
+    for name in section.model_fields_set:
+        value, path = getattr(section, name), f"{prefix}{name}"
+        values.update(given_values(value, path + ".") if isinstance(value, Section) else {path: value})
+    return values
+
+
 def raise_all(problems: Sequence[str]) -> None:
     """Raise one ConfigError with all problems, if there are any."""
     if problems:

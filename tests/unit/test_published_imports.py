@@ -58,6 +58,7 @@ FILES = (
     "mindspeed_mm/tools/feature_extraction/get_sora_feature.py",
     "mindspeed_mm/tools/feature_extraction/get_vace_feature.py",
     "mindspeed_mm/tools/feature_extraction/get_wan_feature.py",
+    "train_fsdp2.py",
     "mindspeed_mm/tools/tools.json",
 )
 

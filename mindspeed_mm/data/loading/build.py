@@ -57,8 +57,8 @@ def build_dataset(
     if basic.val_dataset and basic.val_max_samples != 0:
         val_source = open_rows_of(param, _entries(param, basic.val_dataset, None))
         val_rows = check_rows(val_source, basic.on_bad_sample == "skip")
-    elif basic.val_rate and basic.val_max_samples != 0:
-        val_source, (rows, val_rows) = source, split_rows(rows, basic.val_rate, seed)
+    elif (basic.val_rate or basic.val_size) and basic.val_max_samples != 0:
+        val_source, (rows, val_rows) = source, split_rows(rows, basic.val_rate or basic.val_size or 0, seed)
     else:
         return _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
     training = _with_cache(RecordDataset(source, encoder, _mixed(source, rows, mixture)))
@@ -128,10 +128,23 @@ def _mixed(source: RowSource, rows: np.ndarray, mixture: Mixture) -> np.ndarray 
     return mixture.indices(parts)
 
 
-def split_rows(rows: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take a share of the rows for validation: at random by seed, at least one; both parts stay in file order."""
-    if len(rows) < 2:
-        raise DataError(f"val_rate {share}: {len(rows)} row can't be split into training and validation rows")
-    count = min(len(rows) - 1, max(1, round(len(rows) * share)))
+def split_rows(rows: np.ndarray, size: float | int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Take rows for validation: at random by seed, at least one; both parts stay in file order.
+
+    Args:
+        rows: their numbers, [rows] int64.
+        size: an int is a number of rows, a float a share of them.
+        seed: of the choice.
+
+    Raises:
+        DataError: no row would be left to train on.
+    """
+    is_count = isinstance(size, int)
+    if len(rows) < 2 or (is_count and size >= len(rows)):
+        raise DataError(
+            f"{'val_size' if is_count else 'val_rate'} {size}: {len(rows)} row{'s' * (len(rows) != 1)} can't be split "
+            "into training and validation rows"
+        )
+    count = int(size) if is_count else min(len(rows) - 1, max(1, round(len(rows) * size)))
     order = np.argsort(np.random.PCG64(seed).random_raw(len(rows)), kind="stable")
     return np.sort(rows[order[count:]]), np.sort(rows[order[:count]])

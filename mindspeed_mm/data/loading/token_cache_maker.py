@@ -30,8 +30,8 @@ _CHUNK = 64
 PATIENCE = 60.0
 #: settings without influence on ids and labels
 _WITHOUT_EFFECT = {
-    "dataset", "val_dataset", "val_rate", "val_max_samples", "max_samples", "streaming", "buffer_size", "packing",
-    "neat_packing", "mix_strategy", "interleave_probs", "preprocess_on_fly", "cache_dir", "overwrite_cache",
+    "dataset", "val_dataset", "val_rate", "val_size", "val_max_samples", "max_samples", "streaming", "buffer_size",
+    "packing", "neat_packing", "mix_strategy", "interleave_probs", "preprocess_on_fly", "cache_dir", "overwrite_cache",
     "preprocessing_num_workers", "dataset_dir", "on_bad_sample", "cutoff_len",
 }  # fmt: skip
 

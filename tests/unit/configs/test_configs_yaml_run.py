@@ -181,11 +181,6 @@ def test_all_faults_are_told_at_once(run_yaml: Path) -> None:
     assert len(refusal(text).splitlines()) == 3
 
 
-@pytest.mark.parametrize("text", ["parallel: {fsdp_size: 8}\ntraining: {lr: 1}\n", "training: {lr: 1}\nmodel: {}\n"])
-def test_files_of_the_other_trainer_name_its_script(run_yaml: Path, text: str) -> None:
-    assert "are those of train_fsdp2.py, which is not there yet" in refusal(text)
-
-
 def test_what_is_no_run(run_yaml: Path) -> None:
     assert "found [1, 2], expected sections such as gpt_args" in refusal("[1, 2]\n")
     assert "'gpt_args' is missing" in refusal("model: {}\n")

@@ -472,6 +472,7 @@ def test_validation_rows(param: Any, tmp_path: Any) -> None:
         assert sorted([*train.indices, *valid.indices]) == list(range(40))
         splits.append(valid.indices.tolist())
     assert splits[0] == splits[1] != splits[2]
+    assert [len(part) for part in build_mm_dataset(param(rows, val_size=3))] == [37, 3]
     assert len(build_mm_dataset(param(rows, val_rate=0.5, val_max_samples=3))[1]) == 3
     assert len(build_mm_dataset(param(rows, val_rate=0.5, val_max_samples=0))) == 40
     (tmp_path / "val.jsonl").write_text(
@@ -481,6 +482,8 @@ def test_validation_rows(param: Any, tmp_path: Any) -> None:
     assert (len(train), len(valid)) == (40, 1)
     with pytest.raises(DataError, match="can't be split"):
         build_mm_dataset(param(rows[:1], val_rate=0.5))
+    with pytest.raises(DataError, match="val_size 40: 40 rows can't be split"):
+        build_mm_dataset(param(rows, val_size=40))
 
 
 @pytest.mark.parametrize(
