@@ -23,22 +23,26 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak, self.largest = 0, 0
+        # the references keep the addresses of storages that are gone from being used again
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before: set[int] = set()
+        self._before: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._before.add(storage._cdata)
+            if storage._cdata not in self._alive and storage._cdata not in self._before:
+                self._before[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
-        self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
+        is_more = False
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage._cdata not in self._before:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                is_more = True
             self.largest = max(self.largest, tensor.numel())
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        if is_more:
+            self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return result
 
 
