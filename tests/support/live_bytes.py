@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,27 +24,26 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak, self.largest = 0, 0
-        # the references keep the addresses of storages that are gone from being used again
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before: dict[int, StorageWeakRef] = {}
+        self._alive = 0
+        self._seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive and storage._cdata not in self._before:
-                self._before[storage._cdata] = StorageWeakRef(storage)
+            self._seen.setdefault(tensor.untyped_storage(), None)
         result = func(*args, **(kwargs or {}))
-        is_more = False
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive and storage._cdata not in self._before:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                is_more = True
+            if storage not in self._seen:
+                self._seen[storage] = None
+                size = storage.nbytes()
+                self._alive += size
+                weakref.finalize(storage, self._free, size).atexit = False
             self.largest = max(self.largest, tensor.numel())
-        if is_more:
-            self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
-            self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        self.peak = max(self.peak, self._alive)
         return result
+
+    def _free(self, size: int) -> None:
+        self._alive -= size
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
