@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.scalars import read_bool, read_int
-from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Section, Size, build_section
+from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Paths, Section, Size, build_section
 from mindspeed_mm.utils.log import notice
 
 
@@ -39,15 +39,6 @@ def _read_reshard(value: object) -> bool | int:
     if size < 2:
         raise ValueError("expected true (ZeRO-3), false (ZeRO-2) or the number of ranks to reshard over (at least 2)")
     return size
-
-
-def _read_paths(value: object) -> object:
-    if isinstance(value, str):
-        raise ValueError("expected a list of module paths: write it as an item, '- " + value + "'")
-    return value
-
-
-Paths = Annotated[list[str], BeforeValidator(_read_paths)]
 
 
 class Fsdp2Config(Section):

@@ -22,6 +22,7 @@ from mindspeed_mm.configs.sections import (
     Bool,
     Count,
     Float,
+    Paths,
     Section,
     key_paths,
     one_of,
@@ -180,6 +181,9 @@ class TransformersModelConfig(Section):
     freeze_vision_model: Bool | None = Field(None, description="the same as image_encoder.vision_encoder.freeze")
     freeze_vision_projection: Bool | None = Field(None, description="the same as image_encoder.vision_projector.freeze")
     freeze_language_model: Bool | None = Field(None, description="the same as text_decoder.freeze")
+    freeze: Paths = Field(
+        [], description="ours: paths of modules or parameters that are not trained, in the patterns of fsdp2.yaml"
+    )
     loss_cfg: LossConfig = Field(LossConfig(), description="loss")
 
     _own_keys: dict[str, Any] = PrivateAttr(default_factory=dict)

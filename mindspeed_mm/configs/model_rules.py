@@ -24,12 +24,6 @@ REFUSED_MODEL_KEYS = (
         "the load-balancing loss is weighted by loss_cfg.router_aux_loss_coef; write that instead",
     ),
     Refused(
-        "freeze",
-        is_given,
-        "freezing by a list of paths is not there yet; write image_encoder.vision_encoder.freeze, "
-        "image_encoder.vision_projector.freeze, audio_encoder.audio_encoder.freeze or text_decoder.freeze",
-    ),
-    Refused(
         "loss_cfg.loss_type",
         lambda value: value == "raw",
         "the model's own loss isn't exact over ranks and micro-batches; expected one of default, per_sample_loss, "

@@ -28,6 +28,15 @@ Int = Annotated[int, BeforeValidator(read_int)]
 Count = Annotated[int, BeforeValidator(read_int), Field(ge=1)]  # at least 1
 Size = Annotated[int, BeforeValidator(read_int), Field(ge=0)]  # at least 0
 Float = Annotated[float, BeforeValidator(read_float)]
+
+
+def _read_paths(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError("expected a list of module paths: write it as an item, '- " + value + "'")
+    return value
+
+
+Paths = Annotated[list[str], BeforeValidator(_read_paths)]
 DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 
 

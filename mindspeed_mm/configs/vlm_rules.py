@@ -73,11 +73,12 @@ REFUSED_VLM_KEYS = (
     Refused("reward_process", is_on, "reward models are not there; write false"),
     Refused("vision_encoder.freeze", is_given, f"write {_VISION}.freeze"),
     Refused("vision_projector.freeze", is_given, f"write {_PROJECTOR}.freeze"),
-    *(rule for rule in model_rules.REFUSED_MODEL_KEYS if rule.path != "freeze"),
+    *model_rules.REFUSED_MODEL_KEYS,
     Refused(
         "freeze",
         is_given,
-        f"freezing by a list of paths is not there yet; write {_VISION}.freeze, {_PROJECTOR}.freeze or {_TEXT}.freeze",
+        f"freezing by a list of paths is not there yet on the Megatron backend; write {_VISION}.freeze, "
+        f"{_PROJECTOR}.freeze or {_TEXT}.freeze, or add --use-torch-fsdp2",
     ),
 )
 

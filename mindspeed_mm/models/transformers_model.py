@@ -35,6 +35,7 @@ from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import documents_of_mask, take_documents
+from mindspeed_mm.models.common.paths import freeze_paths
 from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -300,6 +301,7 @@ class TransformersModel(MultiModalModule):
         stated = {part: getattr(described, f"freeze_{part}") for part in _PARTS}
         frozen = {part: value for part, value in stated.items() if value is not None}
         done = freeze_parts(self.model, self.traits, frozen)
+        done += freeze_paths(self.model, described.freeze, where=f"{described.file}: freeze")
         as_trainable(self.model).freeze(self.config)  # a model's own hook may freeze more parts
         for part, value in frozen.items():
             if value and part not in self.traits.parts:
@@ -308,7 +310,8 @@ class TransformersModel(MultiModalModule):
                     f"{', '.join(self.traits.parts) or 'none'}"
                 )
         if not any(p.requires_grad for p in self.model.parameters()):
-            raise ConfigError(f"model.json: everything is frozen ({', '.join(done)}); nothing would be trained")
+            few = ", ".join(done[:5]) + (", …" if len(done) > 5 else "")
+            raise ConfigError(f"{described.file}: everything is frozen ({few}); nothing would be trained")
 
 
 def load_hf_config(path: str, where: str = "model.json: init_from_hf_path") -> Any:

@@ -1,6 +1,6 @@
 """Patterns of module paths: `model.layers.{*}`, `{0-23}`, `{1,3,5}`, combinations, and paths after a brace.
 
-Used for wrapping, ignoring and recompute. Source: the fsdp2.yaml of MindSpeed-MM ("pattern grammar").
+Used for wrapping, ignoring, recompute and freezing. Source: the fsdp2.yaml of MindSpeed-MM ("pattern grammar").
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import notice
 
@@ -49,9 +50,51 @@ def expand_patterns(
                 found.setdefault(path, module)
         except ConfigError as error:
             problems.append(f"{where}: {error}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_all(problems)
     return found
+
+
+def expand_parameters(
+    root: nn.Module, patterns: Iterable[str], *, where: str, older: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that `patterns` name: all of a module's, or one by its own name (`lm_head.weight`).
+
+    Args:
+        root, patterns, where, older: as in `expand_patterns`.
+
+    Raises:
+        ConfigError: entries name no parameter; the message lists each with what exists and the nearest path.
+    """
+    found: dict[str, nn.Parameter] = {}
+    problems: list[str] = []
+    for pattern in patterns:
+        try:
+            for path, module in _find(root, pattern, where, older, ""):
+                found.update((join_paths(path, name), parameter) for name, parameter in module.named_parameters())
+        except ConfigError as error:
+            named, known = _parameters_named(root, pattern, where, older)
+            found.update(named)
+            if not named:
+                beside = f"; its parameters: {', '.join(known)}" if known else ""
+                problems.append(f"{where}: {error}{beside}")
+    raise_all(problems)
+    return found
+
+
+def _parameters_named(
+    root: nn.Module, pattern: str, where: str, older: Mapping[str, str]
+) -> tuple[dict[str, nn.Parameter], list[str]]:
+    """Parameters that an entry gives by their own name; and the names of those that are at its level."""
+    above, _, name = str(pattern).strip().rpartition(".")
+    try:
+        modules = _find(root, above, where, older, "")
+    except ConfigError:
+        return {}, []
+    at_level = {path: dict(module.named_parameters(recurse=False)) for path, module in modules}
+    known = sorted({key for parameters in at_level.values() for key in parameters})
+    if not all(name in parameters for parameters in at_level.values()):
+        return {}, known
+    return {join_paths(path, name): parameters[name] for path, parameters in at_level.items()}, known
 
 
 def join_paths(path: str, below: str) -> str:

@@ -21,6 +21,14 @@ ROWS = 8
 STEPS = 3
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-6, 1e-5
 FROZEN_TOWER = {"image_encoder": {"vision_encoder": {"freeze": True}, "vision_projector": {"freeze": True}}}
+TOWER = ("model.visual",)
+#: model.json's freeze, and what it means
+FROZEN_PATHS = ["visual.blocks.{*}.attn", "model.language_model.layers.{0}.mlp", "lm_head.weight"]
+FROZEN_NAMES = (
+    *(f"model.visual.blocks.{n}.attn" for n in range(8)),
+    "model.language_model.layers.0.mlp",
+    "lm_head.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     kind: str = "vl"
+    frozen: tuple[str, ...] = ()  # beginnings of the names of what is not trained
 
 
 def wrapped(**more: Any) -> dict[str, Any]:
@@ -63,11 +72,16 @@ CASES = {
     "2 processes, chunked loss": Case(2, 2, model=CHUNKED),
     "2 processes, dynamic chunks": Case(2, 4, model={"loss_cfg": {"compute_mode": "dynamic_chunk", "chunk_size": 8}}),
     "2 processes, whole tower as a unit": Case(2, 1, {"sub_modules_to_wrap": ["model.visual", *WRAP[1:], "lm_head"]}),
-    "2 processes, frozen tower": Case(2, 1, model=FROZEN_TOWER),
+    "2 processes, frozen tower": Case(2, 1, model=FROZEN_TOWER, frozen=TOWER),
     "2 processes, frozen tower, reentrant recompute": Case(
-        2, 1, wrapped(recompute_modules=WRAP, use_reentrant=True), FROZEN_TOWER
+        2, 1, wrapped(recompute_modules=WRAP, use_reentrant=True), {"freeze": [*TOWER]}, frozen=TOWER
     ),
-    "2 processes, frozen tower ignored": Case(2, 1, wrapped(ignored_modules=["model.visual"]), FROZEN_TOWER),
+    "2 processes, frozen tower ignored": Case(
+        2, 1, wrapped(ignored_modules=["model.visual"]), FROZEN_TOWER, frozen=TOWER
+    ),
+    "2 processes, frozen by paths": Case(
+        2, 2, model={"freeze": FROZEN_PATHS}, flags={"init_model_with_meta_device": True}, frozen=FROZEN_NAMES
+    ),
     "2 processes, trainable merger ignored": Case(2, 1, wrapped(ignored_modules=["model.visual.merger"])),
     "2 processes, tied": Case(2, 2, kind="vl tied"),
     "2 processes, tied, own units, meta init, chunks": Case(
@@ -100,12 +114,10 @@ def model_and_data(kind: str) -> tuple[Path, Path]:
 
 
 @functools.cache
-def reference(kind: str, frozen: bool) -> tuple[list[float], list[float]]:
+def reference(kind: str, frozen: tuple[str, ...]) -> tuple[list[float], list[float]]:
     hf_dir, data = model_and_data(kind)
     inputs = rows_as_inputs(hf_dir, data)
-    losses, norms, _ = train_reference(
-        hf_dir, inputs, STEPS, frozen=lambda name: frozen and name.startswith("model.visual")
-    )
+    losses, norms, _ = train_reference(hf_dir, inputs, STEPS, frozen=lambda name: name.startswith(frozen))
     return losses, norms
 
 
@@ -129,6 +141,6 @@ def run_case(case: Case, pool: Any, folder: Path) -> tuple[list[float], list[flo
 def test_equals_hand_written_loop(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     case = CASES[name]
     losses, norms = run_case(case, pools[case.world], tmp_path)
-    expected_losses, expected_norms = reference(case.kind, case.model is FROZEN_TOWER)
+    expected_losses, expected_norms = reference(case.kind, case.frozen)
     assert losses == pytest.approx(expected_losses, rel=LOSS_TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=NORM_TOLERANCE)

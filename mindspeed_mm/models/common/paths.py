@@ -1,4 +1,4 @@
-"""Module paths in fsdp2.yaml: current ones, and those of older layouts that published files use.
+"""Module paths in fsdp2.yaml and model.json: current ones, and those of older layouts that published files use.
 
 transformers has moved the parts of its multimodal models, and published files use the paths of their time. Each older
 path is listed here with its replacement: a path that is neither in the model nor in this list is an error.
@@ -13,7 +13,7 @@ from torch import nn
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.parallel.patterns import expand_patterns
+from mindspeed_mm.parallel.patterns import expand_parameters, expand_patterns
 from mindspeed_mm.utils.errors import ConfigError
 
 #: published path → current path in the transformers model. The rest of an entry is kept, and must exist.
@@ -50,6 +50,24 @@ OLDER_PATHS: Mapping[str, str] = {
 def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
     """Call `expand_patterns`; for a transformers model, paths of `OLDER_PATHS` are replaced, each with one notice."""
     return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if as_trainable(root).is_transformers else {})
+
+
+def freeze_paths(root: nn.Module, patterns: Iterable[str], *, where: str) -> list[str]:
+    """Set requires_grad of the parameters that `patterns` name to False; return their names.
+
+    Args:
+        root: the transformers model that paths are relative to; older paths are replaced, as `find_modules` does.
+        patterns: paths of modules or of parameters.
+        where: file and key of the list, for messages.
+
+    Raises:
+        ConfigError: entries name no parameter.
+    """
+    older = OLDER_PATHS if as_trainable(root).is_transformers else {}
+    named = expand_parameters(root, patterns, where=where, older=older)
+    for parameter in named.values():
+        parameter.requires_grad_(False)
+    return list(named)
 
 
 def check_paths(root: nn.Module, config: Fsdp2Config, keys: Iterable[str]) -> None:

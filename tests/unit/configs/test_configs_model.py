@@ -141,7 +141,7 @@ def test_attention_of_the_whole_model() -> None:
         ({"loss_cfg": {"chunk_size": 0}}, ["'loss_cfg.chunk_size' is 0", "at least 1"]),
         ({"loss_cfg": {"router_aux_loss_coef": "much"}}, ["'much'", "a number"]),
         ({"plugin": [3]}, ["'plugin[0]' is 3", "text"]),
-        ({"freeze": ["model.visual"]}, ["'freeze' is ['model.visual']", "image_encoder.vision_encoder.freeze"]),
+        ({"freeze": "model.visual"}, ["'freeze' is 'model.visual'", "write it as an item, '- model.visual'"]),
         ({"patch": {"muon_optimizer": True}}, ["'patch.muon_optimizer' is true", "not there yet"]),
         ({"patch": {"adaptive_clip_grad_norm": True}}, ["--clip-grad"]),
         (

@@ -1,0 +1,56 @@
+"""model.json's `freeze`: patterns of modules and parameters that are not trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.utils.errors import ConfigError
+from tests.support.tiny import tiny_qwen2_5_vl_dir
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen2_5_vl_dir(tmp_path_factory.mktemp("hf"), seed=3)
+
+
+def built(hf_dir: Path, *freeze: str, **more: Any) -> TransformersModel:
+    with torch.device("meta"):
+        return TransformersModel({"init_from_hf_path": str(hf_dir), "freeze": list(freeze), **more})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "prefixes"),
+    [
+        ("model.visual", ("model.visual.",)),
+        ("visual.merger", ("model.visual.merger.",)),  # of an older layout
+        ("model.language_model.layers.{0}.mlp", ("model.language_model.layers.0.mlp.",)),
+        (
+            "model.language_model.layers.{*}.input_layernorm.weight",
+            tuple(f"model.language_model.layers.{n}.input_layernorm.weight" for n in range(8)),
+        ),
+        ("lm_head.weight", ("lm_head.weight",)),
+    ],
+)
+def test_what_a_pattern_freezes(hf_dir: Path, pattern: str, prefixes: tuple[str, ...]) -> None:
+    model = built(hf_dir, pattern).model
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(prefixes)} != set()
+
+
+def test_what_matches_nothing_is_an_error(hf_dir: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        built(hf_dir, "model.visul", "lm_head.weigth", "model.language_model.layers.{0-9}", "lm_head")
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith("model.json: freeze: entry '") for line in lines) and len(lines) == 3
+    for line, part in zip(lines, ["did you mean 'model.visual'", "its parameters: weight", "names index"], strict=True):
+        assert part in line
+
+
+def test_nothing_left_to_train(hf_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.json: everything is frozen \(text_decoder, model\.visual\..*, …\)"):
+        built(hf_dir, "model.visual", text_decoder={"freeze": True})
