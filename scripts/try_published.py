@@ -37,6 +37,7 @@ _DIRECTORIES = (
     (r"Qwen2\.5-VL-(?P<size>\d+B)", "qwen2_5_vl", None, "Qwen2_5_VLForConditionalGeneration"),
     (r"Qwen2\.5-(?:VL-)?Omni-7B", "qwen2_5_omni", "7B", "Qwen2_5OmniThinkerForConditionalGeneration"),
     (r"Qwen3-Omni-30B", "qwen3_omni_moe", "30B-A3B", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    (r"Qwen3-ASR-1\.7B", "qwen3_asr", "1.7B", "Qwen3ASRForConditionalGeneration"),
     (r"Qwen3-VL-30B", "qwen3_vl_moe", "30B-A3B", "Qwen3VLMoeForConditionalGeneration"),
     (r"Qwen3-VL-235B", "qwen3_vl_moe", "235B-A22B", "Qwen3VLMoeForConditionalGeneration"),
     (r"Qwen3-VL-(?P<size>\d+B)", "qwen3_vl", None, "Qwen3VLForConditionalGeneration"),
@@ -44,6 +45,11 @@ _DIRECTORIES = (
     (r"InternVL3_5-30B", "internvl_moe", "30B-A3B", "InternVLForConditionalGeneration"),
     (r"Magistral-Small", "mistral3", "24B", "Mistral3ForConditionalGeneration"),
 )
+#: entry scripts that won't be there → why
+_NOT_THERE = {
+    "mindspeed_mm/fsdp/tasks/funasr/trainer.py": "it trains the FunASRNano of its authors' own code, with a CTC decoder "
+    "that transformers' FunAsrNanoForConditionalGeneration lacks",
+}
 #: names of files; every other path is that of a directory
 #: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script
 #: convert_wan_to_diffusers.py writes them
@@ -172,6 +178,7 @@ def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
     from mindspeed_mm.tools.feature_extraction import command
 
     recipes = {"pretrain_vlm.py": VLM, "pretrain_sora.py": SORA, "pretrain_transformers.py": TRANSFORMERS}
+    recipes |= dict.fromkeys(("train_fsdp2.py", "mindspeed_mm/fsdp/train/trainer.py"), TRANSFORMERS)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if entry in recipes:
@@ -189,7 +196,9 @@ def outcome_of(launch: Mapping[str, Any], folder: str) -> Outcome:
     started = time.perf_counter()
     entry = re.sub(r"^\./", "", launch["entry"])
     if not (ROOT / entry).is_file():
-        return Outcome({"accepted": False, "refusal": f"{entry} is not there yet", "notices": []})
+        return Outcome(
+            {"accepted": False, "refusal": _NOT_THERE.get(entry, f"{entry} is not there yet"), "notices": []}
+        )
     os.chdir(folder)
     words, processes = list(launch["words"]), world_size(launch["launcher_words"])
     os.environ.update(launch["environment"])

@@ -70,7 +70,7 @@ VARIABLES: Mapping[str, Variable] = {
     "MULTI_STREAM_MEMORY_REUSE": Variable(_ASCEND),
     "NPU_ASD_ENABLE": Variable(_ASCEND),
     "TASK_QUEUE_ENABLE": Variable(_ASCEND),
-    "NON_MEGATRON": Variable("", "megatron is never imported by a run with --use-torch-fsdp2"),
+    "NON_MEGATRON": Variable("what launches of trainer.py set; a run on FSDP2 never imports megatron anyway"),
     "ENABLE_GC_THRESHOLD": Variable("", "write --manual-gc, which collects on all ranks at once"),
     "HF_SAVE_WAIT_MODE": Variable("", "ranks don't wait for each other by sleeping while a model is exported"),
     "OOM_SNAPSHOT_ENABLE": Variable("", _SNAPSHOT),

@@ -125,6 +125,13 @@ class _Loader(yaml.SafeLoader):
     `1e-5` and `1E5` are numbers; `1:30` isn't 90, `010` isn't 8 and `2024-01-01` isn't a date: those stay text.
     """
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Let an anchor be defined again, as YAML does: an alias means the last one before it."""
+        event = self.peek_event()
+        if not isinstance(event, yaml.AliasEvent):
+            self.anchors.pop(getattr(event, "anchor", None), None)
+        return super().compose_node(parent, index)
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[-1] not in ("int", "float", "timestamp")]

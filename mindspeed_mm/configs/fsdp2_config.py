@@ -41,13 +41,16 @@ def _read_reshard(value: object) -> bool | int:
     return size
 
 
+ShardingSize = Annotated[int | Literal["auto"], BeforeValidator(_read_sharding_size)]
+
+
 class Fsdp2Config(Section):
     """The keys of fsdp2.yaml, typed. Module paths are relative to the HF model (or the user's own model).
 
     Path patterns: `a.b.{*}` every child, `a.b.{0-23}` a range, `a.b.{1,3,5}` a list, a tail may follow the brace.
     """
 
-    sharding_size: Annotated[int | Literal["auto"], BeforeValidator(_read_sharding_size)] = Field(
+    sharding_size: ShardingSize = Field(
         1,
         description="ranks that share one copy of the parameters; auto = all data-parallel ranks; "
         "less than these = HSDP (copies of sharded models)",
@@ -63,6 +66,18 @@ class Fsdp2Config(Section):
     recompute_modules: Paths | None = Field(
         None, description="module paths whose activations are recomputed in the backward pass"
     )
+    activation_offload_modules: Paths | None = Field(
+        None, description="ours: recomputed modules whose inputs wait for the backward pass in host memory"
+    )
+    chunk_mbs_modules: Paths | None = Field(
+        None, description="ours: modules that run on parts of a micro-batch, one after another, gathered once"
+    )
+    chunk_mbs_size: Count = Field(1, description="ours: chunk_mbs_modules: rows of a part")
+    chunk_mbs_batch_dim: Size = Field(0, description="ours: chunk_mbs_modules: dimension of the rows")
+    chunk_mbs_args: list[Size] = Field(
+        [0], description="ours: chunk_mbs_modules: positions of arguments that are split"
+    )
+    chunk_mbs_kwargs: list[str] = Field([], description="ours: chunk_mbs_modules: names of arguments that are split")
     use_reentrant: Bool = Field(True, description="recompute with the reentrant autograd engine")
     param_dtype: DtypeName | None = Field(
         None, description="dtype of gathered parameters and of the computation; null = --bf16/--fp16, else fp32"
@@ -115,6 +130,11 @@ class Fsdp2Config(Section):
         description="ours: each context-parallel rank encodes a part of a micro-batch's images and videos; "
         "false = each encodes all of them",
     )
+    ignore_missing_modules: Bool = Field(
+        False,
+        description="ours: entries of sub_modules_to_wrap, recompute_modules and the lists of offload and chunks that "
+        "match nothing are left out, with a notice; false = they are an error",
+    )
     align_fsdp_param_groups: Bool = Field(
         False, description="no effect here: FSDP2 units take parameters of any kind and size"
     )
@@ -164,6 +184,9 @@ class Fsdp2Config(Section):
         for key in ("align_fsdp_param_groups",):
             if key in config.model_fields_set:
                 notice(f"{file}: '{key}' has {cls.model_fields[key].description}", key=f"fsdp2:{key}")
+        for key in ("activation_offload_modules", "chunk_mbs_modules"):
+            if getattr(config, key):
+                notice(f"{file}: '{key}' has no effect yet; it saves memory, and changes no result", key=f"fsdp2:{key}")
         if config.pin_memory and not config.offload_to_cpu:
             notice(f"{file}: 'pin_memory' has no effect without offload_to_cpu: true", key="fsdp2:pin_memory")
         return config

@@ -103,6 +103,20 @@ def _expert_parallel_size(args: ParsedFlags, fsdp2: Fsdp2Config) -> int:
 
 def check_layout(args: ParsedFlags) -> list[str]:
     """Return a sentence for each problem of the layout over ranks."""
+    return _check_backend(args) or _check_expected(args)
+
+
+def _check_expected(args: ParsedFlags) -> list[str]:
+    expected = args.expected_data_parallel_size
+    if expected is None or expected == args.data_parallel_size:
+        return []
+    return [
+        f"--expected-data-parallel-size is {expected}, and {args.world_size} processes with the other sizes give "
+        f"{args.data_parallel_size}; start another number of processes, or remove it"
+    ]
+
+
+def _check_backend(args: ParsedFlags) -> list[str]:
     if not args.use_torch_fsdp2 and "ptd" not in backends_of(args):
         return [
             "--use-torch-fsdp2 is missing; this script trains with FSDP2 only, and the Megatron backend, which has no "

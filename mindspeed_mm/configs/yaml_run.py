@@ -54,14 +54,19 @@ class Dialect(NamedTuple):
     """A way to write a run down; a module of the folder `dialects` defines one as its `DIALECT`.
 
     Attributes:
-        marks: top-level keys that other dialects don't have.
+        marks: dotted keys that show it. If a file has marks of several dialects, the deepest key decides.
         script: the entry script that takes it.
-        read: (content, path) → the run; None: not there yet.
+        read: (content, path) → the run.
     """
 
     marks: frozenset[str]
     script: str
-    read: Callable[[Mapping[str, Any], str], YamlRun] | None
+    read: Callable[[Mapping[str, Any], str], YamlRun]
+
+    def fit(self, content: Mapping[str, Any]) -> int:
+        """Return how many parts the longest mark has that is among a file's keys; 0: none is."""
+        marks = [mark.split(".") for mark in self.marks]
+        return max((len(keys) for keys in marks if _has(content, keys)), default=0)
 
 
 def dialects() -> list[Dialect]:
@@ -100,21 +105,20 @@ def read_yaml_run(path: str, overrides: Sequence[str] = ()) -> YamlRun:
     content = read_yaml(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: found {show(content)}, expected sections such as gpt_args, model and data")
+    dialect = max(dialects(), key=lambda item: item.fit(content))  # of equal ones the first
+    if not dialect.fit(content):
+        raise ConfigError(
+            f"{path}: the section 'gpt_args' is missing: the flags of the run; found {', '.join(map(str, content))}, "
+            f"and none of the keys by which files of {' or '.join(other.script for other in dialects()[1:])} are known"
+        )
     for word in overrides:
         key, _, value = word.partition("=")
         content = _with_value(content, key.split("."), parse_yaml(value, f"'{word}', after {path}"), word)
-    for dialect in dialects():
-        found = [key for key in content if key in dialect.marks]
-        if found and dialect.read is not None:
-            return dialect.read(content, path)
-        if found:
-            raise ConfigError(
-                f"{path}: the sections {', '.join(found)} are those of {dialect.script}, which is not there yet; here "
-                "a run is written as gpt_args, model and data"
-            )
-    raise ConfigError(
-        f"{path}: the section 'gpt_args' is missing: the flags of the run; found {', '.join(map(str, content))}"
-    )
+    return dialect.read(content, path)
+
+
+def _has(content: object, keys: Sequence[str]) -> bool:
+    return not keys or (isinstance(content, Mapping) and keys[0] in content and _has(content[keys[0]], keys[1:]))
 
 
 def _with_value(content: object, keys: Sequence[str], value: object, word: str) -> dict[str, Any]:

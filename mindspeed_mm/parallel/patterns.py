@@ -27,8 +27,11 @@ def expand_patterns(
     where: str,
     older: Mapping[str, str] = MappingProxyType({}),
     at: str = "",
+    ignore_missing: bool = False,
 ) -> dict[str, nn.Module]:
     """Return the modules of `root` that match `patterns`, in order of appearance, each once.
+
+    After `{*}`, only those children count that have the rest of the path (the layers with experts).
 
     Args:
         root: the module that paths are relative to; the empty pattern matches `root` itself.
@@ -37,10 +40,11 @@ def expand_patterns(
         older: path prefix of an older layout (whole segments) → its path in `root`. Used if an entry matches nothing;
             a notice gives the current path.
         at: prefix of paths in messages, for example `predictor.` if the paths of the file start at an outer module.
+        ignore_missing: entries that match nothing are left out, each with a notice, instead of being an error.
 
     Raises:
-        ConfigError: entries, or indices of them, match nothing; the message lists each with the names that exist at
-            that level and the nearest path.
+        ConfigError: entries, or indices of them, can't be read or match nothing; the message lists each with the names
+            that exist at that level and the nearest path.
     """
     found: dict[str, nn.Module] = {}
     problems: list[str] = []
@@ -48,6 +52,11 @@ def expand_patterns(
         try:
             for path, module in _find(root, pattern, where, older, at):
                 found.setdefault(path, module)
+        except _Missing as error:
+            if not ignore_missing:
+                problems.append(f"{where}: {error}")
+            else:
+                notice(f"{where}: no effect: {error}")
         except ConfigError as error:
             problems.append(f"{where}: {error}")
     raise_all(problems)
@@ -135,21 +144,45 @@ def _current_path(pattern: str, older: Mapping[str, str]) -> str | None:
     return None
 
 
+class _Missing(ConfigError):
+    """An entry matches nothing."""
+
+
 class _NoMatch(Exception):
     """A segment of a path matches nothing."""
 
 
 def _expand(root: nn.Module, pattern: str, at: str) -> list[tuple[str, nn.Module]]:
     matches: list[tuple[str, nn.Module]] = [("", root)]
+    has_any = False  # whether the path so far has a `{*}`
     try:
         for segment in _segments(pattern):
-            matches = [child for match in matches for child in _step(match, segment, at)]
+            matches = _steps(matches, segment, at, some=has_any)
+            has_any = has_any or segment.replace(" ", "") == "{*}"
     except _NoMatch as error:
         hint = nearest_path(root, at + pattern, at)
-        raise ConfigError(f"entry '{at}{pattern}' matches nothing: {error}{hint}") from None
+        raise _Missing(f"entry '{at}{pattern}' matches nothing: {error}{hint}") from None
     except ConfigError as error:
         raise ConfigError(f"entry '{at}{pattern}' {error}") from None
     return matches
+
+
+def _steps(
+    matches: Sequence[tuple[str, nn.Module]], segment: str, at: str, *, some: bool
+) -> list[tuple[str, nn.Module]]:
+    """Return the children that a segment names; of `some` matches at least one must have it, else all of them."""
+    found: list[tuple[str, nn.Module]] = []
+    first: _NoMatch | None = None
+    for match in matches:
+        try:
+            found += _step(match, segment, at)
+        except _NoMatch as error:
+            if not some:
+                raise
+            first = first or error
+    if first is not None and not found:
+        raise first
+    return found
 
 
 def _segments(pattern: str) -> list[str]:

@@ -44,6 +44,10 @@ class DistributedArguments:
     ] = "nccl"
     distributed_timeout_minutes: Annotated[int, flag("a collective that takes longer ends the run", minimum=1)] = 10
     local_rank: Annotated[int | None, flag("rank on this node; torchrun sets it in the environment", minimum=0)] = None
+    expected_data_parallel_size: Annotated[
+        int | None,
+        flag("ours: data-parallel ranks that must follow from the number of processes and the other sizes", minimum=1),
+    ] = None
     tensor_model_parallel_size: Annotated[
         int, flag("ranks that split the layers: heads, MLP and vocabulary", minimum=1)
     ] = 1

@@ -20,7 +20,7 @@ from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.media import towers_with_split_media
-from mindspeed_mm.models.common.paths import check_paths, find_modules
+from mindspeed_mm.models.common.paths import check_paths, listed_modules
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
@@ -139,14 +139,14 @@ class FSDP2Mixin:
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
 
-        def found(key: str, entries: list[str] | None) -> tuple[str, ...]:
-            return tuple(find_modules(module, entries or (), where=f"{config.file}: {key}"))
+        def found(key: str, entries: list[str] | None = None) -> tuple[str, ...]:
+            return tuple(listed_modules(module, config, key, entries))
 
         return ShardingOutline(
             dims,
             units=found("sub_modules_to_wrap", patterns),
-            recomputed=found("recompute_modules", config.recompute_modules),
-            ignored=found("ignored_modules", config.ignored_modules),
+            recomputed=found("recompute_modules"),
+            ignored=found("ignored_modules"),
             experts=tuple(experts),
             columns=tuple(split.columns) if split is not None else (),
             rows=tuple(split.rows) if split is not None else (),
@@ -176,7 +176,7 @@ class FSDP2Mixin:
         self._dims, self._meshes = _layout(process_group, config)
         self.device_mesh = self._meshes.parameters
         self._experts = self._planned_experts(config, self._dims)
-        ignored = find_modules(self._module(), config.ignored_modules or (), where=f"{config.file}: ignored_modules")
+        ignored = listed_modules(self._module(), config, "ignored_modules")
         ignored_params = fsdp2.ignored_parameters(ignored, accelerator.current().device())
         meshes = ParameterMeshes(self.device_mesh)
         plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, meshes, ignored_params)
@@ -256,10 +256,9 @@ class FSDP2Mixin:
         log_idle_parallel_keys(dims, config)
         if not dims.splits_experts:
             return {}
-        module, named = self._module(), None
-        if config.moe_modules is not None:
-            named = find_modules(module, config.moe_modules, where=f"{config.file}: moe_modules")
-        ignored = find_modules(module, config.ignored_modules or (), where=f"{config.file}: ignored_modules")
+        module = self._module()
+        named = None if config.moe_modules is None else listed_modules(module, config, "moe_modules")
+        ignored = listed_modules(module, config, "ignored_modules")
         return plan_experts(module, named, ignored, dims, config.file)
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
@@ -298,7 +297,7 @@ class FSDP2Mixin:
         config = self.fsdp2_config or Fsdp2Config()
         root = module if module is not None else self._module()
         patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
-        found = find_modules(root, patterns or (), where=f"{config.file}: recompute_modules")
+        found = listed_modules(root, config, "recompute_modules", patterns or ())
         apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
 
     def set_fullyshard_modules_to_wrap(
@@ -324,7 +323,7 @@ class FSDP2Mixin:
                 f"fsdp2.yaml names no sub_modules_to_wrap; taken for {type(root).__name__}: {json.dumps(patterns)} "
                 "(to copy; [] leaves the model in one unit)"
             )
-        units = find_modules(root, patterns or (), where=f"{config.file}: sub_modules_to_wrap")
+        units = listed_modules(root, config, "sub_modules_to_wrap", patterns or ())
         at = next((path for path, m in self._module().named_modules() if m is root), "")
         fsdp2.wrap_modules(root, units, plan, at)
         fsdp2.use_summed_gradients(root)

@@ -47,9 +47,32 @@ OLDER_PATHS: Mapping[str, str] = {
 }
 
 
-def find_modules(root: nn.Module, patterns: Iterable[str], *, where: str) -> dict[str, nn.Module]:
+#: lists whose entries only save memory: they may match nothing where fsdp2.yaml's ignore_missing_modules says so
+_MAY_BE_MISSING = ("sub_modules_to_wrap", "recompute_modules", "activation_offload_modules", "chunk_mbs_modules")
+
+
+def find_modules(
+    root: nn.Module, patterns: Iterable[str], *, where: str, ignore_missing: bool = False
+) -> dict[str, nn.Module]:
     """Call `expand_patterns`; for a transformers model, paths of `OLDER_PATHS` are replaced, each with one notice."""
-    return expand_patterns(root, patterns, where=where, older=OLDER_PATHS if as_trainable(root).is_transformers else {})
+    older = OLDER_PATHS if as_trainable(root).is_transformers else {}
+    return expand_patterns(root, patterns, where=where, older=older, ignore_missing=ignore_missing)
+
+
+def listed_modules(
+    root: nn.Module, config: Fsdp2Config, key: str, patterns: Iterable[str] | None = None
+) -> dict[str, nn.Module]:
+    """Return the modules that a list of fsdp2.yaml names.
+
+    Args:
+        root: the model that paths are relative to.
+        config: the file.
+        key: of the list.
+        patterns: in place of the file's list; None: the file's, if it has one.
+    """
+    written: Iterable[str] | None = getattr(config, key) if patterns is None else patterns
+    may_be_missing = config.ignore_missing_modules and key in _MAY_BE_MISSING
+    return find_modules(root, written or (), where=f"{config.file}: {key}", ignore_missing=may_be_missing)
 
 
 def freeze_paths(root: nn.Module, patterns: Iterable[str], *, where: str) -> list[str]:
@@ -79,7 +102,7 @@ def check_paths(root: nn.Module, config: Fsdp2Config, keys: Iterable[str]) -> No
     problems: list[str] = []
     for key in keys:
         try:
-            find_modules(root, getattr(config, key) or (), where=f"{config.file}: {key}")
+            listed_modules(root, config, key)
         except ConfigError as error:
             problems.append(str(error))
     raise_all(problems)

@@ -184,6 +184,7 @@ def test_all_faults_are_told_at_once(run_yaml: Path) -> None:
 def test_what_is_no_run(run_yaml: Path) -> None:
     assert "found [1, 2], expected sections such as gpt_args" in refusal("[1, 2]\n")
     assert "'gpt_args' is missing" in refusal("model: {}\n")
+    assert "by which files of train_fsdp2.py or mindspeed_mm/fsdp/train/trainer.py are known" in refusal("data: {}\n")
     with pytest.raises(ConfigError, match=r"stray word 'run\.yaml': the YAML file of a run comes first"):
         parse_args(["--lr", "1", "run.yaml"])
     with pytest.raises(ConfigError, match=r"runn\.yaml does not exist; did you mean 'run\.yaml'"):

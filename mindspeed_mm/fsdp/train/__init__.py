@@ -1,0 +1,1 @@
+"""Places of files that published launches name by their path."""
