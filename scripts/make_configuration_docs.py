@@ -16,7 +16,14 @@ from typing import Any, Literal, Union
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindspeed_mm.configs import data_rules, generation_rules, model_rules, sora_rules, vlm_rules  # noqa: E402
+from mindspeed_mm.configs import (  # noqa: E402
+    data_rules,
+    generation_rules,
+    model_rules,
+    sora_rules,
+    trainer_keys,
+    vlm_rules,
+)
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
 from mindspeed_mm.configs.dialects import llm_fsdp2  # noqa: E402
 from mindspeed_mm.configs.environment import VARIABLES  # noqa: E402
@@ -31,6 +38,7 @@ from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  #
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
 from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
+from mindspeed_mm.configs.trainer_config import TrainerConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -120,6 +128,20 @@ data:
     basic_parameters: {dataset: ./data/train.json, dataset_dir: ./data}
     preprocess_parameters: {model_name_or_path: *HF_MODEL_LOAD_PATH}
 ```
+"""
+
+
+TRAINER_CHAPTER = """## The YAML file of mindspeed_mm/fsdp/train/trainer.py
+
+`torchrun … mindspeed_mm/fsdp/train/trainer.py run.yaml [section.key=value …] [--flag …]`: the sections `parallel`,
+`model`, `data`, `features`, `training` and `tools` of MindSpeed-MM's native FSDP2 backend. They describe the same run
+as flags and files, and any of the entry scripts takes any such file. `data` and `tools` have the keys of data.json and
+tools.json. The table says which flag or key each becomes, with the default of this file.
+
+Module paths are patterns as in fsdp2.yaml. `model.freeze` and `ep_plan.apply_modules` must match; entries of
+`fsdp_plan.apply_modules` and `recompute_plan.apply_modules` that match nothing are left out, with a notice
+(`ignore_missing_modules`). `plugin` entries under `mindspeed_mm/fsdp/` are built in; others are imported, a folder with
+all files in it.
 """
 
 
@@ -320,6 +342,25 @@ def file_chapter(
     return "\n".join(parts)
 
 
+def trainer_chapter() -> str:
+    """Return the chapter of the multimodal YAML file."""
+    answered = {rule.path for rule in trainer_keys.REFUSED}
+    pairs = [
+        (next(rule.why for rule in trainer_keys.NO_EFFECT if re.fullmatch(rule.pattern, key)), f"`{key}`")
+        for key in sorted(trainer_keys.PUBLISHED - answered)
+    ]
+    return "\n".join(
+        [
+            TRAINER_CHAPTER,
+            table(("key", "type", "default", "becomes"), section_rows(TrainerConfig)),
+            "Values that are refused:\n",
+            table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in trainer_keys.REFUSED]),
+            "Keys that are accepted and have no effect here:\n",
+            table(("reason", "keys"), _by_reason(pairs)),
+        ]
+    )
+
+
 def llm_chapter() -> str:
     """Return the chapter of train_fsdp2.py's file: its keys, what each is called elsewhere, and which are refused."""
     keys = [path for path in key_paths(LlmConfig) if "." in path]
@@ -432,6 +473,7 @@ def make_page() -> str:
         file_chapter("tools.json", ToolsConfig),
         YAML_CHAPTER,
         llm_chapter(),
+        trainer_chapter(),
         older_chapter(),
         environment_chapter(),
     ]

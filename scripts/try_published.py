@@ -47,8 +47,8 @@ _DIRECTORIES = (
 )
 #: entry scripts that won't be there → why
 _NOT_THERE = {
-    "mindspeed_mm/fsdp/tasks/funasr/trainer.py": "it trains the FunASRNano of its authors' own code, with a CTC decoder "
-    "that transformers' FunAsrNanoForConditionalGeneration lacks",
+    "mindspeed_mm/fsdp/tasks/funasr/trainer.py": "it trains its authors' own FunASRNano, with a CTC decoder that "
+    "transformers' FunAsrNanoForConditionalGeneration lacks",
 }
 #: names of files; every other path is that of a directory
 #: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script

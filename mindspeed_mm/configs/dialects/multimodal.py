@@ -49,9 +49,9 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
     raise_all([sentence] if sentence else [])
     content, own = _without_own_keys(_without_variables(content, path))
     config, keys = build_section(TrainerConfig, content, path, path, {*PUBLISHED, "inference"})
-    given = given_values(config) | keys.published
-    raise_all([*refusals(given, REFUSED, path), *_contradictions(config, path)])
+    raise_all([*refusals(keys.published, REFUSED, path), *_contradictions(config, path)])
     log_no_effect([key for key, value in keys.published.items() if not _asks_for_nothing(key, value)], NO_EFFECT, path)
+    given = given_values(config)
     for why, idle in _idle(config).items():
         found = [key for key in idle if any(name == key or name.startswith(key + ".") for name in given)]
         if found:

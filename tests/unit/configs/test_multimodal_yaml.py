@@ -239,9 +239,12 @@ def test_every_key_with_a_field_has_a_row() -> None:
 @pytest.mark.parametrize("key", SEEN)
 def test_a_key_is_seen_in_the_run(run_yaml: Path, key: str) -> None:
     row = SEEN[key]
-    if "muon" in (row.value, row.beside.get("training.optimizer")):
+    try:
+        run = described({**row.beside, key: row.value})
+    except ConfigError as error:
+        if "the Muon optimizer is not there yet" not in str(error):
+            raise
         pytest.skip("the Muon optimizer is not there yet")
-    run = described({**row.beside, key: row.value})
     assert {path: look(run, path) for path in row.run} == row.run
     if row.run and key != "data.dataset_param":
         try:
@@ -298,9 +301,9 @@ def test_refused_keys(run_yaml: Path) -> None:
 
 def test_every_other_published_key_has_a_notice(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Keys without a field, with a value that isn't refused; each reason is logged once."""
-    harmless = {"parallel.context_parallel_size": 1, "parallel.expert_data_parallel_size": 1, "model.dtype": "fp32"}
-    harmless |= {"training.ckpt_manager": "dcp", "training.save_ckpt_dtype": "fp32"}
+    harmless = {"model.dtype": "fp32", "training.ckpt_manager": "dcp", "training.save_ckpt_dtype": "fp32"}
     idle = {key: harmless.get(key, "x") for key in sorted(PUBLISHED) if key not in REFUSED_VALUES or key in harmless}
+    assert AS_HERE.keys() <= PUBLISHED and AS_HERE.keys() - idle.keys() <= REFUSED_VALUES.keys()
     read(*(f"{key}={json.dumps(value)}" for key, value in idle.items()), "inference.seed=3")
     said = [record.getMessage() for record in caplog.records]
     for key in [*idle, "inference"]:

@@ -7,6 +7,7 @@ from torch import nn
 
 from mindspeed_mm.parallel.patterns import expand_patterns
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import forget_notices
 
 
 def model() -> nn.Module:
@@ -78,3 +79,21 @@ def test_all_entries_that_match_nothing_are_named_at_once() -> None:
     lines = str(caught.value).splitlines()
     assert ["visul" in lines[0], "{9}" in lines[1], "text..layers" in lines[2]] == [True] * 3 and len(lines) == 3
     assert all(line.startswith("fsdp2.yaml: sub_modules_to_wrap: entry '") for line in lines)
+
+
+def test_a_brace_takes_those_that_have_the_rest_of_the_path() -> None:
+    partly = model()
+    del partly["text"]["layers"][1]["mlp"]
+    found = expand_patterns(partly, ["text.layers.{*}.mlp"], where="test")
+    assert list(found) == [f"text.layers.{i}.mlp" for i in (0, 2, 3, 4)]
+    with pytest.raises(ConfigError, match=r"'text\.layers\.1' has no 'mlp'"):
+        expand_patterns(partly, ["text.layers.{0-1}.mlp"], where="test")
+
+
+def test_what_is_missing_may_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    forget_notices()
+    found = expand_patterns(model(), ["text.norm", "mtp", "text.layers.{*}.mtp"], where="list", ignore_missing=True)
+    assert list(found) == ["text.norm"]
+    assert [line for line in caplog.text.splitlines() if "list: no effect: entry 'mtp' matches nothing" in line]
+    with pytest.raises(ConfigError, match="can't be read at"):
+        expand_patterns(model(), ["text.layers.{*}x"], where="list", ignore_missing=True)
