@@ -42,6 +42,8 @@ PLACES = {"RUN": "runs/mine", "DIR": "runs/mine", "HF": HF, "OUT": "out"}
 AFTER_YAML = (
     "--train-iters 1 --global-batch-size 1 --num-workers 0 --distributed-backend gloo --ema-decay 0.9 --save runs/yaml"
 )
+#: the same behind the file of train_fsdp2.py
+AFTER_LLM_YAML = "parallel.fsdp_size=1 training.max_steps=1"
 #: the launch that docs/migrating.md's messages answer to; each message beside the flags that lead to it
 LAUNCH = (
     "python pretrain_transformers.py --use-torch-fsdp2 --mm-model model.json --mm-data data.json --train-iters 1"
@@ -110,8 +112,8 @@ def follow(page: Path) -> Done:
 
 
 def configuration(page: Path) -> Done:
-    """The sample is the file of a run, behind which flags of the command line make it small."""
-    (sample,) = fences(page, "yaml")
+    """The samples are files of runs, behind which words of the command line make them small."""
+    sample, of_llm = fences(page, "yaml")
     Path("run.yaml").write_text(sample.text, encoding="utf-8")
     (published,) = re.findall(r"&HF_MODEL_LOAD_PATH (\S+)", sample.text)
     Path(published).parent.mkdir(parents=True)
@@ -119,7 +121,27 @@ def configuration(page: Path) -> Done:
     Path("configs").symlink_to(ROOT / "configs")
     output = start(f"python pretrain_transformers.py run.yaml {AFTER_YAML}", page)
     expect(output, ["done: 1 iterations"], page)
-    return {key(page, sample.text)}
+    Path("llm.yaml").write_text(of_llm.text, encoding="utf-8")
+    (published,) = re.findall(r"model_name_or_path: (\S+)", of_llm.text)
+    write_gpt_oss(Path(published))
+    row = {"instruction": "What is this?", "input": "", "output": "A cat."}
+    Path("data/rows.json").write_text(json.dumps([row]), encoding="utf-8")
+    output = start(f"python train_fsdp2.py llm.yaml {AFTER_LLM_YAML}", page)
+    expect(output, ["done: 1 iterations"], page)
+    return {key(page, sample.text), key(page, of_llm.text)}
+
+
+def write_gpt_oss(folder: Path) -> None:
+    """A tiny GPT-OSS."""
+    from transformers import GptOssConfig
+
+    from mindspeed_mm.tools import tiny_models
+
+    tokenizer = tiny_models.build_byte_bpe_tokenizer(["What is this? A cat."] * 9, 320, folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = GptOssConfig(vocab_size=320, **sizes, **heads, architectures=["GptOssForCausalLM"])
+    tiny_models.save_model_dir(config, tokenizer, folder, 0)
 
 
 def convert(page: Path) -> Done:
