@@ -168,7 +168,7 @@ training:
   max_steps: 1000
 ```
 
-`model.model_id` is looked up in `ModelHub`, where users register classes of their own (`plugin` in model.json, or a
+`model.model_id` is looked up in `ModelHub`, where users register classes of their own (by `model.plugin`, or in a
 script of their own: [adding_a_model.md](adding_a_model.md)). Relative paths start at the working folder; those of
 `data.dataset` and of dataset_info.json at `data.dataset_dir` first. A data set is a name of dataset_info.json, an
 entry as that file has them, or a data file. The templates `gpt` and `gpt_oss` are the chat template of the model's

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mindspeed_mm.configs.data_config import MaybeNames, Names, Shares, read_row_limit
 from mindspeed_mm.configs.fsdp2_config import Paths
+from mindspeed_mm.configs.model_config import Plugins
 from mindspeed_mm.configs.scalars import read_float, read_int
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Float, Int, Section, Size, one_of
 from mindspeed_mm.configs.tools_config import Ranks
@@ -59,6 +60,7 @@ class LlmModel(Section):
 
     model_name_or_path: str = Field(description="HF directory: configuration, weights, tokenizer. Required")
     model_id: str | None = Field(None, description="registered family or HF model_type; null = the HF architecture")
+    plugin: Plugins = Field([], description="ours: modules imported first; they may register models")
     tokenizer_name_or_path: str | None = Field(None, description="directory of the tokenizer, where it is another one")
     init_model_with_meta_device: Bool = Field(False, description="build without memory, then load or draw each shard")
     train_from_scratch: Bool = Field(False, description="random weights; those of the directory stay unread")

@@ -226,6 +226,7 @@ def _model(model: LlmModel, training: LlmTraining) -> dict[str, Any]:
         loss |= {"compute_mode": "chunk", "chunk_size": training.chunk_loss_size}
     return {
         "model_id": model.model_id,
+        "plugin": model.plugin,
         "init_from_hf_path": model.model_name_or_path,
         "train_from_scratch": model.train_from_scratch,
         "ignore_weights": model.train_from_scratch,

@@ -54,6 +54,7 @@ def refusal(*words: str) -> str:
 CHANGES: dict[str, tuple[str, Any, Any]] = {
     "model.model_name_or_path=other": ("model.init_from_hf_path", "hf", "other"),
     "model.model_id=qwen3_moe": ("model.model_id", None, "qwen3_moe"),
+    "model.plugin=json": ("model.plugin", [], ["json"]),
     "model.tokenizer_name_or_path=other": ("preprocess.model_name_or_path", "hf", "other"),
     "model.init_model_with_meta_device=true": ("parallel.init_model_with_meta_device", False, True),
     "model.train_from_scratch=true": ("model.ignore_weights", False, True),
