@@ -231,6 +231,7 @@ def _loss(features: TrainerFeatures, path: str) -> dict[str, Any]:
 def _fsdp2(parallel: TrainerParallel, features: TrainerFeatures) -> dict[str, Any]:
     """The content of fsdp2.yaml."""
     content: dict[str, Any] = {name: getattr(parallel.fsdp_plan, key) for key, name in FSDP_PLAN.items()}
+    content["ignored_modules"] = parallel.fsdp_plan.ignored_modules or None
     content |= {"sharding_size": parallel.fully_shard_parallel_size, "ignore_missing_modules": True}
     if parallel.expert_parallel_size > 1:
         content["expert_parallel_size"] = parallel.expert_parallel_size

@@ -4,7 +4,9 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    sys.path[0] = str(Path(__file__).resolve().parents[3])  # Python put this file's own folder there
+    here = Path(__file__).resolve()
+    if Path(sys.path[0]).resolve() == here.parent:  # where Python looks first for the modules of a script
+        sys.path[0] = str(here.parents[3])
 
     from mindspeed_mm.entry.trainer import main
 
