@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from mindspeed_mm.configs.families_not_there import missing_class
 from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.model_rules import ATTENTION_NAMES, ATTENTION_NOT_YET, IDLE_MODEL_KEYS, REFUSED_MODEL_KEYS
@@ -273,6 +274,8 @@ class TransformersModelConfig(Section):
             warn_of_near_keys(cls, data, file, published | registered)
         else:
             fields = [*key_paths(cls), *registered]
+            absent = missing_class(data.get("model_id"), file)
+            raise_all([absent] if absent else [])  # its other keys are those of its own class
             problems += unknown_key_problems("model", file, keys.unknown, fields, published)
         if own_model:
             own, no_effect = own | no_effect, {}  # a script's own model may read them

@@ -7,7 +7,10 @@ from typing import Any
 
 from mindspeed_mm.configs.scalars import read_bool, read_int, show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.log import notice
 
+#: published dataset types of one family, whose rows have the form of dataset_type huggingface
+_SAME_ROWS = ("qwen3_asr",)
 _KEYS = ("data_path", "data_folder", "repeat_time", "max_samples")
 #: columns and roles of InternVL's rows: {image, video, conversations: [{from, value}]}
 _COLUMNS = {"messages": "conversations", "images": "image", "videos": "video", "audios": "audio"}
@@ -37,6 +40,9 @@ def translated_dataset_param(param: object, file: str) -> object:
         ConfigError: A key with a value of a wrong type, or other than that of its second name; an
             entry without data_path, or with an unknown key.
     """
+    if isinstance(param, Mapping) and param.get("dataset_type") in _SAME_ROWS:
+        notice(f"{file}: 'dataset_param.dataset_type' {param['dataset_type']}: rows are read as those of huggingface")
+        param = {**param, "dataset_type": "huggingface"}
     return _with_entries(_with_tiles(param, file), file)
 
 

@@ -17,8 +17,10 @@ FileKind = Literal["language", "generation"]
 DATASET_TYPES: Mapping[str, str | None] = {
     **dict.fromkeys(("t2v", "i2v", "t2i", "dt2v", "feature", "vace", "lumina", "wan2_2"), "pretrain_sora.py"),
     "bagel": "pretrain_omni.py",
-    **dict.fromkeys(("qwen3_asr", "qwen3tts", "mosstts_delay", "cosyvoice", "funasr", "FunASR"), "train_fsdp2.py"),
-    **dict.fromkeys(("ltx2_precomputed", "ltx2_3_precomputed"), "train_fsdp2.py"),
+    **dict.fromkeys(
+        ("qwen3tts", "mosstts_delay", "cosyvoice", "funasr", "FunASR", "ltx2_precomputed", "ltx2_3_precomputed"),
+        "mindspeed_mm/fsdp/train/trainer.py",
+    ),
     **dict.fromkeys(("audio", "rewardvideo", "deepseekvl2"), None),
 }
 

@@ -33,9 +33,6 @@ def data_section(data: TrainerData, path: str, *, validates: bool) -> tuple[dict
     """
     param, loader = dict(data.dataset_param), dict(data.dataloader_param)
     basic = param.get("basic_parameters")
-    if param.get("dataset_type") == "qwen3_asr":
-        param["dataset_type"] = "huggingface"
-        notice(f"{path}: 'data.dataset_param.dataset_type' qwen3_asr: rows are read as those of huggingface")
     if isinstance(basic, Mapping):
         if basic.get("cutoff_len") is None:
             basic = {**basic, "cutoff_len": _CUTOFF}

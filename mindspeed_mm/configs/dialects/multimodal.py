@@ -44,9 +44,10 @@ _PLAN_OFF = "the switch beside the plan is off"
 
 
 def _read(content: Mapping[str, Any], path: str) -> YamlRun:
-    model = content.get("model")
-    sentence = missing_class(model.get("model_id"), path, "model.model_id") if isinstance(model, Mapping) else None
-    raise_all([sentence] if sentence else [])
+    if not _has_own_plugin(content):
+        model = content.get("model")
+        model_id = model.get("model_id") if isinstance(model, Mapping) else None
+        raise_all([sentence] if (sentence := missing_class(model_id, path, "model.model_id")) else [])
     content, own = _without_own_keys(_without_variables(content, path))
     config, keys = build_section(TrainerConfig, content, path, path, {*PUBLISHED, "inference"})
     raise_all([*refusals(keys.published, REFUSED, path), *_contradictions(config, path)])
@@ -78,17 +79,20 @@ def _without_variables(content: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 def _without_own_keys(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content without keys of `model` that a user's plugin may read, and these keys."""
-    model, training = content.get("model"), content.get("training")
-    named = training.get("plugin") if isinstance(training, Mapping) else None
-    if not isinstance(model, Mapping) or not any(not _is_built_in(name) for name in _listed(named)):
+    model = content.get("model")
+    if not isinstance(model, Mapping) or not _has_own_plugin(content):
         return content, {}
     known = {path.split(".")[1] for path in PUBLISHED if path.startswith("model.")} | set(TrainerModel.model_fields)
     own = {key: value for key, value in model.items() if key not in known}
     return {**content, "model": {key: value for key, value in model.items() if key not in own}}, own
 
 
-def _listed(value: object) -> list[str]:
-    return [value] if isinstance(value, str) else [str(item) for item in value] if isinstance(value, list) else []
+def _has_own_plugin(content: Mapping[str, Any]) -> bool:
+    """Whether a file names a plugin of the user's own, which may bring any class and read any key of `model`."""
+    training = content.get("training")
+    named = training.get("plugin") if isinstance(training, Mapping) else None
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    return any(not _is_built_in(str(name)) for name in names)
 
 
 def _is_built_in(plugin: str) -> bool:

@@ -163,6 +163,12 @@ def test_values_are_typed(path: str, value: Any, typed: Any) -> None:
     assert found == typed and type(found) is type(typed)
 
 
+def test_a_dataset_type_with_the_same_rows(said: list[str]) -> None:
+    config = DataConfig.from_dict(changed("dataset_param.dataset_type", "qwen3_asr"))
+    assert config.dataset_param.dataset_type == "huggingface"
+    assert "'dataset_param.dataset_type' qwen3_asr: rows are read as those of huggingface" in said[0]
+
+
 def test_sequential_order() -> None:
     config = DataConfig.from_dict(changed("dataloader_param.sampler_type", "SequentialSampler"))
     assert not config.dataloader_param.shuffles

@@ -128,6 +128,10 @@ def test_attention_of_the_whole_model() -> None:
         ({"text_decodr": {}}, ["unknown key 'text_decodr'", "'text_decoder'"]),
         ({"text_decoder": {"freez": True}}, ["unknown key 'text_decoder.freez'", "'freeze'"]),
         ({"text_decoder": {"num_layer": 3}}, ["unknown key 'text_decoder.num_layer'", "'num_layers'"]),
+        (
+            {"model_id": "step3_vl", "speech_token_size": 1},
+            ["'model_id' is 'step3_vl'", "StepVLForConditionalGeneration"],
+        ),
         ({"loss_type": "default"}, ["unknown key 'loss_type'", "'loss_type' belongs at 'loss_cfg.loss_type'"]),
         ({"extra": {"nested": {"dict": 1}}}, ["unknown key 'extra'", "keys here"]),
         ({"text_decoder": {"freeze": "nein"}}, ["'text_decoder.freeze' is 'nein'", "true or false"]),

@@ -393,6 +393,10 @@ def test_plugins_of_the_published_system_are_built_in(run_yaml: Path, caplog: py
     run = described({"training.plugin": ["mindspeed_mm/fsdp/models/qwen3vl", "mine.one"], "model.width": 3})
     assert run.model is not None and list(run.model.plugin) == ["mine.one"]
     assert run.files.model.width == 3  # a key of the plugin's model
+    assert (
+        read("training.plugin=[mine.one]", "model.model_id=kimi_k3").sections["mm_model"].content["model_id"]
+        == "kimi_k3"
+    )
     assert "mindspeed_mm/fsdp/models/qwen3vl: families and data sets are built in" in caplog.text
 
 
