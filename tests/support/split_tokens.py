@@ -38,7 +38,7 @@ class Step:
     def differences(self, expected: Step) -> tuple[float, float, float, str]:
         """Relative differences of loss, norm and the worst gradient from those expected, and that gradient's name."""
         assert self.gradients.keys() <= expected.gradients.keys()
-        floor = 1e-5 * expected.norm  # of gradients that are zero but for rounding (biases of keys)
+        floor = 1e-6 * expected.norm  # of gradients that are zero but for rounding (biases of keys)
         worst, name = max(
             (float((self.gradients.get(name, 0) - g).norm() / max(float(g.norm()), floor)), name)
             for name, g in expected.gradients.items()
