@@ -344,9 +344,9 @@ def file_chapter(
 
 def trainer_chapter() -> str:
     """Return the chapter of the multimodal YAML file."""
-    answered = {rule.path for rule in trainer_keys.REFUSED}
+    answered = {rule.path for rule in trainer_keys.TRAINER_REFUSED}
     pairs = [
-        (next(rule.why for rule in trainer_keys.NO_EFFECT if re.fullmatch(rule.pattern, key)), f"`{key}`")
+        (next(rule.why for rule in trainer_keys.TRAINER_IDLE if re.fullmatch(rule.pattern, key)), f"`{key}`")
         for key in sorted(trainer_keys.PUBLISHED - answered)
     ]
     return "\n".join(
@@ -354,7 +354,7 @@ def trainer_chapter() -> str:
             TRAINER_CHAPTER,
             table(("key", "type", "default", "becomes"), section_rows(TrainerConfig)),
             "Values that are refused:\n",
-            table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in trainer_keys.REFUSED]),
+            table(("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in trainer_keys.TRAINER_REFUSED]),
             "Keys that are accepted and have no effect here:\n",
             table(("reason", "keys"), _by_reason(pairs)),
         ]

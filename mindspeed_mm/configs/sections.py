@@ -37,6 +37,7 @@ def _read_paths(value: object) -> object:
 
 
 Paths = Annotated[list[str], BeforeValidator(_read_paths)]
+AtLeast0 = Annotated[float, BeforeValidator(read_float), Field(ge=0)]
 DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 
 

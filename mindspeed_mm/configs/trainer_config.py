@@ -14,9 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from mindspeed_mm.configs.fsdp2_config import ShardingSize
 from mindspeed_mm.configs.model_config import Plugins
-from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Float, Paths, Section, Size
-
-AtLeast0 = Annotated[Float, Field(ge=0)]
+from mindspeed_mm.configs.sections import AtLeast0, Bool, Count, DtypeName, Float, Paths, Section, Size
 
 
 def _read_optional_size(value: object) -> object:

@@ -58,7 +58,7 @@ CHUNK_MBS = {
     "chunk_kwarg_names": "chunk_mbs_kwargs",
 }
 #: name in our messages → key of this file
-NAMES = {
+TRAINER_NAMES = {
     **{"--" + flag.replace("_", "-"): f"training.{key}" for key, flag in (TRAINING_FLAGS | MUON_FLAGS).items()},
     "--global-batch-size": "training.gradient_accumulation_steps",
     "--train-iters": "training.train_iters",
@@ -98,7 +98,7 @@ def _is_above_1(value: object) -> bool:
     return value not in (None, 1, "1")
 
 
-REFUSED = (
+TRAINER_REFUSED = (
     Refused("parallel.context_parallel_size", _is_above_1, _CONTEXT),
     Refused("parallel.expert_data_parallel_size", _is_above_1, _MORE_COPIES),
     Refused(
@@ -135,7 +135,7 @@ REFUSED = (
 
 _KERNELS = "the kernels are transformers' and PyTorch's own, which compute the same"
 #: published keys without a field, refused values aside: accepted, with the reason; the first pattern that fits
-NO_EFFECT = (
+TRAINER_IDLE = (
     NoEffect(r"parallel\.(fsdp_plan\.)?(pregather|hook_modules)", "units are gathered in the order in which they run"),
     NoEffect(r"parallel\.ep_plan\.(use_npu_fused_ops|dispatcher)", _KERNELS),
     NoEffect(r"parallel\.(context_parallel_size|expert_data_parallel_size)", "it is 1"),

@@ -28,10 +28,10 @@ from mindspeed_mm.configs.trainer_keys import (
     CHUNK_MBS,
     FSDP_PLAN,
     MUON_FLAGS,
-    NAMES,
-    NO_EFFECT,
     PUBLISHED,
-    REFUSED,
+    TRAINER_IDLE,
+    TRAINER_NAMES,
+    TRAINER_REFUSED,
     TRAINING_FLAGS,
 )
 from mindspeed_mm.configs.yaml_run import Dialect, FlagValue, YamlRun
@@ -50,8 +50,10 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
         raise_all([sentence] if (sentence := missing_class(model_id, path, "model.model_id")) else [])
     content, own = _without_own_keys(_without_variables(content, path))
     config, keys = build_section(TrainerConfig, content, path, path, {*PUBLISHED, "inference"})
-    raise_all([*refusals(keys.published, REFUSED, path), *_contradictions(config, path)])
-    log_no_effect([key for key, value in keys.published.items() if not _asks_for_nothing(key, value)], NO_EFFECT, path)
+    raise_all([*refusals(keys.published, TRAINER_REFUSED, path), *_contradictions(config, path)])
+    log_no_effect(
+        [key for key, value in keys.published.items() if not _asks_for_nothing(key, value)], TRAINER_IDLE, path
+    )
     given = given_values(config)
     for why, idle in _idle(config).items():
         found = [key for key in idle if any(name == key or name.startswith(key + ".") for name in given)]
@@ -67,7 +69,7 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
     }
     if config.tools:
         sections["mm_tool"] = FileSection(path, "tools", config.tools)
-    return YamlRun(path, [*_flags(config), *workers], sections, NAMES)
+    return YamlRun(path, [*_flags(config), *workers], sections, TRAINER_NAMES)
 
 
 def _without_variables(content: Mapping[str, Any], path: str) -> dict[str, Any]:

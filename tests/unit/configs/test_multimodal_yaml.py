@@ -14,7 +14,7 @@ from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.sections import key_paths
 from mindspeed_mm.configs.trainer_config import TrainerConfig
-from mindspeed_mm.configs.trainer_keys import AS_HERE, NAMES, PUBLISHED, REFUSED
+from mindspeed_mm.configs.trainer_keys import AS_HERE, PUBLISHED, TRAINER_NAMES, TRAINER_REFUSED
 from mindspeed_mm.configs.yaml_run import YamlRun, in_words_of_the_file, split_yaml
 from mindspeed_mm.tasks.train.language import TRANSFORMERS
 from mindspeed_mm.utils.errors import ConfigError
@@ -291,11 +291,11 @@ def read(*words: str) -> YamlRun:
 
 
 def test_refused_keys(run_yaml: Path) -> None:
-    assert set(REFUSED_VALUES) == {rule.path for rule in REFUSED} <= PUBLISHED
+    assert set(REFUSED_VALUES) == {rule.path for rule in TRAINER_REFUSED} <= PUBLISHED
     with pytest.raises(ConfigError) as caught:
         read(*(f"{key}={json.dumps(value)}" for key, value in REFUSED_VALUES.items()))
     lines = str(caught.value).splitlines()
-    for line, rule in zip(lines, REFUSED, strict=True):
+    for line, rule in zip(lines, TRAINER_REFUSED, strict=True):
         assert line.startswith(f"run.yaml: '{rule.path}' is ") and line.endswith(f"; {rule.sentence}")
 
 
@@ -412,7 +412,7 @@ def test_names_are_keys_of_the_file() -> None:
         "data.dataloader_param.num_workers",
         "data.val_dataset_param.basic_parameters.dataset",
     }
-    assert {part for key in NAMES.values() for part in key.split(" × ")} <= known
+    assert {part for key in TRAINER_NAMES.values() for part in key.split(" × ")} <= known
 
 
 def test_an_anchor_may_be_defined_again(run_yaml: Path) -> None:
