@@ -1,6 +1,6 @@
 """Context, expert and tensor parallelism under FSDP2: each layout trains what one process and plain transformers train.
 
-The real entry script runs in the workers, on flags and files as a user writes them, fp32: three SGD steps on rows of
+The real entry scripts run in the workers, on flags and files as a user writes them, fp32: three SGD steps on rows of
 all media and of none, padded and packed. Losses (also those of routers and of validation rows), norms, every gradient,
 and the weights after the last step are compared with a hand-written loop and with the same script in one process; what
 is counted equals that of one process. The suite runs `SUBSET`, and `-m full` the whole table.
@@ -37,7 +37,7 @@ SUBSET: list[Row] = [
     ("qwen3_vl", "CP4 ring 2 x Ulysses 2", "padded"),
     ("qwen3_moe", "CP2 Ulysses, DP2", "packed"),
     ("deepseek_v3", "CP2 ring, DP2, sharded over 2", "padded"),
-    ("glm4v_moe", "EP2", "padded"),
+    ("qwen3_vl_moe", "EP2", "padded"),
     ("qwen3_moe", "EP4", "padded"),
     ("gpt_oss", "EP2 x FSDP2", "packed"),
     ("deepseek_v3", "EP2, 2 copies", "padded"),
@@ -48,7 +48,7 @@ SUBSET: list[Row] = [
     ("qwen3", "TP2, CP2 Ulysses", "padded"),
     ("internvl", "TP2, CP2 ring", "packed"),
     ("qwen3_moe", "TP2, EP2", "padded"),
-    ("qwen3_vl_moe", "CP2 Ulysses, EP2", "packed"),
+    ("glm4v_moe", "CP2 Ulysses, EP2", "packed"),
     ("qwen3_omni_moe", "CP2 ring, EP2 x FSDP2", "padded"),
     ("gpt_oss", "CP2 Ulysses, TP2, EP2", "padded"),
     ("qwen3_moe", "CP2 Ulysses, TP2, EP4", "packed"),

@@ -133,7 +133,7 @@ MODELS: dict[str, Model] = {
     "deepseek_v3": Model("DeepSeek-V3", _FAMILIES["deepseek_v3"], refused={"tensor": "latent attention|MLA"}),
     "qwen2_5_vl": Model("Qwen2.5-VL", _FAMILIES["qwen2_5_vl"], refused=_NO_EXPERTS),
     "qwen3_vl": Model("Qwen3-VL", _FAMILIES["qwen3_vl"], refused=_NO_EXPERTS),
-    "qwen3_vl_moe": Model("Qwen3-VL-MoE", _FAMILIES["qwen3_vl_moe"]),
+    "qwen3_vl_moe": Model("Qwen3-VL-MoE", _FAMILIES["qwen3_vl_moe"], script="pretrain_vlm.py"),
     "glm4v_moe": Model("GLM-4.5V", _FAMILIES["glm4v_moe"]),
     "internvl": Model("InternVL3", _FAMILIES["internvl"], refused=_NO_EXPERTS),
     "qwen3_omni_moe": Model("Qwen3-Omni", _FAMILIES["qwen3_omni_moe"]),
