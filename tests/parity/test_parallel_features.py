@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parallel_case import ParallelCase, differences
+from tests.support.parallel_case import NOTHING, ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
 from tests.support.tiny_families import weights_in
 
@@ -38,14 +38,14 @@ class Feature:
     Attributes:
         fsdp2, model, flags: keys of the files and flags.
         world: number of processes; None: the layout's.
-        frozen: beginning of the names of what is not trained.
+        frozen: a pattern of the names of what is not trained.
     """
 
     fsdp2: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
     world: int | None = None
-    frozen: tuple[str, ...] = ()
+    frozen: str = NOTHING
 
 
 FEATURES: dict[str, Feature] = {
@@ -60,7 +60,7 @@ FEATURES: dict[str, Feature] = {
     "prefetch": Feature({"num_to_forward_prefetch": 2, "num_to_backward_prefetch": 2}),
     "meta init": Feature(flags={"init_model_with_meta_device": True}),
     "chunked loss": Feature(model={"loss_cfg": {"compute_mode": "chunk", "chunk_size": 3}}),
-    "frozen tower": Feature(model=FROZEN_TOWER, frozen=("model.visual",)),
+    "frozen tower": Feature(model=FROZEN_TOWER, frozen=r"^model\.visual"),
 }
 CASES = [*itertools.product(KINDS, FEATURES)]
 IN_SUITE = {("context", "reentrant recompute"), ("tensor", "deferred gradient sync")}
@@ -89,6 +89,28 @@ def test_feature(kind: str, name: str, cases: Any, tmp_path: Path) -> None:
     found = case.run(spread, "padded", tmp_path / "case", fsdp2=fsdp2, model=dict(feature.model), **feature.flags)
     assert differences(found, case.plain("padded", feature.frozen)).problems() == []
     assert found.rows == case.alone("padded").rows
+
+
+#: what is not trained of Qwen3-MoE → a pattern of its names
+FROZEN = {"experts": r"\.experts\.", "all but routers": r"^(?!.*\.mlp\.gate\.)"}
+FROZEN_UNDER = ("CP2 ring", "EP2", "TP2", "TP2 SP", "EP2 x FSDP2", "CP2 Ulysses, TP2, EP2")
+FROZEN_IN_SUITE = {("experts", "EP2"), ("all but routers", "TP2")}
+
+
+@pytest.mark.parametrize(
+    ("parts", "layout"),
+    [
+        pytest.param(*case, marks=[] if case in FROZEN_IN_SUITE else [pytest.mark.full])
+        for case in itertools.product(FROZEN, FROZEN_UNDER)
+    ],
+)
+def test_frozen_parts(parts: str, layout: str, cases: Any, tmp_path: Path) -> None:
+    case, pattern = cases("qwen3_moe"), FROZEN[parts]
+    model = {"plugin": ["tests.support.partly_frozen"], "model_id": "partly_frozen", "frozen_parameters": pattern}
+    found = case.run(LAYOUTS[layout], "padded", tmp_path / "case", model=model)
+    expected = case.plain("padded", pattern)
+    assert 0 < len(found.gradients) < len(found.weights) and found.gradients.keys() == expected.gradients.keys()
+    assert differences(found, expected).problems() == []
 
 
 @pytest.mark.full

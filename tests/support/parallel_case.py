@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ STEPS, LEARNING_RATE, CLIP = 3, 0.3, 1.0
 VALID = (0, 2, 3, 5, 6)
 FORMS = ("padded", "packed")
 LOSS, NORM, GRADIENT, WEIGHT = 1e-6, 1e-5, 1e-5, 1e-5
+#: a pattern that no name has
+NOTHING = r"(?!)"
 #: a gradient's own norm counts from this share of the whole gradient's on
 SMALLEST_SHARE = 1e-6
 
@@ -197,11 +200,11 @@ class ParallelCase:
         return self.run(Layout(1), form, self.folder / f"alone-{form}")
 
     @functools.cache  # noqa: B019
-    def plain(self, form: str, frozen: tuple[str, ...] = ()) -> PlainRun:
+    def plain(self, form: str, frozen: str = NOTHING) -> PlainRun:
         """The hand-written loop, over the rows of the run of one process.
 
         Args:
-            frozen: beginnings of the names of parameters that are not trained.
+            frozen: a pattern that is found in the names of parameters that are not trained.
         """
         rows = self.alone(form).rows
         return train_plainly(
@@ -214,5 +217,5 @@ class ParallelCase:
             clip=CLIP,
             coefficient=self.model.balance,
             outputs=self.model.family.outputs,
-            frozen=lambda name: name.startswith(frozen),
+            frozen=lambda name: re.search(frozen, name) is not None,
         )
