@@ -74,7 +74,8 @@ def experts(pools: dict[int, RankPool]) -> Experts:
 OTHERS = ("1 process", "FSDP2", "EP4", "EP2, 2 copies", "CP2 ring", "CP2 Ulysses", "TP2", "CP2 Ulysses, TP2, EP2")
 WAYS = [("EP2 x FSDP2", other) for other in OTHERS]
 WAYS += [(other, "EP2 x FSDP2") for other in ("1 process", "CP2 ring", "TP2", "CP2 Ulysses, TP2, EP2")]
-IN_SUITE = {("EP2 x FSDP2", "1 process"), ("EP2 x FSDP2", "CP2 Ulysses, TP2, EP2")}
+WAYS += [("TP2", other) for other in ("EP2", "CP2 ring", "CP2 Ulysses")]
+IN_SUITE = {("EP2 x FSDP2", "1 process"), ("TP2", "EP2")}
 
 
 @pytest.mark.parametrize(
