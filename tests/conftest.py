@@ -53,7 +53,7 @@ def ranks4() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def megatron_pools() -> Iterator[dict[int, RankPool]]:
     """1, 2 and 4 workers of their own for the Megatron backend, which patches the processes it runs in."""
-    pools = {size: RankPool(size) for size in (1, 2, 4)}
+    pools = {size: RankPool(size, megatron=True) for size in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

@@ -23,9 +23,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PRELOAD = [
     "torch",
@@ -47,6 +49,8 @@ PRELOAD = [
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
     "transformers.models.qwen3_vl.processing_qwen3_vl",
 ]
+#: what the workers of the Megatron backend have beside it, of a server of their own: the others must never import it
+MEGATRON_PRELOAD = ["tests.support.megatron_preload"]
 # Set before the server starts: OpenMP reads its setting when torch is first imported. Gloo stays on the loopback
 # device, because resolving the host's own name can fail on a machine without a network.
 WORKER_ENV = {
@@ -89,14 +93,19 @@ class RankPool:
     functions the random seeds, the default dtype and the environment variables are put back.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, megatron: bool = False) -> None:
+        """
+        Args:
+            megatron: the processes have Megatron-core's modules from the start.
+        """
         self.world_size = world_size
+        self._megatron = megatron
         self._ranks: _Ranks | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Run `fn(*args)` on every rank and return what each returned, by rank. See `run_ranks` for errors."""
         if self._ranks is None:
-            self._ranks = _Ranks(self.world_size, with_group=True)
+            self._ranks = _Ranks(self.world_size, with_group=True, megatron=self._megatron)
         try:
             results = self._ranks.call(fn, args, timeout)
         except BaseException:
@@ -121,13 +130,12 @@ class RankPool:
 class _Ranks:
     """Worker processes and the pipes to them."""
 
-    def __init__(self, world_size: int, with_group: bool) -> None:
+    def __init__(self, world_size: int, with_group: bool, megatron: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        with _server_environment():
+        with _server_environment(), _server(megatron):
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOAD)
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 self.pipes.append(ours)
@@ -297,6 +305,19 @@ def forget_globals() -> None:
     log = sys.modules.get("mindspeed_mm.utils.log")
     if log is not None:
         log.forget_notices()
+
+
+@functools.cache
+def _server_with(megatron: bool) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOAD + MEGATRON_PRELOAD if megatron else PRELOAD)
+    return server
+
+
+def _server(megatron: bool) -> Any:
+    """While it is entered, new processes of the forkserver method come from one of our two servers."""
+    connect = _server_with(megatron).connect_to_new_process
+    return mock.patch.object(forkserver, "connect_to_new_process", connect)
 
 
 @contextlib.contextmanager
