@@ -16,6 +16,7 @@ from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import notice
 
 _BRACE = re.compile(r"^\{([^{}]*)\}$")
+_NAME = re.compile(r"^[^{}*?]+$")
 _ITEM = re.compile(r"^(\d+)(?:-(\d+))?$")
 _INDEX_SEGMENT = re.compile(r"(?<![^.])(?:\d+|\{[^{}]*\})(?![^.])")
 
@@ -191,7 +192,7 @@ def _segments(pattern: str) -> list[str]:
     # the grammar has no dots inside braces, so splitting at dots keeps `{0-3,5}` together
     segments = pattern.split(".")
     for segment in segments:
-        if not segment or (("{" in segment or "}" in segment) and not _BRACE.match(segment)):
+        if not segment or (not _BRACE.match(segment) and not _NAME.match(segment)):
             raise ConfigError(
                 f"can't be read at '{segment}'; expected a path such as 'model.layers.{{*}}', 'model.layers.{{0-23}}' "
                 "or 'model.layers.{1,3,5}.mlp'"

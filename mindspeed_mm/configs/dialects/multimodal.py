@@ -61,6 +61,8 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
             notice(f"{path}: no effect here: {', '.join(found)}: {why}")
     if config.training.weight_decay:
         notice(f"{path}: 'training.weight_decay' is {config.training.weight_decay:g}: norms and biases have none")
+    if config.training.val_interval:
+        notice(f"{path}: a validation takes --eval-iters global batches, 100 unless the flag follows the file")
     data, workers = data_section(config.data, path, validates=config.training.val_interval > 0)
     sections = {
         "mm_model": FileSection(path, "model", {**own, **_model(config, path)}),

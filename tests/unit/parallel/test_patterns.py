@@ -97,3 +97,5 @@ def test_what_is_missing_may_be_left_out(caplog: pytest.LogCaptureFixture) -> No
     assert [line for line in caplog.text.splitlines() if "list: no effect: entry 'mtp' matches nothing" in line]
     with pytest.raises(ConfigError, match="can't be read at"):
         expand_patterns(model(), ["text.layers.{*}x"], where="list", ignore_missing=True)
+    with pytest.raises(ConfigError, match=r"can't be read at '\*norm'; expected a path such as"):
+        expand_patterns(model(), ["*norm"], where="list", ignore_missing=True)
