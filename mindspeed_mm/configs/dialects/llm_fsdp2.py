@@ -391,4 +391,6 @@ def _has_epochs(config: LlmConfig) -> bool:
     return not data.streaming and (not (data.packing or data.neat_packing) or _makes_tokens_first(config))
 
 
-DIALECT = Dialect(frozenset({"parallel", "training"}), "train_fsdp2.py", _read)
+#: with the keys that only this dialect has, a misplaced one of another dialect is told as an unknown one
+_MARKS = frozenset({"parallel", "training", "training.output_dir", "parallel.fsdp_modules", "data.dataset"})
+DIALECT = Dialect(_MARKS, "train_fsdp2.py", _read)

@@ -322,6 +322,12 @@ def test_missing_sections_and_keys(folder: Path) -> None:
     assert "run.yaml: key 'data' is missing: on what" in refusal()
 
 
+def test_a_key_of_another_dialect_is_an_unknown_one(folder: Path) -> None:
+    training = {**MINIMAL["training"], "micro_batch_size": 1}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**MINIMAL, "training": training}))
+    assert "run.yaml: unknown key 'training.micro_batch_size'" in refusal()
+
+
 def test_flags_after_the_file_go_before(folder: Path) -> None:
     run = run_with("training.lr=1e-4", "--lr", "2e-4", "--train-iters", "4", "--bf16", "false")
     assert (run.optimizer.lr, run.length.train_iters, run.length.train_epochs) == (2e-4, 4, None)
