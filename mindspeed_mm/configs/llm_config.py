@@ -146,7 +146,7 @@ class LlmData(Section):
         False, description="several samples share a row of cutoff_len tokens and never see each other"
     )
     neat_packing: Bool = Field(False, description="the same")
-    tool_format: str | None = Field(None, description="how tool calls are written; null = as the template does")
+    tool_format: str | None = Field(None, description="must be null: tool calls are written as the template does")
     default_system: str | None = Field(None, description="system text of rows that have none")
     enable_thinking: Bool = Field(True, description="passed to the chat template")
     tokenized_path: str | None = Field(

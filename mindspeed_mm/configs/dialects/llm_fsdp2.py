@@ -29,6 +29,11 @@ REFUSED = (
         "training in 8 bits is not there; write null and parallel.param_dtype: bf16",
     ),
     Refused(
+        "data.tool_format",
+        is_given,
+        "tool calls are written as the chat template writes them; write null, and choose the format by data.template",
+    ),
+    Refused(
         "data.data_manager_type",
         lambda value: value == "mg",
         "pretraining from an indexed corpus is not there yet; write lf and training.stage: pt, which reads the same "
@@ -285,8 +290,7 @@ def _data(config: LlmConfig) -> dict[str, Any]:
     model, data, training = config.model, config.data, config.training
     taken = (
         "dataset_dir template train_on_prompt mask_history streaming buffer_size mix_strategy interleave_probs "
-        "max_samples overwrite_cache preprocessing_num_workers packing neat_packing tool_format default_system "
-        "enable_thinking"
+        "max_samples overwrite_cache preprocessing_num_workers packing neat_packing default_system enable_thinking"
     )
     basic: dict[str, Any] = {key: getattr(data, key) for key in taken.split()}
     basic |= {"dataset": _named(data, data.dataset, training), "stage": training.stage}

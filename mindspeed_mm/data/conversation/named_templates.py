@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mindspeed_mm.configs.data_rules import MODELS_OWN_TEMPLATES
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 _MACROS = r"""
@@ -130,8 +131,9 @@ def named_template(name: str) -> NamedTemplate:
         ConfigError: No such name here; the message has the nearest ones.
     """
     if name not in TEMPLATES:
+        near = did_you_mean(name, [*TEMPLATES, *MODELS_OWN_TEMPLATES])
         raise ConfigError(
-            f"dataset_param.basic_parameters.template: found '{name}'{did_you_mean(name, TEMPLATES)}; "
+            f"dataset_param.basic_parameters.template: found '{name}'{near}; "
             f"here are: {', '.join(TEMPLATES)}; without the key the model's own chat template is used"
         )
     return TEMPLATES[name]

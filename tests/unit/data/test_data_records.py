@@ -490,6 +490,7 @@ def test_validation_rows(param: Any, tmp_path: Any) -> None:
     ("change", "words"),
     [
         ({"template": "qwen2_vll"}, ["template", "qwen2_vl"]),
+        ({"template": "gpt_os"}, ["did you mean 'gpt_oss'"]),
         ({"train_on_prompt": True, "mask_history": True}, ["exclude each other"]),
         ({"tool_format": "qwen"}, ["tool_format"]),
         ({"dataset": "row.json"}, ["row.json", "did you mean 'rows.json'"]),
