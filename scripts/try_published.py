@@ -49,6 +49,8 @@ _DIRECTORIES = (
 _NOT_THERE = {
     "mindspeed_mm/fsdp/tasks/funasr/trainer.py": "it trains its authors' own FunASRNano, with a CTC decoder that "
     "transformers' FunAsrNanoForConditionalGeneration lacks",
+    "mindspeed_mm/fsdp/tasks/cosyvoice3/train.py": "it trains the CosyVoice3LM of its authors' own code, and "
+    "transformers has no class of CosyVoice3",
 }
 #: names of files; every other path is that of a directory
 #: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script
