@@ -74,6 +74,16 @@ def _counts(record: dict[str, Any], processes: int) -> tuple[Any, ...]:
     return (*(record[name] for name in whole), tuple(sorted(media.items())), flops)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What relative differences may be; by default those of sums in float32 in another order."""
+
+    loss: float = LOSS
+    norm: float = NORM
+    gradient: float = GRADIENT
+    weight: float = WEIGHT
+
+
 @dataclass
 class Differences:
     """Largest relative differences of a run from what it should equal.
@@ -88,14 +98,14 @@ class Differences:
     worst: str
     weight: float
 
-    def problems(self) -> list[str]:
+    def problems(self, limits: Limits = Limits()) -> list[str]:
         """What is beyond the limits."""
         found = [
-            ("loss", self.loss, LOSS),
-            ("norm", self.norm, NORM),
-            (f"gradient of {self.worst}", self.gradient, GRADIENT),
+            ("loss", self.loss, limits.loss),
+            ("norm", self.norm, limits.norm),
+            (f"gradient of {self.worst}", self.gradient, limits.gradient),
+            ("weight after the last step", self.weight, limits.weight),
         ]
-        found.append(("weight after the last step", self.weight, WEIGHT))
         return [f"{name}: {value:.2g}" for name, value, limit in found if not value <= limit]
 
 
