@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,24 +134,25 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
         begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
         set_current_start(begin)
         gather = backend.gather_objects if run.launch.world_size > 1 else None
-        data = build_run_data(recipe.data, run, begin, gather)
-        run = run.with_train_iters(
-            resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
-        )
-        report_progress(train_iters=run.train_iters, lr_decay_iters=run.schedule.lr_decay_iters)
-        if progress.iteration >= run.train_iters:
-            info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
-            if run.checkpoint.save_hf is None and data.valid is None:
-                data.close()
-                return
-        model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
-        report_progress()
-        backend.build_optimizer(model, run)
-        if start.directory is not None:
-            _load(start, progress, backend, run)
-        data.check_streams()
-        _collect_garbage(run)
-        train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
+        with closing(build_run_data(recipe.data, run, begin, gather)) as data:
+            run = run.with_train_iters(
+                resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
+            )
+            report_progress(train_iters=run.train_iters, lr_decay_iters=run.schedule.lr_decay_iters)
+            if progress.iteration < run.train_iters:
+                data.train.start()  # workers prepare the first micro-batches while the model is built
+            else:
+                info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
+                if run.checkpoint.save_hf is None and data.valid is None:
+                    return
+            model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
+            report_progress()
+            backend.build_optimizer(model, run)
+            if start.directory is not None:
+                _load(start, progress, backend, run)
+            data.check_streams()
+            _collect_garbage(run)
+            train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
 
 
 def train(
@@ -219,7 +220,6 @@ def train(
         if progress.iteration >= run.train_iters:
             _finish(forward_step, data, backend, run, watch, progress)
     watch.close()
-    data.close()
     if why is not None:
         info_rank0(ended_early(why, progress.iteration, run))
 

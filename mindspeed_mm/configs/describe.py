@@ -49,7 +49,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         backends=recipe.backends,
         own_model=own_model,
     )
-    own_flags = {n: v for n, v in vars(args).items() if n not in _OF_THE_LAUNCH and n not in _ours()}
+    not_own = {*_OF_THE_LAUNCH, *(item.name for item in all_flags(GROUPS))}
+    own_flags = {name: value for name, value in vars(args).items() if name not in not_own}
     if recipe.model_schema == "generation" and not args.use_torch_fsdp2:
         args.use_torch_fsdp2 = True
         notice("--use-torch-fsdp2 is implied: this script trains with FSDP2 only")
@@ -73,10 +74,6 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
     flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
     publish(run, PublishedArguments(flat, own_flags))
     return run
-
-
-def _ours() -> set[str]:
-    return {item.name for item in all_flags(GROUPS)}
 
 
 def _require_extras(args: ParsedFlags, recipe: Recipe) -> None:

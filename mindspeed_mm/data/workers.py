@@ -85,11 +85,11 @@ def start_worker(_: int) -> None:
     gc.freeze()  # the parent's memory is shared: a garbage collection would copy it
     gc.enable()  # the parent may have turned it off for its start
     # Schedulers, terminals and torchrun signal every process of a job, and the run then still needs batches up to its
-    # checkpoint: a worker ends when its parent asks for it, or is gone (which torch watches).
+    # checkpoint: a worker ends when its parent asks for it, or is gone.
     for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
@@ -117,8 +117,14 @@ class WorkerStart:
 
 
 def _end_with_parent(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    """End this process when its parent asks for it by SIGTERM, or within a second of the parent's end.
+
+    torch would notice the latter after five seconds, and only between two batches.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(0)
 
 

@@ -1,8 +1,14 @@
-"""Import torch, and describe the failure of torch_npu without CANN or with another torch in one sentence."""
+"""Import torch, beside transformers where both are needed; a torch_npu that does not load is told in one sentence."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
 from types import ModuleType
 
 from mindspeed_mm.utils.errors import MMError
@@ -40,3 +46,38 @@ def import_torch() -> ModuleType:
         raise MMError(
             f"import torch failed while it loaded torch_npu ({type(cause).__name__}: {first_line}). {need}; {elsewhere}"
         ) from error
+
+
+def import_torch_and_transformers() -> ModuleType:
+    """Import transformers and torch in less time than one after the other, and return torch.
+
+    A large part of torch's import is the loading of `libtorch_cpu.so`, which needs no Python: a thread does it while
+    this one imports the list of transformers' models, which are Python alone. It needs a second core to gain anything.
+
+    Raises:
+        MMError: as `import_torch`, and as early where torch_npu is installed.
+    """
+    if "torch" in sys.modules or loads_torch_npu():
+        return import_torch()
+    importlib.import_module("transformers")  # its extension modules would wait for the loader, which the thread holds
+    loading = threading.Thread(target=_load_libraries, name="load-libtorch", daemon=True)
+    loading.start()
+    importlib.import_module("transformers.models")
+    loading.join()  # no process is forked while libraries are loaded
+    return import_torch()
+
+
+def _load_libraries() -> None:
+    """Load torch's library without Python's lock, in torch's own order; the import of torch reports what fails.
+
+    The libraries of CUDA, but for the two that this one names, are left to torch, which chooses among several copies.
+    """
+    spec = importlib.util.find_spec("torch")
+    if sys.platform != "linux" or spec is None or not spec.submodule_search_locations:
+        return
+    load = ctypes.CDLL(None).dlopen  # the call of a foreign function, unlike ctypes.CDLL(path), releases the lock
+    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    folder = Path(spec.submodule_search_locations[0], "lib")
+    for name, scope in (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_cpu.so", os.RTLD_LOCAL)):
+        if (folder / name).is_file() and load(os.fsencode(folder / name), os.RTLD_NOW | scope) is None:
+            return

@@ -34,10 +34,12 @@ def signalled(words: list[str], rank: int, step: int) -> None:
 def said_without_a_model(words: list[str]) -> list[str]:
     """Run, where no model must be built; returns what rank 0 is told."""
     from mindspeed_mm.backends.fsdp2 import FSDP2Backend
+    from mindspeed_mm.data.loading.counting import CountingIterator
 
     with (
         mock.patch("mindspeed_mm.training.info_rank0") as told,
         mock.patch.object(FSDP2Backend, "build_model", side_effect=AssertionError("a model is built")),
+        mock.patch.object(CountingIterator, "start", side_effect=AssertionError("data are read")),
     ):
         run_entry(words)
     return [call.args[0] for call in told.call_args_list]

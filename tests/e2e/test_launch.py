@@ -236,7 +236,7 @@ def test_one_line_says_how_to_go_on(story: Story, name: str, signal_name: str) -
 
 @pytest.mark.parametrize("name", ["killed", "torchrun_stopped", "workers_stopped"])
 def test_no_process_is_left(story: Story, name: str) -> None:
-    """Data workers end with their rank, even when it was killed and could not tell them (torch looks every 5 s)."""
+    """Data workers end with their rank, even when it was killed and could not tell them."""
     launch: Launch = getattr(story, name)
     assert len(launch.ranks) == len(launch.loaders) == 2
     deadline = time.monotonic() + 15

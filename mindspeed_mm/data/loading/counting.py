@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,17 +62,18 @@ class CountingIterator:
 
     def __init__(
         self,
-        source: Iterator[Any],
+        source: Iterable[Any],
         micro_batch_size: int,
         adapter: DataAdapter | None = None,
     ) -> None:
         """
         Args:
-            source: yields micro-batches.
+            source: yields micro-batches; it is iterated over from `start`, or the first batch, on.
             micro_batch_size: rows of a micro-batch without `num_rows`.
             adapter: counts the media of a batch; None: they are not counted.
         """
         self._source = source
+        self._running: Iterator[Any] | None = None
         self._micro_batch_size = micro_batch_size
         self._adapter = adapter
         self._counts = BatchCounts()
@@ -80,9 +81,18 @@ class CountingIterator:
     def __iter__(self) -> CountingIterator:
         return self
 
+    def start(self) -> Iterator[Any]:
+        """Begin to iterate over the source unless that has begun, and return its iterator.
+
+        The workers of a loader that starts with its iterator prepare the first micro-batches from now on.
+        """
+        if self._running is None:
+            self._running = iter(self._source)
+        return self._running
+
     def __next__(self) -> Any:
         started = time.perf_counter()
-        batch = next(self._source)
+        batch = next(self.start())
         self._counts.wait_seconds += time.perf_counter() - started
         self._count(batch)
         return batch

@@ -83,7 +83,7 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: endless iterator of micro-batches that counts them.
+        train: endless iterator of micro-batches that counts them; nothing is read before its `start`, or the first one.
         valid: validation data; None: no evaluation.
         train_rows, global_batches_per_epoch: None for data without a length; packs have a fraction.
         why_no_length: a clause with the reason for a missing length.
@@ -336,10 +336,10 @@ def _as_loader(
     return loader
 
 
-def _endless(loader: MMDataLoader | UserLoader) -> Iterator[Any]:
-    """Yield micro-batches endlessly, from the loader's position, or of validation data from the start.
+def _endless(loader: MMDataLoader | UserLoader) -> Iterable[Any]:
+    """Return endless micro-batches, from the loader's position, or of validation data from the start.
 
-    Workers start with the first batch, after the model has been built: they then share the imported modules of model
-    and processor instead of importing them again.
+    With `iter` the workers of our loader start. Those of a user's data start with the first batch: their rows may need
+    what the model's provider makes, and nothing is known that this process could load for all of them before.
     """
-    yield from loader.batches() if isinstance(loader, UserLoader) else loader
+    return loader.batches() if isinstance(loader, UserLoader) else loader

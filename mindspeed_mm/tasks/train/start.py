@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.launch import described
+from mindspeed_mm.utils.torch_import import import_torch_and_transformers
 
 
 def start(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
@@ -21,6 +22,7 @@ def start(recipe: Recipe, argv: Sequence[str] | None = None) -> None:
     if asks_for_dry_run(words):
         sys.exit(dry_run(recipe, words))
     with described(recipe, words) as (run, stop):
-        from mindspeed_mm.training import train_run  # imports torch: mistakes in the launch are reported before
+        import_torch_and_transformers()  # mistakes in the launch have been reported before
+        from mindspeed_mm.training import train_run
 
         train_run(run, recipe, stop)

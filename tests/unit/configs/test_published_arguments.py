@@ -9,6 +9,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -92,6 +93,12 @@ def test_every_flag_is_an_attribute(launch: list[str]) -> None:
     assert {name: getattr(args, name) for name in FLAGS} == FLAGS
     assert [item.name for item in all_flags(GROUPS) if not hasattr(args, item.name)] == []
     assert set(FLAGS) <= set(vars(args))
+
+
+def test_our_flags_are_listed_once_to_find_those_of_a_script(launch: list[str]) -> None:
+    with mock.patch("mindspeed_mm.configs.describe.all_flags", side_effect=all_flags) as listed:
+        described_args(launch, OWN)
+    assert listed.call_count == 1
 
 
 def test_what_follows_from_the_flags(launch: list[str]) -> None:

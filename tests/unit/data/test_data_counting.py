@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,25 @@ def test_a_row_without_padding_or_samples_beside_it() -> None:
     whole = {"input_ids": torch.zeros(1, 4), "documents": torch.ones(1, 4, dtype=torch.int64)}
     assert count(whole).squared_lengths == 16
     assert count({**whole, "documents": torch.zeros(1, 4, dtype=torch.int64)}).tokens == 0
+
+
+def test_the_source_begins_once_with_start_or_the_first_batch() -> None:
+    begun = []
+
+    class Source:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            begun.append(len(begun))
+            return iter([PACKED, PACKED])
+
+    for begin in (CountingIterator.start, next):
+        begun.clear()
+        iterator = CountingIterator(Source(), 1)
+        assert begun == []
+        begin(iterator)
+        iterator.start()
+        next(iterator)
+        assert begun == [0]
+        assert iterator.take().rows == (3 if begin is CountingIterator.start else 6)
 
 
 @pytest.mark.parametrize("field", ["num_rows", "row_ids", "rows_left_out"])

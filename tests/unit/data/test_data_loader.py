@@ -260,6 +260,49 @@ def test_workers_outlive_the_signals_of_a_run(param: Any, rows: list[Any]) -> No
     loader.close()
 
 
+class _Waits(torch.utils.data.Dataset):
+    """Its only row says who reads it, and takes a minute."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> TokenSample:
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        raise AssertionError("nobody needs the row any more")
+
+
+def test_a_worker_ends_within_two_seconds_of_its_parent() -> None:
+    """In the middle of a row, too, where torch doesn't look."""
+    code = (
+        "from mindspeed_mm.data import build_mm_dataloader as build\n"
+        "from tests.unit.data.test_data_loader import _Waits\n"
+        "next(iter(build(_Waits(), {'collate_param': {'pad_id': 0}}, micro_batch_size=1, global_batch_size=1, "
+        "num_workers=1)))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        assert worker != process.pid and _gone([worker])
+        assert time.monotonic() < killed + 2
+
+
+def test_prefetching_leaves_the_position_where_it_is(param: Any, rows: list[Any]) -> None:
+    sizes = {"micro_batch_size": 1, "global_batch_size": 2, "num_workers": 1}
+    loader = build_mm_dataloader(build_mm_dataset(param(rows)), None, **sizes)
+    before = loader.state_dict()
+    iterator = iter(loader)
+    assert loader.state_dict() == before and loader.consumed_samples == 0
+    first = next(iterator)["row_ids"].tolist()
+    assert loader.state_dict() == before
+    loader.close()
+    assert next(iter(loader))["row_ids"].tolist() == first
+    loader.close()
+
+
 def test_a_loader_that_nobody_closed_doesnt_hold_up_the_end() -> None:
     code = (
         "from mindspeed_mm.data import build_mm_dataloader as build\n"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -111,12 +112,15 @@ def test_a_family_that_needs_a_newer_transformers_is_not_in_the_way_of_others(
         require_megatron_form("gemma3")
 
 
-def test_torch_npu_beside_another_torch_is_told_first(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("import_it", [torch_import.import_torch, torch_import.import_torch_and_transformers])
+def test_torch_npu_beside_another_torch_is_told_first(
+    import_it: Callable[[], Any], install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("torch_npu", "2.6.0", "torch==2.6.0")
     with pytest.raises(MMError, match=r"built for torch 2\.6\.0 .*TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
-        torch_import.import_torch()
+        import_it()
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    torch_import.import_torch()
+    import_it()
     assert version_faults() == []
 
 
