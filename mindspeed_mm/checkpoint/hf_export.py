@@ -16,7 +16,7 @@ import queue
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,6 +184,8 @@ def export_from(
     small_files: str,
     dtype: torch.dtype | None,
     progress: ReportBytes | None = None,
+    *,
+    stored: bool = False,
 ) -> int:
     """Convert the weights of `source` to a HF directory, in one process and tensor by tensor.
 
@@ -192,6 +194,7 @@ def export_from(
         small_files: a HF directory whose tokenizer, processor and templates are copied.
         dtype: dtype of the written weights; None: that of the same weight in `small_files`, else the model's.
         progress: called with the number of bytes written.
+        stored: write every weight in the dtype that it has in `source`; `dtype` is None.
 
     Returns:
         the number of tensors.
@@ -201,10 +204,11 @@ def export_from(
     values = {name: LazyTensor(node) for name, node in plan.values.items()}
     known = _weights_of(small_files)
     hub = _hub_layout(model, values, known, None)
-    wanted = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    wanted = None if stored else dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     copied = _other_parts(model, small_files, known)
-    dtypes = _dtypes({**hub, **copied}, None if dtype else known, wanted)
-    _write_directory(model, directory, small_files, hub, copied, dtypes, dtype, _FromSource(values), None, progress)
+    dtypes = _dtypes({**hub, **copied}, None if dtype or stored else known, wanted)
+    said = _main_dtype((t, dtypes[n]) for n, t in hub.items()) if stored else dtype
+    _write_directory(model, directory, small_files, hub, copied, dtypes, said, _FromSource(values), None, progress)
     return len(hub) + len(copied)
 
 
@@ -418,7 +422,8 @@ def _finish(
         write_own_config(model, working)
     elif of_whole is None:
         config = copy.deepcopy(described.config)
-        set_config_dtypes(config, source, dtype, _main_dtype(files))
+        main = _main_dtype(written for file in files for written in file.tensors.values())
+        set_config_dtypes(config, source, dtype, main)
         config.architectures = [type_without_fsdp(model).__name__]
         config.save_pretrained(working)
         if described.can_generate():
@@ -444,12 +449,11 @@ def _finish(
             fsync_path(path)
 
 
-def _main_dtype(files: list[_File]) -> torch.dtype:
-    """Return the dtype of most written values."""
+def _main_dtype(written: Iterable[tuple[LazyTensor, torch.dtype]]) -> torch.dtype:
+    """Return the dtype of most written values, of (tensor, dtype to write)."""
     counts: Counter[torch.dtype] = Counter()
-    for file in files:
-        for tensor, dtype in file.tensors.values():
-            counts[dtype] += tensor.numel() if dtype.is_floating_point else 0
+    for tensor, dtype in written:
+        counts[dtype] += tensor.numel() if dtype.is_floating_point else 0
     return counts.most_common(1)[0][0]
 
 

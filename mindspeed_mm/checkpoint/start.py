@@ -75,7 +75,7 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         )
     raise CheckpointError(
         f"--load '{load}' holds nothing to load: neither {TRACKER} (a run folder), nor .metadata (a torch_dcp "
-        f"checkpoint), nor weight files (a HF directory); it holds {listing(path)}" + _older_format(path)
+        f"checkpoint), nor weight files (a HF directory); it holds {listing(path)}" + older_format(path)
     )
 
 
@@ -95,7 +95,8 @@ def _nearest(path: Path) -> str:
     return did_you_mean(path.name, names)
 
 
-def _older_format(path: Path) -> str:
+def older_format(path: Path) -> str:
+    """Say what to do with a folder in Megatron's torch format; "" for any other."""
     ranks = sorted(p.name for p in path.glob("mp_rank_*"))
     return (
         f"; {ranks[0]} is of Megatron's torch format, which is a pickle and belongs to its layout: convert it to a HF "

@@ -325,7 +325,7 @@ def load_hf_config(path: str, where: str = "model.json: init_from_hf_path") -> A
             layout is that of the authors' own code.
     """
     directory = Path(path)
-    refuse_foreign_layout(directory)
+    refuse_foreign_layout(directory, where)
     hf_config = read_hf_config(directory, where, current_build_context().trust_remote_code)
     settle_tying(hf_config, directory)
     return hf_config

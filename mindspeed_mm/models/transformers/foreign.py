@@ -31,11 +31,12 @@ _OTHERS = {
 }
 
 
-def refuse_foreign_layout(directory: Path) -> None:
+def refuse_foreign_layout(directory: Path, where: str) -> None:
     """Refuse a directory that needs the authors' own code, if transformers has the model in another layout.
 
     Args:
         directory: directory with a config.json; if that can't be read, transformers reports it.
+        where: the file and key that name it, for messages.
 
     Raises:
         ConfigError: the layout is the authors' own; the message names a checkpoint to use instead.
@@ -47,6 +48,6 @@ def refuse_foreign_layout(directory: Path) -> None:
     if found in _OTHERS:
         what, instead = _OTHERS[found]
         raise ConfigError(
-            f"model.json: init_from_hf_path '{directory}' holds {what}; transformers' own model, which is trained "
+            f"{where} '{directory}' holds {what}; transformers' own model, which is trained "
             f"here, has other names for its weights: take {instead}"
         )

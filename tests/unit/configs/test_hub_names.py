@@ -20,7 +20,7 @@ from mindspeed_mm.data.adapter import check_model_path
 from mindspeed_mm.models.generation.ae.autoencoder import open_autoencoder
 from mindspeed_mm.models.transformers_model import load_hf_config
 from mindspeed_mm.tasks.generation.options import parse_flags
-from mindspeed_mm.tools.convert import _structure
+from mindspeed_mm.tools.converters.generic import Given, structure
 from mindspeed_mm.utils.errors import MMError
 
 HUB = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -38,7 +38,7 @@ DOORS: dict[str, Callable[[], Any]] = {
     "the processor and data check": lambda: check_model_path(HUB),
     "--load": lambda: find_start(HUB),
     "weights and mm-convert": lambda: open_weights(HUB),
-    "mm-convert's structure": lambda: _structure(HUB, "--hf_dir", False),
+    "mm-convert's structure": lambda: structure(Given("--hf_dir", HUB)),
     "predictor": lambda: generation(predictor={"model_id": "wan", "from_pretrained": HUB}),
     "the whole pipeline": lambda: generation(init_from_diffusers=HUB),
     "ae": lambda: generation(ae={"from_pretrained": HUB}),

@@ -140,6 +140,8 @@ def test_dtype_of_the_written_weights(tmp_path: Path, hf_dir: Path, dcp_dir: Pat
     assert dtypes(trained, hf_dir, "--dtype", "float32") == {"float32"}
     assert dtypes(dcp_dir, hf_dir, "--dtype", "fp16") == {"float16"}
     assert dtypes(trained, config_only, "--dtype", "float32") == {"float32"}
+    assert dtypes(trained, hf_dir, "--dtype", "stored") == {"float32"}
+    assert dtypes(dcp_dir, hf_dir, "--dtype", "stored") == {"bfloat16"}
 
 
 def test_the_assets_are_those_that_a_run_remembers(tmp_path: Path, hf_dir: Path, dcp_dir: Path) -> None:
@@ -181,7 +183,7 @@ def test_arguments_from_environment_variables(tmp_path: Path, hf_dir: Path, monk
     assert (tmp_path / "dcp" / "release").is_dir()
 
 
-@pytest.mark.parametrize("words", [[], ["GenericDCPConverter"], TO_DCP, [*TO_DCP, "--hf_dri", "x"], ["info"]])
+@pytest.mark.parametrize("words", [[], ["GenericDCPConverter"], TO_DCP, ["info"]])
 def test_wrong_arguments_end_with_a_usage_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -190,15 +192,30 @@ def test_wrong_arguments_end_with_a_usage_message(words: list[str], capsys: pyte
 
 
 def test_published_options_without_effect_are_told(tmp_path: Path, hf_dir: Path, said: list[str]) -> None:
-    options = ["--tie_weight_mapping", '{"lm_head.weight": "model.embed_tokens.weight"}']
-    assert to_dcp(hf_dir, tmp_path / "dcp", *options, "--fused_linear_names", '["gate_up_proj"]') == 0
-    assert any("--tie_weight_mapping has no effect" in line for line in said)
+    assert to_dcp(hf_dir, tmp_path / "dcp", "--fused_linear_names", '["gate_up_proj"]') == 0
     assert any("--fused_linear_names has no effect" in line for line in said)
     said.clear()
     options = ["--dcp_prefix", "module.", "--hf_prefix", "x."]
     assert to_hf(tmp_path / "dcp", tmp_path / "out", "--model_assets_dir", hf_dir, *options) == 0
     assert any("--dcp_prefix has no effect" in line for line in said)
     assert any("--hf_prefix has no effect" in line for line in said)
+
+
+def test_ties_have_no_effect_or_are_refused(
+    tmp_path: Path, hf_dir: Path, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files' tensors are kept, so a tie that says otherwise is an error."""
+    tie = ["--tie_weight_mapping", '{"lm_head.weight": "model.embed_tokens.weight"}']
+    tied = tiny_family_dir(tmp_path / "tied", "qwen3 tied")
+    assert to_dcp(tied, tmp_path / "one", *tie) == 0
+    assert said == ["--tie_weight_mapping has no effect: config.json says what is tied ('lm_head.weight')"]
+    said.clear()
+    assert to_dcp(hf_dir, tmp_path / "two", *tie) == 1
+    assert "holds a tensor 'lm_head.weight' that isn't 'model.embed_tokens.weight'" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
+    tie[1] = '{"lm_head.weight": "model.embed_token.weight"}'
+    assert to_dcp(hf_dir, tmp_path / "three", *tie) == 0
+    assert "no tensor 'model.embed_token.weight'; did you mean 'model.embed_tokens.weight'" in said[0]
 
 
 def test_a_prefix_that_no_name_has_is_told(tmp_path: Path, hf_dir: Path, said: list[str]) -> None:
@@ -342,99 +359,6 @@ def test_a_damaged_checkpoint_is_an_error_and_leaves_nothing(
     assert to_hf(dcp_dir, tmp_path / "out", "--model_assets_dir", hf_dir) == 1
     assert str(dcp_dir / "release") in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.saving").exists()
-
-
-# --- by the published options of one family ------------------------------------------------------------------------
-
-HF_TO_MM = ["Qwen2_5_VLConverter", "hf_to_mm"]
-MM_TO_HF = ["Qwen2_5_VLConverter", "mm_to_hf"]
-LAYOUT = ["--cfg.parallel_config.llm_pp_layers", "[[1,1]]", "--cfg.parallel_config.vit_pp_layers", "[[2,0]]"]
-LAYOUT += ["--cfg.parallel_config.tp_size", "2"]
-
-
-@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", LAYOUT), ("qwen2_5_vl tied", [])])
-def test_there_and_back_by_the_family(tmp_path: Path, family: str, layout: list[str]) -> None:
-    hf_dir = tiny_family_dir(tmp_path / "hf", family, dtype=torch.bfloat16)
-    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm", *layout]
-    assert convert(*HF_TO_MM, *words) == 0
-    assert (tmp_path / "mm" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    model = empty_model(hf_dir)
-    load_weights(model, open_weights(tmp_path / "mm" / "release"))
-    assert_same(dict(model.state_dict()), reference_tensors(hf_dir))
-    assert convert(*MM_TO_HF, *words, "--cfg.save_hf_dir", tmp_path / "out") == 0
-    assert_same(weights_in(tmp_path / "out"), weights_in(hf_dir))
-
-
-def test_published_forms_of_a_layout_and_of_the_weights(tmp_path: Path, said: list[str]) -> None:
-    """mm_to_hf names the layers of each stage in one list, hf_to_mm in a list of such lists."""
-    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
-    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm"]
-    form = ["--cfg.common_model_config.enable_canonical_hf_struct", "true"]
-    assert convert(*HF_TO_MM, *words, *LAYOUT, *form) == 0
-    flat = ["--cfg.parallel_config.llm_pp_layers", "[1,1]", "--cfg.parallel_config.vit_pp_layers", "[2,0]"]
-    flat += ["--cfg.parallel_config.tp_size", "1", "--cfg.save_hf_dir", tmp_path / "out"]
-    assert convert(*MM_TO_HF, *words, *flat, *form) == 0
-    assert_same(weights_in(tmp_path / "out"), weights_in(hf_dir))
-    assert "enable_canonical_hf_struct has no effect: weights are stored under transformers' names" in "\n".join(said)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ["WanConverter", "hf_to_mm"],
-            "'WanConverter' is not there yet: pretrain_sora.py reads the diffusers",
-        ),
-        (
-            ["Qwen2VLConverter", "hf_to_mm"],
-            "'Qwen2VLConverter' is not there yet: a run reads the HF directory",
-        ),
-        (["Qwen3TTSConverter", "dcp_to_hf"], "its model is not there yet either"),
-        (["Qwen2_5VLConverter", "hf_to_mm"], "is no command of mm-convert; did you mean 'Qwen2_5_VLConverter'?"),
-        (["Qwen2_5_VLConverter", "resplit"], "it is not needed: a checkpoint fits every layout"),
-        (["Qwen2_5_VLConverter", "lora_hf_to_mm"], "it is not there yet, as LoRA is not"),
-        (["Qwen2_5_VLConverter", "hf_to_mn"], "no direction 'hf_to_mn'; did you mean 'hf_to_mm'"),
-    ],
-)
-def test_converters_that_are_not_there(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(*words, "--cfg.source_path", "x") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ConfigError: ") and sentence in line
-
-
-def test_a_layout_is_said_to_have_no_effect(tmp_path: Path, said: list[str]) -> None:
-    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
-    words = ["--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir"]
-    assert convert(*HF_TO_MM, *words, tmp_path / "mm") == 0 and said == []
-    assert convert(*HF_TO_MM, *words, tmp_path / "mm2", *LAYOUT) == 0
-    assert said == ["--cfg.parallel_config has no effect: a checkpoint fits every layout"]
-    one, other = ((tmp_path / name / "release" / "__0_0.distcp").read_bytes() for name in ("mm", "mm2"))
-    assert one == other
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--cfg.parallel_config.llm_pp_layers", "[[1,2]]"], "llm_pp_layers [[1, 2]] adds up to 3; the model has 2"),
-        (["--cfg.parallel_config.vit_pp_layers", "[[1],[0]]"], "vit_pp_layers [[1], [0]] adds up to 1"),
-        ([*LAYOUT, "--cfg.parallel_config.vit_pp_layers", "[[2]]"], "name different numbers of pipeline stages"),
-        (["--cfg.parallel_config.tp_size", "4"], "tp_size is 4; the model has 2 key-value heads"),
-        (["--cfg.parallel_config.tp_size", "0"], "tp_size is 0; the model has 4 attention heads"),
-    ],
-)
-def test_a_layout_that_does_not_fit_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
-) -> None:
-    hf_dir = tiny_family_dir(tmp_path / "hf", "qwen2_5_vl")
-    assert convert(*HF_TO_MM, "--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm", *words) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("ConfigError: --cfg.parallel_config") and sentence in error
-    assert not (tmp_path / "mm").exists()
-
-
-def test_another_family_is_refused(tmp_path: Path, hf_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(*HF_TO_MM, "--cfg.hf_config.hf_dir", hf_dir, "--cfg.mm_dir", tmp_path / "mm") == 1
-    assert "'qwen3_moe'; expected qwen2_5_vl, and GenericDCPConverter converts any other" in capsys.readouterr().err
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,34 @@
+"""The converters of `mm-convert`, by name: the generic one, and those of published commands, which are names of it."""
+
+from mindspeed_mm.tools.converters.dcp import (
+    ExpertMergeDcpConverter,
+    Mistral3Converter,
+    Qwen3VLConverter,
+    Qwen35Converter,
+)
+from mindspeed_mm.tools.converters.diffusers import CogVideoConverter, HunyuanVideoConverter, WanConverter
+from mindspeed_mm.tools.converters.generic import GenericDCPConverter
+from mindspeed_mm.tools.converters.layouts import (
+    GlmConverter,
+    InternVLConverter,
+    Qwen2_5_OmniConverter,
+    Qwen2_5_VLConverter,
+    Qwen2VLConverter,
+    Qwen3VLMegatronConverter,
+)
+
+_DCP = ("hf_to_dcp", "dcp_to_hf")
+_LAYOUTS = ("hf_to_mm", "mm_to_hf", "resplit")
+_DIFFUSERS = ("hf_to_mm", "mm_to_hf", "mm_to_dcp", "resplit")
+
+#: converter → its directions
+CONVERTERS: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (GenericDCPConverter, ExpertMergeDcpConverter, Mistral3Converter, Qwen35Converter, Qwen3VLConverter), _DCP
+    ),
+    **dict.fromkeys(
+        (GlmConverter, InternVLConverter, Qwen2VLConverter, Qwen2_5_OmniConverter, Qwen3VLMegatronConverter), _LAYOUTS
+    ),
+    Qwen2_5_VLConverter: (*_LAYOUTS, "hf_to_mm_ldt"),
+    **dict.fromkeys((CogVideoConverter, HunyuanVideoConverter, WanConverter), _DIFFUSERS),
+}

@@ -1,0 +1,234 @@
+"""Published converters between HF directories and torch_dcp checkpoints (hf_to_dcp, dcp_to_hf), by their arguments."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mindspeed_mm.tools.converters.generic import (
+    Given,
+    checkpoint_to_hf,
+    hf_to_checkpoint,
+    structure,
+    tell_no_effect,
+)
+from mindspeed_mm.tools.converters.layouts import require_type
+from mindspeed_mm.tools.converters.refused import LORA
+from mindspeed_mm.utils.errors import ConfigError
+
+_HEAD = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+
+class _DcpConverter:
+    model_types: ClassVar[tuple[str, ...]]
+
+    def hf_to_dcp(
+        self,
+        hf_dir: str,
+        dcp_dir: str,
+        tie_weight: bool = False,
+        is_lora_base: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a HF directory's weights as a torch_dcp checkpoint to start runs from with --load.
+
+        Args:
+            hf_dir: HF directory with config.json and weights.
+            dcp_dir: receives release/ and latest_checkpointed_iteration.txt.
+            tie_weight: no effect, config.json says what is tied; refused if the files hold an output layer of its own.
+            is_lora_base: refused, as LoRA is not there yet.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        if is_lora_base:
+            raise ConfigError(f"--is_lora_base is true; {LORA}; without it, weights are converted")
+        source = Given("--hf_dir", hf_dir)
+        model = structure(source, trust_remote_code)
+        require_type(model, source, self.model_types)
+        hf_to_checkpoint(model, source, Given("--dcp_dir", dcp_dir), ties=_HEAD if tie_weight else None)
+
+    def dcp_to_hf(
+        self,
+        load_dir: str,
+        save_dir: str,
+        model_assets_dir: str | None = None,
+        to_bf16: bool | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
+
+        Args:
+            load_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+            save_dir: the HF directory to write.
+            model_assets_dir: HF directory with config.json, tokenizer and so on; without it, the one that the run
+                was started from, as the checkpoint remembers it.
+            to_bf16: true: write bfloat16; false: the dtypes of the checkpoint; without it, those of model_assets_dir.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        checkpoint_to_hf(
+            Given("--load_dir", load_dir),
+            Given("--save_dir", save_dir),
+            Given("--model_assets_dir", model_assets_dir or ""),
+            dtype=_dtype(to_bf16),
+            trust_remote_code=trust_remote_code,
+            check=self._check,
+        )
+
+    def _check(self, model: Any, given: Given) -> None:
+        require_type(model, given, self.model_types)
+
+
+class Mistral3Converter(_DcpConverter):
+    """Weights of Mistral 3 (Magistral Small): HF directory to torch_dcp and back, by published arguments."""
+
+    model_types = ("mistral3",)
+
+
+class Qwen3VLConverter(_DcpConverter):
+    """Weights of Qwen3-VL: HF directory to torch_dcp and back, by published arguments."""
+
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
+
+
+class Qwen35Converter:
+    """Weights of Qwen3.5: HF directory to torch_dcp and back, by published arguments."""
+
+    model_types = ("qwen3_5", "qwen3_5_moe")
+
+    def hf_to_dcp(
+        self,
+        hf_dir: str,
+        dcp_dir: str,
+        dcp_prefix: str = "model.",
+        hf_prefix: str = "",
+        tie_weight_mapping: dict[str, str] | None = None,
+        fused_linear_names: list[str] | None = None,
+        num_workers: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a HF directory's weights as a torch_dcp checkpoint to start runs from with --load.
+
+        Args:
+            hf_dir: HF directory with config.json and weights.
+            dcp_dir: receives release/ and latest_checkpointed_iteration.txt.
+            dcp_prefix: put before the names; runs find any common prefix.
+            hf_prefix: taken off the names in the HF files, if they have it.
+            tie_weight_mapping: no effect, config.json says what is tied; refused if it contradicts the files.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            num_workers: no effect, tensors are written one by one.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        tell_no_effect("--fused_linear_names", fused_linear_names, "the model's class says what is stacked")
+        tell_no_effect("--num_workers", num_workers, "tensors are written one by one")
+        source = Given("--hf_dir", hf_dir)
+        model = structure(source, trust_remote_code)
+        require_type(model, source, self.model_types)
+        hf_to_checkpoint(
+            model,
+            source,
+            Given("--dcp_dir", dcp_dir),
+            dcp_prefix=dcp_prefix,
+            hf_prefix=hf_prefix,
+            ties=tie_weight_mapping,
+        )
+
+    def dcp_to_hf(
+        self,
+        dcp_dir: str,
+        save_hf_dir: str,
+        origin_hf_dir: str | None = None,
+        dcp_prefix: str | None = None,
+        hf_prefix: str = "",
+        fused_linear_names: list[str] | None = None,
+        to_bf16: bool | None = None,
+        keep_origin_mtp_weights: bool = False,
+        num_workers: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
+
+        Args:
+            dcp_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+            save_hf_dir: the HF directory to write.
+            origin_hf_dir: HF directory with config.json, tokenizer and so on; without it, the one that the run was
+                started from, as the checkpoint remembers it.
+            dcp_prefix: no effect, the prefix of the names is found.
+            hf_prefix: no effect, the model's class says the hub's names.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            to_bf16: true: write bfloat16; false: the dtypes of the checkpoint; without it, those of origin_hf_dir.
+            keep_origin_mtp_weights: refused, transformers' class has no multi-token prediction layers.
+            num_workers: no effect, tensors are written one by one.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        if keep_origin_mtp_weights:
+            raise ConfigError(
+                "--keep_origin_mtp_weights is true; transformers' class has no multi-token prediction layers, so they "
+                "are neither trained nor written: leave it out, and copy the mtp.* tensors from the original files"
+            )
+        tell_no_effect("--dcp_prefix", dcp_prefix, "the prefix of the names is found")
+        tell_no_effect("--hf_prefix", hf_prefix, "the model's class says the hub's names")
+        tell_no_effect("--fused_linear_names", fused_linear_names, "the model's class says what is stacked")
+        tell_no_effect("--num_workers", num_workers, "tensors are written one by one")
+        checkpoint_to_hf(
+            Given("--dcp_dir", dcp_dir),
+            Given("--save_hf_dir", save_hf_dir),
+            Given("--origin_hf_dir", origin_hf_dir or ""),
+            dtype=_dtype(to_bf16),
+            trust_remote_code=trust_remote_code,
+            check=lambda model, given: require_type(model, given, self.model_types),
+        )
+
+
+class ExpertMergeDcpConverter:
+    """Weights of any model, with experts stacked: HF directory to torch_dcp and back, by published arguments."""
+
+    def hf_to_dcp(
+        self,
+        hf_dir: str,
+        save_dir: str,
+        dcp_prefix: str = "model.",
+        hf_prefix: str = "",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a HF directory's weights as a torch_dcp checkpoint to start runs from with --load.
+
+        Args:
+            hf_dir: HF directory with config.json and weights.
+            save_dir: receives release/ and latest_checkpointed_iteration.txt.
+            dcp_prefix: put before the names; runs find any common prefix.
+            hf_prefix: taken off the names in the HF files, if they have it.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        source = Given("--hf_dir", hf_dir)
+        model = structure(source, trust_remote_code)
+        hf_to_checkpoint(model, source, Given("--save_dir", save_dir), dcp_prefix=dcp_prefix, hf_prefix=hf_prefix)
+
+    def dcp_to_hf(
+        self,
+        hf_dir: str,
+        dcp_dir: str,
+        save_dir: str,
+        dcp_prefix: str | None = None,
+        hf_prefix: str = "",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
+
+        Args:
+            hf_dir: HF directory with config.json, tokenizer and so on.
+            dcp_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+            save_dir: the HF directory to write.
+            dcp_prefix: no effect, the prefix of the names is found.
+            hf_prefix: no effect, the model's class says the hub's names.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        tell_no_effect("--dcp_prefix", dcp_prefix, "the prefix of the names is found")
+        tell_no_effect("--hf_prefix", hf_prefix, "the model's class says the hub's names")
+        checkpoint_to_hf(
+            Given("--dcp_dir", dcp_dir),
+            Given("--save_dir", save_dir),
+            Given("--hf_dir", hf_dir),
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _dtype(to_bf16: bool | None) -> str | None:
+    return None if to_bf16 is None else "bf16" if to_bf16 else "stored"

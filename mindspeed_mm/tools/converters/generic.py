@@ -1,0 +1,368 @@
+"""Conversion of any model's weights between a HF directory and a torch_dcp checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mindspeed_mm.configs.hf_directory import describe_missing_model
+from mindspeed_mm.tools.inspect_weights import progress_bar, size_words
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
+from mindspeed_mm.utils.files import is_same_path
+from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed_mm.checkpoint.lazy import LazyTensor
+    from mindspeed_mm.checkpoint.sources import WeightSource
+
+
+class Given(NamedTuple):
+    """A directory of the command line.
+
+    Attributes:
+        argument: the argument that names it, for messages.
+        path: the directory.
+    """
+
+    argument: str
+    path: str
+
+
+class GenericDCPConverter:
+    """Weights of any transformers or diffusers model: HF directory to torch_dcp folder and back."""
+
+    def hf_to_dcp(
+        self,
+        hf_dir: str,
+        dcp_dir: str,
+        dcp_prefix: str = "model.",
+        hf_prefix: str = "",
+        tie_weight_mapping: dict[str, str] | None = None,
+        fused_linear_names: list[str] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a HF directory's weights as a torch_dcp checkpoint to start runs from with --load.
+
+        Tensors are written one by one, under the names and in the shapes that the model has in training (experts
+        stacked, ties once), in the dtypes of the files.
+
+        Args:
+            hf_dir: HF directory with config.json and weights.
+            dcp_dir: receives release/ and latest_checkpointed_iteration.txt.
+            dcp_prefix: put before the names; runs find any common prefix.
+            hf_prefix: taken off the names in the HF files, if they have it.
+            tie_weight_mapping: no effect, config.json says what is tied; refused if it contradicts the files.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        tell_no_effect("--fused_linear_names", fused_linear_names, "the model's class says what is stacked")
+        source = Given("--hf_dir", hf_dir)
+        hf_to_checkpoint(
+            structure(source, trust_remote_code),
+            source,
+            Given("--dcp_dir", dcp_dir),
+            dcp_prefix=dcp_prefix,
+            hf_prefix=hf_prefix,
+            ties=tie_weight_mapping,
+        )
+
+    def dcp_to_hf(
+        self,
+        load_dir: str,
+        save_dir: str,
+        model_assets_dir: str | None = None,
+        dtype: str | None = None,
+        dcp_prefix: str | None = None,
+        hf_prefix: str = "",
+        tie_weight_mapping: dict[str, str] | None = None,
+        fused_linear_names: list[str] | None = None,
+        trust_remote_code: bool = False,
+        averaged: bool = False,
+    ) -> None:
+        """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
+
+        Args:
+            load_dir: a run folder (its newest checkpoint is taken), an iter_* or release folder.
+            save_dir: the HF directory to write.
+            model_assets_dir: HF directory with config.json, tokenizer and so on; without it, the one that the run
+                was started from, as the checkpoint remembers it.
+            dtype: of the written weights, or "stored" for that of each weight in the checkpoint; without it, that of
+                the same weight in model_assets_dir, else config.json's.
+            dcp_prefix: no effect, the prefix of the names is found.
+            hf_prefix: no effect, the model's class says the hub's names.
+            tie_weight_mapping: no effect, config.json says what is tied.
+            fused_linear_names: no effect, the model's class says what is stacked.
+            trust_remote_code: let config.json bring Python code of its own.
+            averaged: write the averages that a run with --ema-decay kept, in the place of the trained weights.
+        """
+        tell_no_effect("--tie_weight_mapping", tie_weight_mapping, "config.json says what is tied")
+        tell_no_effect("--fused_linear_names", fused_linear_names, "the model's class says what is stacked")
+        tell_no_effect("--dcp_prefix", dcp_prefix, "the prefix of the names is found")
+        tell_no_effect("--hf_prefix", hf_prefix, "the model's class says the hub's names")
+        checkpoint_to_hf(
+            Given("--load_dir", load_dir),
+            Given("--save_dir", save_dir),
+            Given("--model_assets_dir", model_assets_dir or ""),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            averaged=averaged,
+        )
+
+
+def hf_to_checkpoint(
+    model: Any,
+    source: Given,
+    target: Given,
+    *,
+    dcp_prefix: str = "model.",
+    hf_prefix: str = "",
+    ties: Mapping[str, str] | None = None,
+) -> None:
+    """Write the weights of a HF directory as a checkpoint that runs start from with --load.
+
+    Args:
+        model: the model of the directory's config.json, without storage.
+        target: receives release/ and the tracker; if it is the source, it is left as it is, as runs read that too.
+        dcp_prefix: put before the names.
+        hf_prefix: taken off the names in the files.
+        ties: name in the files → name whose tensor it is said to be.
+
+    Raises:
+        CheckpointError: the weights don't belong to the model, the target is there already or can't be written.
+        ConfigError: `ties` contradicts the files.
+    """
+    from mindspeed_mm.checkpoint.dcp_writer import write_dcp
+    from mindspeed_mm.checkpoint.lazy import forget
+    from mindspeed_mm.checkpoint.manifest import sum_file, write_manifest
+    from mindspeed_mm.checkpoint.run_folder import TRACKER
+    from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
+    from mindspeed_mm.checkpoint.sources import open_weights
+    from mindspeed_mm.checkpoint.weights import plan_weights, refuse_misfits
+    from mindspeed_mm.utils.files import fsync_path, replace_file
+
+    files = open_weights(source.path)
+    _refuse_other_ties(files, ties)
+    weights = _Unprefixed(files, hf_prefix)
+    plan = plan_weights(model, weights)
+    refuse_misfits(plan, model, weights, strict=True)
+    if is_same_path(source.path, target.path):
+        print(f"nothing to convert into the same directory: a run reads it as it is, with --load {source.path}")
+        return
+    values = {dcp_prefix + name: node for name, node in plan.values.items()}
+    release, root = Path(target.path) / "release", Path(target.path)
+    _refuse_existing(release, target.argument)
+    working = root / ".release.saving"
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    total = sum(tensor_bytes(node.shape, node.dtype) for node in values.values())
+    with _undone_on_failure(working):
+        with progress_bar(f"{source.path} → {release}", total) as advance:
+            names = write_dcp(working, values, advance)
+        forget()
+        with progress_bar("checksums", sum((working / n).stat().st_size for n in names)) as advance:
+            sums = {name: sum_file(working / name, advance) for name in names}
+        write_manifest(working, 0, sums)
+        fsync_path(working)
+        os.rename(working, release)
+    replace_file(root / TRACKER, "release")
+    print(f"{len(values)} tensors, {size_words(total)}, in {release}; start a run from it with --load {target.path}")
+
+
+def checkpoint_to_hf(
+    checkpoint: Given,
+    target: Given,
+    assets: Given,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    averaged: bool = False,
+    check: Callable[[Any, Given], None] | None = None,
+) -> None:
+    """Write the weights of a checkpoint as a HF directory.
+
+    Args:
+        checkpoint: a run folder, of which the newest checkpoint is taken, or a checkpoint.
+        assets: the HF directory with config.json and tokenizer; "": the one that the checkpoint remembers.
+        dtype: of the written weights; "stored": that of each weight in the checkpoint; None: that of the assets.
+        averaged: write the averages instead of the weights.
+        check: raises if the model of config.json and the assets aren't what the converter is for.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it doesn't belong to the model, or the target can't be written.
+        ConfigError: there are no assets, or `dtype` is unknown.
+    """
+    from mindspeed_mm.checkpoint.hf_export import export_from
+    from mindspeed_mm.checkpoint.safetensors_writer import tensor_bytes
+    from mindspeed_mm.checkpoint.sources import DcpWeights
+
+    stored = dtype == "stored"
+    wanted = None if stored else _dtype_named(dtype)
+    directory = checkpoint_in(checkpoint)
+    described = assets if assets.path else Given(assets.argument, _remembered_source(directory, assets.argument))
+    model = structure(described, trust_remote_code)
+    if check is not None:
+        check(model, described)
+    source = DcpWeights(directory, averaged=True) if averaged else weights_in(directory, checkpoint)
+    _refuse_existing(Path(target.path), target.argument)
+    total = sum(tensor_bytes(tuple(t.shape), wanted or t.dtype) for t in source.tensors().values())
+    with progress_bar(f"{directory} → {target.path}", total) as advance:
+        count = export_from(source, model, Path(target.path), described.path, wanted, advance, stored=stored)
+    print(f"{count} tensors in {target.path}; it loads with from_pretrained")
+
+
+def nothing_to_convert(source: Given, reason: str) -> None:
+    """Say that a run reads a checkpoint or HF directory as it is.
+
+    Raises:
+        CheckpointError: it holds no weights that a run reads.
+    """
+    weights_in(checkpoint_in(source), source)
+    print(f"nothing to convert: {reason}; start a run from '{source.path}' as it is, with --load {source.path}")
+
+
+def structure(directory: Given, trust_remote_code: bool = False) -> Any:
+    """Build the model of config.json on the meta device.
+
+    Raises:
+        ConfigError: no HF directory, or its config.json can't be used.
+    """
+    import torch
+
+    from mindspeed_mm.checkpoint.sources import listing
+    from mindspeed_mm.models.common.build_context import BuildContext, build_context
+    from mindspeed_mm.models.common.diffusers_init import diffusers_structure
+    from mindspeed_mm.models.common.modelzoo import ModelHub
+    from mindspeed_mm.models.transformers.meta_model import config_for
+    from mindspeed_mm.models.transformers_model import load_hf_config
+
+    argument, path = directory.argument, Path(directory.path)
+    if not path.is_dir():
+        raise ConfigError(f"{argument}: {describe_missing_model(directory.path)}; expected a HF directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{argument}: '{directory.path}' has no config.json; expected a HF directory; it holds {listing(path)}"
+        )
+    if (of_diffusers := diffusers_structure(path)) is not None:
+        return of_diffusers
+    with build_context(BuildContext(trust_remote_code=trust_remote_code)):
+        config = load_hf_config(directory.path, where=f"{argument}:")
+    model_class: Any = ModelHub.get(None, config, where=str(path / "config.json"))
+    with torch.device("meta"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+        return model_class._from_config(config_for(model_class, config), dtype=dtype)
+
+
+def checkpoint_in(given: Given) -> Path:
+    """The folder of the newest checkpoint of a run folder; any other directory unchanged."""
+    from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
+
+    return find_checkpoint(given.path).directory if has_checkpoint(given.path) else Path(given.path)
+
+
+def weights_in(directory: Path, given: Given) -> WeightSource:
+    """The weights of a checkpoint or HF directory.
+
+    Args:
+        given: what named the directory, for messages.
+
+    Raises:
+        CheckpointError: there are none; for Megatron's torch format it says what to do with it.
+    """
+    from mindspeed_mm.checkpoint.sources import open_weights
+    from mindspeed_mm.checkpoint.start import older_format
+
+    if directory.is_dir() and (advice := older_format(directory)):
+        raise CheckpointError(f"{given.argument}: '{directory}' can't be read{advice}, and pass that to --load")
+    return open_weights(directory)
+
+
+def tell_no_effect(argument: str, value: object, reason: str) -> None:
+    """Say that an argument has no effect, if it is given."""
+    if value:
+        notice(f"{argument} has no effect: {reason}")
+
+
+def _dtype_named(name: str | None) -> torch.dtype | None:
+    from mindspeed_mm.utils.dtypes import to_torch_dtype
+
+    return to_torch_dtype(name)
+
+
+class _Unprefixed:
+    """A source without a prefix of its names."""
+
+    in_hub_layout = True
+
+    def __init__(self, source: WeightSource, prefix: str) -> None:
+        self.path, self._source, self._prefix = source.path, source, prefix
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        found = self._source.tensors()
+        if self._prefix and not any(name.startswith(self._prefix) for name in found):
+            notice(f"--hf_prefix '{self._prefix}' has no effect: no name in '{self.path}' begins with it")
+        return {name.removeprefix(self._prefix): t for name, t in found.items()}
+
+
+def _refuse_other_ties(source: WeightSource, ties: Mapping[str, str] | None) -> None:
+    """Refuse ties that would replace a tensor of the files; say that any other has no effect.
+
+    Raises:
+        ConfigError: the files hold another tensor under the name that is to be tied.
+    """
+    import torch
+
+    found = source.tensors() if ties else {}
+    for name, origin in (ties or {}).items():
+        if origin not in found:
+            nearest = did_you_mean(origin, found)
+            notice(f"--tie_weight_mapping has no effect: '{source.path}' has no tensor '{origin}'{nearest}")
+            continue
+        if name in found and not torch.equal(_value(found[name]), _value(found[origin])):
+            raise ConfigError(
+                f"--tie_weight_mapping: '{source.path}' holds a tensor '{name}' that isn't '{origin}', and it is "
+                "kept; leave the pair out, or remove the tensor from the files and set tie_word_embeddings in "
+                "config.json"
+            )
+        notice(f"--tie_weight_mapping has no effect: config.json says what is tied ('{name}')")
+
+
+def _value(tensor: LazyTensor) -> torch.Tensor:
+    from mindspeed_mm.checkpoint.lazy import whole
+
+    return tensor.node.read(whole(tensor.shape))
+
+
+def _remembered_source(directory: Path, argument: str) -> str:
+    from mindspeed_mm.checkpoint.dcp import read_state
+
+    state = read_state(directory) if (directory / "state.json").is_file() else {}
+    source = state.get("source")
+    if source is None or not (Path(source) / "config.json").is_file():
+        where = f"'{source}', which it was started from, is not there" if source else "it does not say where it began"
+        raise ConfigError(
+            f"'{directory}' holds no config.json and {where}; give {argument}, the HF directory that has it"
+        )
+    return str(source)
+
+
+def _refuse_existing(path: Path, argument: str) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{argument}: '{path}' is there already; remove it, or choose another place")
+
+
+@contextmanager
+def _undone_on_failure(working: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(working, ignore_errors=True)
+        raise CheckpointError(f"'{working.parent}' can't be written: {error}; nothing is left of it") from error
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        raise
