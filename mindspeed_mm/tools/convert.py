@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import sys
+from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, get_type_hints
@@ -25,13 +26,13 @@ import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to 
 from mindspeed_mm.tools.converters import CONVERTERS
 from mindspeed_mm.tools.converters.refused import refuse_unknown
 from mindspeed_mm.tools.inspect_weights import info, verify_weights
-from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.errors import ConfigError, MMError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 _FUNCTIONS: dict[str, Callable[..., int]] = {"info": info, "verify": verify_weights}
 
@@ -41,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         require_extra("convert", "mm-convert")
-        parser, arguments_of = _build_parser(words[0] if words else "")
+        parser, arguments_of = _build_parser(words)
         refuse_unknown(words, arguments_of)
-        options = parser.parse_args(_without_comments(words))
+        options = _parse(parser, words)
         _end_quietly_on_closed_pipe()
         import_torch()
         chosen = options[options.command]
@@ -61,18 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _build_parser(named: str) -> tuple[ArgumentParser, dict[str, dict[str, frozenset[str]]]]:
+def _build_parser(words: Sequence[str]) -> tuple[ArgumentParser, dict[str, dict[str, frozenset[str]]]]:
     """Build the parser, with the arguments of the converter that is named.
 
     Args:
-        named: the first word of the command line.
+        words: the command line; the arguments of other converters than the one that it names are left out.
 
     Returns:
-        the parser, and command → direction → its arguments; those of other converters than the named one are left out.
+        the parser, and command → direction → its arguments.
     """
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog="mm-convert", description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = ArgumentParser(prog="mm-convert", description=description, exit_on_error=not _names_direction(words))
     commands = parser.add_subcommands(dest="command")
     arguments_of: dict[str, dict[str, frozenset[str]]] = {name: {} for name in _FUNCTIONS}
     for converter_class, methods in CONVERTERS.items():
@@ -83,7 +85,7 @@ def _build_parser(named: str) -> tuple[ArgumentParser, dict[str, dict[str, froze
         directions = converter.add_subcommands(dest="direction")
         for name in methods:
             method = ArgumentParser(description=_first_line(getattr(converter_class, name)))
-            if converter_name == named:
+            if words[:1] == [converter_name]:
                 method.add_argument("--config", action="config", help="YAML file with the arguments")
                 method.add_method_arguments(converter_class, name, as_positional=False)
             directions.add_subcommand(name, method, help=method.description)
@@ -94,6 +96,24 @@ def _build_parser(named: str) -> tuple[ArgumentParser, dict[str, dict[str, froze
         sub.add_function_arguments(function, as_positional=True)
         commands.add_subcommand(name, sub, help=sub.description)
     return parser, arguments_of
+
+
+def _parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
+    """Parse the words; where a direction is named, faults are one sentence instead of the usage of all commands.
+
+    Raises:
+        ConfigError: an argument is missing, has a value of another type, or is not one of the direction's.
+    """
+    try:
+        return parser.parse_args(_without_comments(words))
+    except ArgumentError as error:  # only where a direction is named
+        fault = " ".join(str(error).replace(f"{words[0]}.{words[1]}.", "--").split()).removesuffix(".")
+        place = f"{words[0]} {words[1]}"
+        raise ConfigError(f"{place}: {fault}; `mm-convert {place} --help` lists the arguments") from error
+
+
+def _names_direction(words: Sequence[str]) -> bool:
+    return len(words) > 1 and words[0] not in _FUNCTIONS and not words[1].startswith("-")
 
 
 def _without_comments(words: Sequence[str]) -> list[str]:

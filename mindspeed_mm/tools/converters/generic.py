@@ -259,10 +259,22 @@ def structure(directory: Given, trust_remote_code: bool = False) -> Any:
 
 
 def checkpoint_in(given: Given) -> Path:
-    """The folder of the newest checkpoint of a run folder; any other directory unchanged."""
+    """The folder of the newest checkpoint of a run folder; any other directory unchanged.
+
+    Raises:
+        CheckpointError: the checkpoint is missing; for Megatron's torch format it says what to do with it.
+    """
     from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 
-    return find_checkpoint(given.path).directory if has_checkpoint(given.path) else Path(given.path)
+    root = Path(given.path)
+    if not has_checkpoint(root):
+        return root
+    try:
+        return find_checkpoint(root).directory
+    except CheckpointError:
+        for folder in (root / "release", *sorted(root.glob("iter_*"))):
+            _refuse_older_format(folder, given)
+        raise
 
 
 def weights_in(directory: Path, given: Given) -> WeightSource:
@@ -275,10 +287,8 @@ def weights_in(directory: Path, given: Given) -> WeightSource:
         CheckpointError: there are none; for Megatron's torch format it says what to do with it.
     """
     from mindspeed_mm.checkpoint.sources import open_weights
-    from mindspeed_mm.checkpoint.start import older_format
 
-    if directory.is_dir() and (advice := older_format(directory)):
-        raise CheckpointError(f"{given.argument}: '{directory}' can't be read{advice}, and pass that to --load")
+    _refuse_older_format(directory, given)
     return open_weights(directory)
 
 
@@ -286,6 +296,13 @@ def tell_no_effect(argument: str, value: object, reason: str) -> None:
     """Say that an argument has no effect, if it is given."""
     if value:
         notice(f"{argument} has no effect: {reason}")
+
+
+def _refuse_older_format(directory: Path, given: Given) -> None:
+    from mindspeed_mm.checkpoint.start import older_format
+
+    if directory.is_dir() and (advice := older_format(directory)):
+        raise CheckpointError(f"{given.argument}: '{directory}' can't be read{advice}, and pass that to --load")
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:

@@ -36,6 +36,17 @@ class HfConfig:
 
 
 @dataclass
+class LlmHfConfig:
+    """A HF directory of the language model alone.
+
+    Args:
+        hf_dir: refused, the weights of all parts are read from one directory.
+    """
+
+    hf_dir: str | None = None
+
+
+@dataclass
 class ParallelConfig:
     """A layout; it is checked, and has no effect, as a checkpoint fits every layout.
 
@@ -89,7 +100,7 @@ class HfToMm:
         hf_config: where the weights are.
         parallel_config: layout of the run.
         common_model_config: form of the weights.
-        llm_hf_config: refused, the weights of all parts are read from one directory.
+        llm_hf_config: where the language model's weights are, if apart.
         save_vit_only: refused, a checkpoint holds all parts.
         trust_remote_code: let config.json bring Python code of its own.
     """
@@ -98,7 +109,7 @@ class HfToMm:
     hf_config: HfConfig
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
-    llm_hf_config: HfConfig | None = None
+    llm_hf_config: LlmHfConfig = field(default_factory=LlmHfConfig)
     save_vit_only: bool = False
     trust_remote_code: bool = False
 
@@ -160,7 +171,7 @@ class _LayoutConverter:
 
     def hf_to_mm(self, cfg: HfToMm) -> None:
         """Write a HF directory's weights as a checkpoint that either backend starts from with --load, in any layout."""
-        if cfg.llm_hf_config is not None:
+        if cfg.llm_hf_config.hf_dir is not None:
             raise ConfigError(
                 f"--cfg.llm_hf_config.hf_dir is '{cfg.llm_hf_config.hf_dir}'; the weights of all parts are read from "
                 f"one directory, {_HF_DIR}: put the language model's there, and leave the argument out"
@@ -300,7 +311,8 @@ def _check_layout(layout: ParallelConfig, sizes: Mapping[str, Any], parts: Mappi
     for part_name, (argument, ranks) in layout.tensor_parallel().items():
         if part_name in parts:
             _check_heads(argument, ranks, part_name, sizes[parts[part_name].section], parts[part_name])
-    experts = sizes[_TEXT.section].get("num_experts") or 0
+    text = sizes[_TEXT.section]
+    experts = next((text[key] for key in ("num_experts", "num_local_experts") if text.get(key)), 0)
     if layout.ep_size < 1 or (layout.ep_size > 1 and (not experts or experts % layout.ep_size)):
         raise ConfigError(f"--cfg.parallel_config.ep_size is {layout.ep_size}; the model has {experts} experts")
     if layout != ParallelConfig():

@@ -183,7 +183,7 @@ def test_arguments_from_environment_variables(tmp_path: Path, hf_dir: Path, monk
     assert (tmp_path / "dcp" / "release").is_dir()
 
 
-@pytest.mark.parametrize("words", [[], ["GenericDCPConverter"], TO_DCP, ["info"]])
+@pytest.mark.parametrize("words", [[], ["GenericDCPConverter"], ["info"]])
 def test_wrong_arguments_end_with_a_usage_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)

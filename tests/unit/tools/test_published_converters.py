@@ -146,7 +146,7 @@ def _qwen3_5(path: Path) -> Path:
 
 @pytest.mark.parametrize("converter", ARGUMENTS)
 def test_published_directions_and_arguments_are_there(converter: str) -> None:
-    _, known = _build_parser(converter)
+    _, known = _build_parser([converter])
     for direction, arguments in ARGUMENTS[converter].items():
         assert {f"--{name}" for name in arguments.split()} <= known[converter][direction], direction
 
@@ -191,6 +191,14 @@ REFUSED = [
     ("WanConvertor hf_to_mm", "did you mean 'WanConverter'?"),
     ("Qwen2VLConverter hf_to_mn", "no direction 'hf_to_mn'; did you mean 'hf_to_mm'"),
     ("WanConverter hf_to_mm --cfg.sorce_path x", "no argument '--cfg.sorce_path'; did you mean '--cfg.source_path'?"),
+    (
+        "Qwen2VLConverter hf_to_mm",
+        "Qwen2VLConverter hf_to_mm: the following arguments are required: --cfg.mm_dir, --cfg.hf_config.hf_dir; ",
+    ),
+    (
+        "Qwen2VLConverter hf_to_mm --cfg.hf_config.hf_dir x --cfg.mm_dir y --cfg.parallel_config.tp_size two",
+        'Parser key "cfg.parallel_config.tp_size": Expected a',
+    ),
     (
         "Qwen35Converter dcp_to_hf --dcp_dir x --save_hf_dir y --keep_origin_mtp_weights true",
         "transformers' class has no multi-token prediction layers",
@@ -330,7 +338,7 @@ def _from_file(tmp_path: Path, hf_dir: Path, capsys: pytest.CaptureFixture[str],
     assert ended.value.code == 0
     template = capsys.readouterr().out
     filled = template.replace("mm_dir: null", f"mm_dir: {tmp_path / 'dcp'}").replace(
-        "hf_dir: null", f"hf_dir: {hf_dir}"
+        "hf_dir: null", f"hf_dir: {hf_dir}", 1
     )
     assert filled != template
     (tmp_path / "convert.yaml").write_text(filled.replace("llm_pp_layers: null", "llm_pp_layers: [[2]]"))
