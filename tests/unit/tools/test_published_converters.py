@@ -310,6 +310,7 @@ def test_a_layout_that_does_not_fit_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     hf_dir = make("qwen2_5_vl", tmp_path / "hf")
+    capsys.readouterr()  # the bar of writing the directory
     command = f"Qwen2_5_VLConverter hf_to_mm --cfg.hf_config.hf_dir HF --cfg.mm_dir DCP {words}"
     assert convert(command, HF=hf_dir, DCP=tmp_path / "dcp") == 1
     error = capsys.readouterr().err
