@@ -27,7 +27,7 @@ from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
-from mindspeed_mm.models.contract import Shardable, as_shardable
+from mindspeed_mm.models.contract import Shardable, as_shardable, as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
@@ -154,7 +154,12 @@ class FSDP2Backend:
         Args:
             model: its attribute `ema_decay` may request an average; --ema-decay takes precedence.
         """
-        self.optimizer = build_optimizer(self._root, run.optimizer)
+        self.optimizer = build_optimizer(
+            self._root,
+            run.optimizer,
+            head=as_trainable(self._root).output_layer,
+            computes_in_fp32=self.compute_dtype == "fp32",
+        )
         self.schedule = Schedule(self.optimizer, schedule_options(run))
         self._parameters = all_parameters(self.optimizer.param_groups)
         self._copies = [number_of_copies(p, self.world.sums.size) for p in self._parameters]

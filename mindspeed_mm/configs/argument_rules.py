@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_mm.configs.flags.parsed import ParsedFlags
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.layout_rules import check_layout, log_layout_notices
 from mindspeed_mm.configs.run_sections import ScheduleConfig
 from mindspeed_mm.utils.files import is_inside
@@ -59,8 +59,10 @@ def _check_precision(args: ParsedFlags) -> list[str]:
 
 def _check_optimizer(args: ParsedFlags) -> list[str]:
     problems = []
-    if args.optimizer == "muon":
-        problems.append("--optimizer muon: the Muon optimizer is not there yet; expected adam or sgd")
+    if args.optimizer == "muon" and backend_of(args) == "ptd":
+        problems.append(
+            "--optimizer muon: the Megatron backend steps adam and sgd; write one of them, or add --use-torch-fsdp2"
+        )
     if args.lr is not None and args.min_lr > args.lr:
         problems.append(f"--min-lr {args.min_lr:g} is greater than --lr {args.lr:g}")
     if args.lr is not None and args.lr_warmup_init > args.lr:

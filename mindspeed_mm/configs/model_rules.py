@@ -35,7 +35,6 @@ REFUSED_MODEL_KEYS = (
         "weights are read from init_from_hf_path or --load, never for one part; put the part's weights into that "
         "directory, and remove the key",
     ),
-    Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
     Refused(
         "patch.adaptive_clip_grad_norm", is_on, "adaptive clipping is not there yet; write false and use --clip-grad"
     ),
@@ -71,6 +70,7 @@ IDLE_MODEL_KEYS = (
         rf"{_PART}|\w+_token_id|image_token_index",
         "structure comes from the HF directory's config, which is authoritative",
     ),
+    NoEffect(r"patch\.muon_optimizer", "--optimizer muon alone chooses it"),
     NoEffect(r"patch\..*", "nothing is patched: exact clipping, scaling and loading are built in"),
     NoEffect(r"loss_cfg\..*", "the load-balancing loss stays on the device"),
     NoEffect(r".*", "it belongs to another kind of model or to another entry script"),

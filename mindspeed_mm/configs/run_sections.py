@@ -88,6 +88,9 @@ class OptimizerConfig:
     adam_beta2: float
     adam_eps: float
     sgd_momentum: float
+    muon_momentum: float
+    ns_steps: int
+    matched_adamw_rms: float
     clip_grad: float
     weight_decay_exclude_modules: tuple[str, ...]
     lr_scale_modules: tuple[str, ...]

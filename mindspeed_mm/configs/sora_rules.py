@@ -41,7 +41,6 @@ REFUSED_SORA_KEYS = (
     ),
     Refused("predictor.FPDT", is_on, "chunked sequences in host memory are not there yet; write false"),
     Refused("use_dynamic_dpcp", is_on, "context parallelism is not there yet; write false"),
-    Refused("patch.muon_optimizer", is_on, "the Muon optimizer is not there yet; write false"),
     Refused(
         "patch.adaptive_clip_grad_norm", is_on, "adaptive clipping is not there yet; write false and use --clip-grad"
     ),
@@ -65,6 +64,7 @@ REFUSED_SORA_KEYS = (
 IDLE_SORA_KEYS = (
     NoEffect(r"predictor\.(FPDT.*|attention_async_offload)", "memory is saved by fsdp2.yaml's recompute_modules"),
     NoEffect(r"predictor\.(use_fused_rmsnorm|fp32_calculate)", "the kernels are diffusers' own"),
+    NoEffect(r"patch\.muon_optimizer", "--optimizer muon alone chooses it"),
     NoEffect(r"patch\..*|allow_internal_format", "nothing is patched"),
     NoEffect(r"text_encoder\.(hub_backend|low_cpu_mem_usage|load_in_8bit)", "files are read from the directory"),
     NoEffect(r"text_encoder\..*", "captions are encoded as the model's diffusers pipeline does it"),

@@ -109,6 +109,7 @@ IDLE_VLM_KEYS = (
     ),
     NoEffect(r"recompute(_plan.*)?", "recompute comes from the flags, or from a part's recompute_granularity"),
     NoEffect(_PART, "another family's structure; that of this model comes from the HF directory or its own keys"),
+    NoEffect(r"patch\.muon_optimizer", "--optimizer muon alone chooses it"),
     NoEffect(r"patch\..*", "nothing is patched: exact clipping, scaling and loading are built in"),
     NoEffect(r"loss_cfg\..*", "models with experts are not there yet on the Megatron backend"),
     NoEffect(r".*", "it belongs to another kind of model or to another entry script"),

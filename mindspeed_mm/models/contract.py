@@ -91,6 +91,12 @@ class Trainable:
         return all(hasattr(self.model, name) for name in ("config", "get_decoder", "get_output_embeddings"))
 
     @property
+    def output_layer(self) -> nn.Module | None:
+        """Result of `get_output_embeddings()`: the layer that computes logits; None: not stated."""
+        find = _stated(self.model, "get_output_embeddings")
+        return None if find is None else find()
+
+    @property
     def block_classes(self) -> set[str]:
         """Class names of the model's blocks, as transformers and diffusers models state them."""
         stated = (_stated(self.model, name) for name in ("_no_split_modules", "_repeated_blocks"))

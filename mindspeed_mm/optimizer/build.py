@@ -8,35 +8,54 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.run_sections import OptimizerConfig
 from mindspeed_mm.optimizer.groups import build_param_groups
+from mindspeed_mm.optimizer.muon import Muon, matrix_names
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW (--optimizer adam or adamw) or SGD over the trainable parameters of `model`.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, head: nn.Module | None = None, computes_in_fp32: bool = False
+) -> torch.optim.Optimizer:
+    """Return AdamW (--optimizer adam or adamw), SGD or Muon over the trainable parameters of `model`.
 
     Args:
         config: optimizer settings of the run.
+        head: the output layer of the model, which Muon leaves to AdamW; None: it is known by its name only.
+        computes_in_fp32: whether the model computes in float32; Muon's Newton–Schulz steps do so too then.
 
     Raises:
         ConfigError: --optimizer is unknown, or the parameter groups can't be built.
     """
+    matrices = matrix_names(model, head) if config.optimizer == "muon" else None
     groups = build_param_groups(
         model.named_parameters(),
         no_decay_names=config.weight_decay_exclude_modules,
         scaled_names=config.lr_scale_modules,
         lr_mult=config.lr_mult,
+        matrices=matrices,
     )
+    betas, fused = (config.adam_beta1, config.adam_beta2), accelerator.current().supports_fused_adamw()
     if config.optimizer in ("adam", "adamw"):
-        return torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=accelerator.current().supports_fused_adamw(),
-        )
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
-    raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw or sgd")
+    if matrices is not None:
+        others = [name for group in groups for name in group["names"] if name not in matrices]
+        notice(
+            f"--optimizer muon: {len(matrices)} weights are orthogonalised, {len(others)} other parameters use AdamW"
+        )
+        return Muon(
+            groups,
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            ns_steps=config.ns_steps,
+            matched_adamw_rms=config.matched_adamw_rms,
+            betas=betas,
+            eps=config.adam_eps,
+            fused=fused,
+            dtype=torch.float32 if computes_in_fp32 else torch.bfloat16,
+        )
+    raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw, sgd or muon")
 
 
 @torch.no_grad()
@@ -48,7 +67,10 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = optimizer.state[param]
-            if isinstance(optimizer, torch.optim.AdamW) and "exp_avg" not in state:
+            if group.get("orthogonalized"):
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(param)
+            elif isinstance(optimizer, (torch.optim.AdamW, Muon)) and "exp_avg" not in state:
                 on_device = group.get("fused") or group.get("capturable")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
                 state["exp_avg"] = torch.zeros_like(param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ def build_param_groups(
     scaled_names: Sequence[str] = (),
     lr_mult: float = 1.0,
     known_names: Iterable[str] | None = None,
+    matrices: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Sort trainable parameters into optimizer groups.
 
@@ -30,9 +31,10 @@ def build_param_groups(
         no_decay_names, scaled_names: substrings of parameter names, case-insensitive
             (--weight-decay-exclude-modules, --lr-scale-modules).
         known_names: names of all trainable parameters of the model; needed if `named_parameters` are only some of them.
+        matrices: names of the parameters that Muon orthogonalises; None: another optimizer.
 
     Returns:
-        groups with `params`, `names`, `wd_mult` (0 or 1) and `lr_mult`.
+        groups with `params`, `names`, `wd_mult` (0 or 1) and `lr_mult`; for Muon with `orthogonalized` too.
 
     Raises:
         ConfigError: a substring matches no trainable parameter, or nothing is trainable.
@@ -53,8 +55,9 @@ def build_param_groups(
         decays = param.dim() > 1 and not _matches(name, no_decay_names)
         # a fused kernel can't mix sharded and plain tensors, or different meshes: each gets a separate group
         mesh = getattr(param, "device_mesh", None)
-        key = (1.0 if decays else 0.0, lr_mult if _matches(name, scaled_names) else 1.0, mesh)
-        group = groups.setdefault(key, {"params": [], "names": [], "wd_mult": key[0], "lr_mult": key[1]})
+        own: dict[str, Any] = {"orthogonalized": name in matrices} if matrices is not None else {}
+        own |= {"wd_mult": 1.0 if decays else 0.0, "lr_mult": lr_mult if _matches(name, scaled_names) else 1.0}
+        group = groups.setdefault((*own.values(), mesh), {"params": [], "names": [], **own})
         group["params"].append(param)
         group["names"].append(name)
     return list(groups.values())

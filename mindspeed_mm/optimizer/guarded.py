@@ -7,9 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.optimizer.clip import all_parameters, local_tensor, scale_gradients
+from mindspeed_mm.optimizer.clip import all_parameters, local_tensor, number_of_copies, scale_gradients
 
 _CHUNK = 2**26  # number of values that are backed up at a time
 
@@ -141,12 +142,13 @@ def _select(finite: torch.Tensor, new: torch.Tensor, before: torch.Tensor) -> No
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters into chunks of about `_CHUNK` local values."""
+    """Split parameters into chunks of about `_CHUNK` values of a rank, alike on all ranks, even with uneven shards."""
     chunk: list[nn.Parameter] = []
     values = 0
     for param in parameters:
         chunk.append(param)
-        values += local_tensor(param.detach()).numel()
+        ranks = param.device_mesh.size() if isinstance(param, DTensor) else 1
+        values += param.numel() * number_of_copies(param, ranks) // ranks
         if values >= _CHUNK:
             yield chunk
             chunk, values = [], 0

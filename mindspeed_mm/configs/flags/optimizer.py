@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
-_MUON = no_effect("the Muon optimizer is not there yet")
+_MUON = no_effect(ptd="the Megatron backend steps adam and sgd")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,9 @@ class OptimizerArguments:
     optimizer: Annotated[
         Literal["adam", "sgd", "muon"],
         flag(
-            "adam is AdamW, and adamw a synonym; muon is not there yet", synonyms=(("adamw", "adam"), ("AdamW", "adam"))
+            "adam is AdamW, and adamw a synonym; muon (FSDP2 backend) orthogonalises the update of each whole weight "
+            "matrix, and of each expert, and leaves embeddings, output layer, convolutions, biases and norms to AdamW",
+            synonyms=(("adamw", "adam"), ("AdamW", "adam")),
         ),
     ] = "adam"
     lr: Annotated[float | None, flag("highest learning rate", minimum=0)] = None
@@ -62,9 +64,16 @@ class OptimizerArguments:
             off_spellings=("--no-check-for-nan-in-loss-and-grad",),
         ),
     ] = True
-    matched_adamw_rms: Annotated[float, _MUON("Muon: size of an update")] = 0.2
-    muon_momentum: Annotated[float, _MUON("Muon: momentum")] = 0.95
-    ns_steps: Annotated[int, _MUON("Muon: Newton-Schulz steps")] = 5
+    matched_adamw_rms: Annotated[
+        float,
+        _MUON(
+            "Muon: root mean square of a matrix's update divided by its learning rate; the default is about that of "
+            "AdamW, whose lr and weight-decay are right then",
+            above=0,
+        ),
+    ] = 0.2
+    muon_momentum: Annotated[float, _MUON("Muon: Nesterov momentum of the matrices", minimum=0, below=1)] = 0.95
+    ns_steps: Annotated[int, _MUON("Muon: Newton-Schulz steps of an orthogonalisation", minimum=1)] = 5
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def test_attention_of_the_whole_model() -> None:
         ({"loss_cfg": {"router_aux_loss_coef": "much"}}, ["'much'", "a number"]),
         ({"plugin": [3]}, ["'plugin[0]' is 3", "text"]),
         ({"freeze": "model.visual"}, ["'freeze' is 'model.visual'", "write it as an item, '- model.visual'"]),
-        ({"patch": {"muon_optimizer": True}}, ["'patch.muon_optimizer' is true", "not there yet"]),
+        ({"patch": {"layerwise_disaggregated_training": True}}, ["'patch.layerwise_disaggregated_training' is true"]),
         ({"patch": {"adaptive_clip_grad_norm": True}}, ["--clip-grad"]),
         (
             {"freeze_vision_model": True, "image_encoder": {"vision_encoder": {"freeze": False}}},
@@ -171,7 +171,7 @@ def test_mistakes(keys: dict[str, Any], parts: list[str]) -> None:
 def test_all_faults_come_together() -> None:
     with pytest.raises(ConfigError) as caught:
         TransformersModelConfig.from_dict(
-            {"modelid": "x", "text_decoder": {"freez": 1}, "patch": {"muon_optimizer": 1}}
+            {"modelid": "x", "text_decoder": {"freez": 1}, "patch": {"adaptive_clip_grad_norm": 1}}
         )
     assert len(str(caught.value).splitlines()) == 4
     with pytest.raises(ConfigError, match="expected an object"):

@@ -157,7 +157,7 @@ def test_recompute_of_a_part(keys: dict[str, Any], settings: dict[str, Any]) -> 
         ({"dist_config": {"model_name": "x"}}, ["'dist_config'", "a layout of its own"]),
         ({"vision_encoder": {"freeze": False}}, ["'vision_encoder.freeze'", "image_encoder.vision_encoder.freeze"]),
         ({"freeze": ["visual"]}, ["'freeze' is ['visual']", "text_decoder.freeze"]),
-        ({"patch": {"muon_optimizer": True}}, ["'patch.muon_optimizer' is true", "not there yet"]),
+        ({"patch": {"layerwise_disaggregated_training": True}}, ["'patch.layerwise_disaggregated_training' is true"]),
         ({"loss_cfg": {"loss_type": "raw"}}, ["'loss_cfg.loss_type' is 'raw'", "exact"]),
         ({"loss_cfg": {"chunk_size": 0}}, ["'loss_cfg.chunk_size' is 0", "at least 1"]),
         (

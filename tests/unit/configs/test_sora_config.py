@@ -50,7 +50,6 @@ def diffusers_directory(path: Path, name: str = "config.json") -> str:
         ({"predictor": {"model_type": "flf2v"}}, ["'predictor.model_type' is 'flf2v'", "not there yet", "i2v"]),
         ({"predictor": {"config": 3}}, ["predictor.config", "diffusers' config.json"]),
         ({"dpo": {"loss_beta": 2000}}, ["'dpo'", "not there yet"]),
-        ({"patch": {"muon_optimizer": True}}, ["'patch.muon_optimizer' is true", "not there yet"]),
         ({"ae": {"freeze": False}}, ["'ae.freeze' is false", "is not trained", "write true"]),
         ({"predictor": {"FPDT": True}}, ["'predictor.FPDT' is true", "write false"]),
     ],

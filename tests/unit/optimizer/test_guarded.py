@@ -13,6 +13,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.megatron_compat import FusedAdam
 from mindspeed_mm.optimizer import guarded
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
+from mindspeed_mm.optimizer.muon import Muon
 
 
 class Recorder(torch.optim.Optimizer):
@@ -54,6 +55,10 @@ def new_optimizer(kind: str, params: list[nn.Parameter]) -> torch.optim.Optimize
     groups: list[dict] = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.1}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    if kind.startswith("muon"):
+        for group, orthogonalized in zip(groups, (False, True), strict=True):
+            group["orthogonalized"] = orthogonalized
+        return Muon(groups, lr=0.1, fused=kind == "muon, fused")
     if kind == "apex":
         return FusedAdam(groups, lr=0.1)
     return torch.optim.AdamW(groups, lr=0.1, fused=kind == "fused")
@@ -72,19 +77,19 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["fused", "plain", "sgd", "apex"])
+@pytest.mark.parametrize("kind", ["fused", "plain", "sgd", "apex", "muon", "muon, fused"])
 def test_a_step_that_the_device_forbids_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known late: with it or without it, be it the first one or a later one, steps go on alike."""
     monkeypatch.setattr(guarded, "_CHUNK", 3)  # two parameters at a time, then one
     ends = []
     for factors in ([1.0, 0.5, 2.0], [float("nan"), 1.0, 0.5, float("inf"), float("nan"), 2.0]):
-        params = [nn.Parameter(torch.full((2,), 1.0 + i)) for i in range(4)]
+        params = [nn.Parameter(torch.full((1, 2), 1.0 + i)) for i in range(4)]
         optimizer = new_optimizer(kind, params)
         guard = GuardedOptimizer(optimizer)
         for factor in map(torch.tensor, factors):
             before = state_of(optimizer)
             for i, param in enumerate(params):
-                param.grad = torch.tensor([1.0, -2.0]) * (i + 1)
+                param.grad = torch.tensor([[1.0, -2.0]]) * (i + 1)
             groups = optimizer.param_groups
             guard.step(factor, torch.isfinite(factor))
             assert optimizer.param_groups is groups
@@ -92,6 +97,21 @@ def test_a_step_that_the_device_forbids_changes_nothing(kind: str, monkeypatch: 
             assert (state_of(optimizer) == before) == (not torch.isfinite(factor))
         ends.append(state_of(optimizer))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", ["muon", "plain"])
+def test_a_fused_optimizer_divides_as_the_other_one_is_scaled(kind: str) -> None:
+    """By another factor in each step: the update of a matrix alone is the same for any."""
+    ends = []
+    for fused in (kind, "fused" if kind == "plain" else f"{kind}, fused"):
+        params = [nn.Parameter(torch.full((1, 2), 1.0 + i)) for i in range(2)]
+        guard = GuardedOptimizer(new_optimizer(fused, params))
+        for factor, gradient in ((1.0, [1.0, -2.0]), (0.01, [3.0, 1.0]), (100.0, [-1.0, 4.0])):
+            for param in params:
+                param.grad = torch.tensor([gradient])
+            guard.step(torch.tensor(factor), torch.tensor(True))
+        ends.append([param.detach() for param in params])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "apex"])
