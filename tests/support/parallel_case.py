@@ -66,12 +66,13 @@ class Found:
 
 
 def _counts(record: dict[str, Any], processes: int) -> tuple[Any, ...]:
-    """Samples, tokens, rows left out, media and FLOPs of a step."""
+    """Samples, tokens, rows left out, media, FLOPs, and the load of experts, of a step."""
     seconds = record["step_ms"] / 1000
     media = {kind: round(rate * seconds) for kind, rate in record["media_per_second"].items()}
     flops = round((record["tflops_per_device"] or 0.0) * 1e12 * seconds * processes)
     whole = ("consumed_samples", "consumed_tokens", "rows_left_out", "skipped_iterations", "nan_iterations")
-    return (*(record[name] for name in whole), tuple(sorted(media.items())), flops)
+    load = tuple(record.get(name) for name in ("expert_imbalance", "dead_experts"))
+    return (*(record[name] for name in whole), tuple(sorted(media.items())), flops, *load)
 
 
 @dataclass(frozen=True)
