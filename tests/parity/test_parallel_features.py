@@ -19,6 +19,7 @@ import pytest
 from tests.support.parallel_case import NOTHING, ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
 from tests.support.tiny_families import weights_in
+from tests.support.workers import RankPool
 
 #: parallelism → (model, layout)
 KINDS = {
@@ -111,6 +112,19 @@ def test_frozen_parts(parts: str, layout: str, cases: Any, tmp_path: Path) -> No
     expected = case.plain("padded", pattern)
     assert 0 < len(found.gradients) < len(found.weights) and found.gradients.keys() == expected.gradients.keys()
     assert differences(found, expected).problems() == []
+
+
+@pytest.mark.full
+def test_copies_of_sharded_parts(pools: dict[int, Any], tmp_path: Path) -> None:
+    """HSDP under TP: two tensor-parallel ranks, each part over two ranks, in two copies."""
+    pool = RankPool(8)
+    try:
+        case = ParallelCase("qwen3", MODELS["qwen3"], tmp_path / "model", {**pools, 8: pool})
+        layout = replace(LAYOUTS["TP2"], world=8, fsdp2={"sharding_size": 2})
+        found = case.run(layout, "padded", tmp_path / "case", micro_batch_size=1)
+    finally:
+        pool.close()
+    assert differences(found, case.plain("padded")).problems() == []
 
 
 @pytest.mark.full
