@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.train.language import TRANSFORMERS
-from tests.support.families import families
+from tests.support.families import gpt_oss
 from tests.support.launch import ROOT, metrics_of, run_entry
 from tests.support.reference import train_reference
 from tests.support.tiny import tiny_qwen3_dir
@@ -31,9 +32,9 @@ FILE = GPT_OSS / "tune_gpt_oss_20b_a3b_4K_fsdp2.yaml"
 LAYERS = ["model.layers.{*}"]
 
 
-def gpt_oss_words(folder: Path, rows: Sequence[dict[str, str]]) -> list[str]:
+def gpt_oss_words(folder: Path, rows: Sequence[dict[str, str]], **sizes: int) -> list[str]:
     """A tiny GPT-OSS directory and a registry of data sets in a folder; the paths of the published file to them."""
-    made = families()["gpt_oss"].make(folder / "hf")
+    made = gpt_oss.make(folder / "hf", **sizes)
     (folder / "rows.json").write_text(json.dumps(list(rows)))
     (folder / "dataset_info.json").write_text(json.dumps({"alpaca_full": {"file_name": "./rows.json"}}))
     paths = {"model.model_name_or_path": made, "data.dataset_dir": folder, "training.output_dir": folder / "out"}
@@ -54,18 +55,21 @@ def test_the_published_file_trains(ranks2: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_the_published_script_teaches_an_answer(tmp_path: Path) -> None:
     """As it is, but for paths, `fsdp_size` and the number of processes."""
-    rows = [{"instruction": "which picture?", "input": "", "output": "the red square"}] * 3000
-    words = gpt_oss_words(tmp_path, rows)
-    environment = {**os.environ, "NPUS_PER_NODE": "2", "MASTER_PORT": "0", "VIRTUAL_ENV": str(Path(sys.prefix))}
+    rows = [{"instruction": "which picture?", "input": "", "output": "the red square"}] * 320
+    words = gpt_oss_words(tmp_path, rows, hidden_size=384)  # at 1e-5 a wide model learns in fewer steps
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "NPUS_PER_NODE": "2", "MASTER_PORT": port, "VIRTUAL_ENV": str(Path(sys.prefix))}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = GPT_OSS / "tune_gpt_oss_20b_a3b_4K_fsdp2_mindspeed.sh"
-    done = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     losses, _ = metrics_of(tmp_path / "out")
-    assert len(losses) == 4500 and losses[-1] < 0.5 * losses[0]
+    assert len(losses) == 480 and losses[-1] < 0.5 * losses[0]
     assert answer_of(tmp_path / "out/hf", "which picture?") == "the red square"
 
 

@@ -17,12 +17,12 @@ TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}"""
 
 
-def make(path: Path) -> Path:
-    """A directory with weights."""
+def make(path: Path, **sizes: int) -> Path:
+    """A directory with weights; `sizes` are fields of its configuration."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     fields = {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    fields |= {"intermediate_size": 48}
+    fields |= {"intermediate_size": 48, **sizes}
     return text_dir(
         path,
         GptOssForCausalLM,
