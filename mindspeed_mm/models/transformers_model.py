@@ -27,7 +27,7 @@ from mindspeed_mm.models.common.family import (
     require_packed_positions,
 )
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
-from mindspeed_mm.models.common.head_loss import HeadLoss
+from mindspeed_mm.models.common.head_loss import HeadLoss, refuse_changed_logits
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets, weighted_sum
 from mindspeed_mm.models.common.media import split_media
@@ -89,6 +89,7 @@ class TransformersModel(MultiModalModule):
             compute_mode=described.loss_cfg.compute_mode,
             chunk_size=described.loss_cfg.effective_chunk_size,
         )
+        refuse_changed_logits(self.model.config.get_text_config(), type(self.model).__name__)
         self._head_loss = HeadLoss(self.model.get_output_embeddings())
         self._router_loss = _router_loss(self.model, described)
         self._expert_load = ExpertLoad(self.model)
@@ -214,6 +215,7 @@ class TransformersModel(MultiModalModule):
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
         of_head = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        self._head_loss.check_output(of_head, type(self.model).__name__)
         loss_sum = weighted_sum(of_head, targets.weights) if outputs else of_head
         metrics: dict[str, Any] = {}
         if (routed := self._expert_load.take()) is not None:

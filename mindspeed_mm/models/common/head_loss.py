@@ -14,6 +14,33 @@ from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, Targets, weight
 from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.tensor import own_part, rank_set
 from mindspeed_mm.parallel.world import RankSet
+from mindspeed_mm.utils.errors import ConfigError
+
+#: keys of config.json by which models change their logits after the output layer, and the value that changes nothing
+_AFTER_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
+
+
+def refuse_changed_logits(text_config: Any, name: str) -> None:
+    """Refuse a model whose configuration changes its logits after the output layer.
+
+    Args:
+        text_config: configuration of its language model.
+        name: name of the model's class, for the message.
+
+    Raises:
+        ConfigError: it caps or scales them.
+    """
+    for key, nothing in _AFTER_THE_HEAD.items():
+        found = getattr(text_config, key, None)
+        if found not in (None, nothing):
+            raise _changed_logits(name, f"{key} {found:g} of config.json")
+
+
+def _changed_logits(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} caps or scales its logits after its output layer ({what}), which the loss here doesn't compute, so it "
+        "can't be trained"
+    )
 
 
 class HeadLoss:
@@ -30,6 +57,8 @@ class HeadLoss:
         self._factor: float | torch.Tensor | None = None
         self._each = False
         self._hidden: torch.Tensor | None = None
+        self._returned: torch.Tensor | None = None
+        self._is_checked = False
         head.register_forward_pre_hook(self._before)
         head.register_forward_hook(self._after)
 
@@ -51,6 +80,24 @@ class HeadLoss:
         """
         self._targets, self._chunk, self._factor, self._each = targets, chunk, factor, each
 
+    def check_output(self, output: torch.Tensor, name: str) -> None:
+        """Check once that the model has returned what the head did: some cap or scale their logits after it.
+
+        Args:
+            output: the `logits` of the model's output, after a call that `expect` has announced.
+            name: name of the model's class, for the message.
+
+        Raises:
+            ConfigError: the model has changed it, which would change the loss instead of the logits.
+        """
+        returned, self._returned = self._returned, None
+        if self._is_checked or returned is None:
+            return
+        expected = returned.detach().nan_to_num()
+        if not torch.equal(output.detach().nan_to_num(), expected):
+            raise _changed_logits(name, "found in its first forward pass")
+        self._is_checked = bool(expected.any())
+
     def _before(self, head: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         if self._targets is None:
             return None
@@ -65,6 +112,10 @@ class HeadLoss:
         if targets is None:
             return None
         hidden, self._hidden = self._hidden, None
+        self._returned = self._loss_of(head, logits, hidden, targets)
+        return self._returned
+
+    def _loss_of(self, head: Any, logits: torch.Tensor, hidden: torch.Tensor | None, targets: Targets) -> torch.Tensor:
         if hidden is None:
             return self._of_logits(logits, targets, None)
         ranks = _ranks_of(head)

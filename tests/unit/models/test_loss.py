@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
+from mindspeed_mm.models.common import head_loss
 from mindspeed_mm.models.common.loss import (
     ChunkedCrossEntropy,
     LossOptions,
@@ -13,6 +18,8 @@ from mindspeed_mm.models.common.loss import (
     select_targets,
     weighted_cross_entropy,
 )
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.utils.errors import ConfigError
 
 VOCABULARY, HIDDEN = 37, 16
 
@@ -146,3 +153,32 @@ def test_chunk_sizes() -> None:
     # dynamic: the largest power of two per row that keeps rows * chunk within the bound
     assert LossOptions(compute_mode="dynamic_chunk", chunk_size=100).positions_per_chunk(3) == 3 * 32
     assert LossOptions(compute_mode="dynamic_chunk", chunk_size=1).positions_per_chunk(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("Gemma2", {"final_logit_softcapping": 5.0, "head_dim": 8}), ("Granite", {"logits_scaling": 8.0})],
+)
+def test_models_that_change_their_logits_are_refused(
+    kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the cap or the scale would apply to the loss: by a key that is known, or in the first forward pass."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "pad_token_id": None}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None}
+    plain = {**fields, "final_logit_softcapping": None, "logits_scaling": 1.0}
+    for name, changed in (("changed", fields), ("plain", plain)):
+        config = getattr(transformers, f"{kind}Config")(**sizes, **changed)
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / name)
+    with pytest.raises(
+        ConfigError, match=rf"^{kind}ForCausalLM caps or scales its logits .*\(\w+ [58] of config.json\)"
+    ):
+        TransformersModel({"init_from_hf_path": str(tmp_path / "changed")})
+    monkeypatch.setattr(head_loss, "_AFTER_THE_HEAD", {})
+    for name in ("plain", "changed"):
+        model = TransformersModel({"init_from_hf_path": str(tmp_path / name)})
+        batch = model.prepare({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
+        if name == "plain":
+            assert model(**batch)["loss"] > 0
+            continue
+        with pytest.raises(ConfigError, match=f"^{kind}ForCausalLM caps or scales its logits .*first forward pass"):
+            model(**batch)
