@@ -1,4 +1,4 @@
-"""Families of published files that have no class here that trains: which one is missing."""
+"""Families that have no class here that trains: which one is missing, or what a family would have to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _OWN_CODE = "transformers has no {name}, which is its authors' own code"
 #: model_id → why it isn't trained
 _FAMILIES: Mapping[str, str] = {
     "kimi_k3": _OWN_CODE.format(name="class of Kimi-K3 (KimiK3ForConditionalGeneration)"),
-    "mimo_v25": "transformers has MiMo-V2-Flash, a text model, but no class of MiMo-V2.5 with its encoders",
+    "mimo_v25": "transformers has MiMo-V2-Flash, a text model, but no class of MiMo-V2.5 with its encoders "
+    "(MiMoV2OmniForCausalLM)",
     "step3_vl": _OWN_CODE.format(name="class of Step3-VL-10B (StepVLForConditionalGeneration)"),
     "qwen3_tts": _OWN_CODE.format(name="class of Qwen3-TTS (Qwen3TTSForConditionalGeneration)"),
     "moss_tts_delay": _OWN_CODE.format(name="class of MOSS-TTS (MossTTSDelayModel)"),
@@ -23,15 +24,26 @@ _FAMILIES: Mapping[str, str] = {
         "LTX-2 makes videos: it waits for training of its diffusers class (LTX2VideoTransformer3DModel) in "
         "pretrain_sora.py",
     ),
+    # classes of transformers that can't be trained as one without a family
+    "ernie4_5_vl_moe": "the experts of Ernie4_5_VLMoeForConditionalGeneration are chosen by kinds of tokens "
+    "(moe_mm_token_type_ids) that no family here writes, so all tokens of images would go to those of texts",
+    "gemma4": "Gemma4ForConditionalGeneration caps its logits after its output layer, and no family here computes the "
+    "loss so",
+    "llama4": "Llama4ForConditionalGeneration of transformers 5.24 can't run (its forward pass asks the output of its "
+    "language model for 'image_outputs', which that doesn't have), and no family here runs it otherwise",
+    "step3p7": "Step3p7ForConditionalGeneration runs its tower once more for crops of images, which ranks without "
+    "crops wouldn't take part in, and no family here lets them",
 }
+#: `model_type` in config.json → published model_id, where they differ
+_MODEL_TYPES: Mapping[str, str] = {"step_robotics": "step3_vl", "mimo_v2": "mimo_v25", "mimo_v2_omni": "mimo_v25"}
 
 
 def missing_class(model_id: object, file: str, key: str = "model_id") -> str | None:
-    """Return the sentence about a published family that can't be trained; None for all others.
+    """Return the sentence about a family that can't be trained; None for all others.
 
     Args:
-        model_id: as a file gives it.
+        model_id: as a file gives it, or the model_type of config.json.
         file, key: where, for the message.
     """
-    why = _FAMILIES.get(model_id) if isinstance(model_id, str) else None
+    why = _FAMILIES.get(_MODEL_TYPES.get(model_id, model_id)) if isinstance(model_id, str) else None
     return None if why is None else f"{file}: '{key}' is {show(model_id)}; {why}"

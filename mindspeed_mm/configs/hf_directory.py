@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_mm.configs.families_not_there import missing_class
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
@@ -92,6 +93,8 @@ def _check_model_type(source: Path) -> None:
             'checkpoint as it was published, or add the key, as in "model_type": "qwen3"'
         )
     if found not in known:
+        if sentence := missing_class(found, str(source), "model_type"):
+            raise ConfigError(sentence)
         raise ConfigError(
             f"{source}: 'model_type' is {show(found)}, which transformers {transformers.__version__} doesn't know"
             f"{did_you_mean(str(found), known)}; a newer transformers may know it, or a module of yours (model.json: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from mindspeed_mm.configs.families_not_there import missing_class
 from mindspeed_mm.configs.hf_directory import model_id_problem
 from mindspeed_mm.configs.model_config import settled_model_id
 from mindspeed_mm.configs.plugins import import_plugins
@@ -99,6 +100,8 @@ class ModelHub:
         if found is not None:
             return found
         if model_id is not None and model_id != hf_config.model_type:
+            if sentence := missing_class(model_id, where):
+                raise ConfigError(sentence)
             known = sorted({*known_families(), hf_config.model_type})
             raise ConfigError(
                 f"{where}: model_id '{model_id}' is neither registered nor the model_type of the HF config "
@@ -123,6 +126,8 @@ class ModelHub:
 
         from mindspeed_mm.models.common.base_model import adapt_class
 
+        if sentence := missing_class(hf_config.model_type, _config_of(hf_config), "model_type"):
+            raise ConfigError(sentence)
         names = hf_config.architectures or []
         for name in names:
             hf_class = getattr(transformers, name, None)

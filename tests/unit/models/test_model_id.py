@@ -126,3 +126,25 @@ def test_architectures_are_needed_where_no_family_says_the_class(qwen3_dir: Path
             build(hf_dir)
         for word in words:
             assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("kimi_k3", "KimiK3ForConditionalGeneration"),
+        ("mimo_v25", "MiMoV2OmniForCausalLM"),
+        ("step3_vl", "StepVLForConditionalGeneration"),
+        ("qwen3_tts", "Qwen3TTSForConditionalGeneration"),
+        ("moss_tts_delay", "MossTTSDelayModel"),
+        ("cosyvoice3_lm", "CosyVoice3LM"),
+        ("funasr", "FunASRNano"),
+    ],
+)
+def test_models_of_published_launches_without_a_class_name_it(
+    name: str, missing: str, qwen3_dir: Path, tmp_path: Path
+) -> None:
+    """Asked for by model_id, or by the model_type of a directory."""
+    with pytest.raises(ConfigError, match=rf"^model\.json: 'model_id' is \"?'?{name}[^\n]*{missing}[^\n]*$"):
+        build(qwen3_dir, model_id=name)
+    with pytest.raises(ConfigError, match=rf"config\.json: 'model_type' is \"?'?{name}[^\n]*{missing}[^\n]*$"):
+        build(with_config(qwen3_dir, tmp_path / "hf", model_type=name))
