@@ -192,7 +192,7 @@ class TransformersModel(MultiModalModule):
         if self._context is not None:
             self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)
         elif packed_rows is not None and self.traits.packed_masks is not None:
-            batch["attention_mask"] = self.traits.packed_masks(self.model, batch)
+            batch["attention_mask"] = self.traits.packed_masks(self.model, {**batch, "packed_rows": packed_rows})
         if self._boundaries is not None:
             self._boundaries.for_batch(packed_rows)
         if self._positions is not None:

@@ -1,11 +1,12 @@
 """Separation of the samples of a packed row in transformers' attention, and a check of it.
 
 transformers finds the samples by restarting positions, unless it is given their boundaries. A failure there would be
-silent, so the first packed batch is checked in front of the first layer.
+silent, so the first packed batch is checked in front of the first layer of each type.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,13 @@ class PackedRows:
 
     Attributes:
         cumulative_lengths: [samples + 1] int32, over the flattened rows; padding counts as a sample.
+        lengths: number of tokens of each sample, over the flattened rows.
         longest: number of tokens of the longest sample.
         boundary: (row, position) where a sample begins after another one; None: there is no such place.
     """
 
     cumulative_lengths: torch.Tensor
+    lengths: tuple[int, ...]
     longest: int
     boundary: tuple[int, int] | None
 
@@ -35,9 +38,9 @@ class PackedRows:
     def of(cls, documents: torch.Tensor) -> PackedRows:
         """Compute the boundaries for `documents` [batch, sequence] int64, on the host."""
         rows = run_lengths(documents)
-        lengths = torch.tensor([0, *(length for row in rows for length in row)])
+        lengths = tuple(length for row in rows for length in row)
         boundary = next(((number, row[0]) for number, row in enumerate(rows) if len(row) > 1), None)
-        return cls(lengths.cumsum(0).int(), int(lengths.max()), boundary)
+        return cls(torch.tensor([0, *lengths]).cumsum(0).int(), lengths, max(lengths, default=0), boundary)
 
 
 class SampleBoundaries:
@@ -52,9 +55,16 @@ class SampleBoundaries:
         self._name = name
         self._config: Any = language_model.config
         self._rows: PackedRows | None = None
-        self._is_checked = False
+        self._current: PackedRows | None = None
         language_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        language_model.layers[0].register_forward_pre_hook(self._before_layer, with_kwargs=True)  # type: ignore[index,union-attr]
+        layers: Any = language_model.layers
+        types = getattr(self._config, "layer_types", None) or [None]
+        self._unchecked: set[str | None] = set()
+        for kind, layer in zip(types, layers):
+            if kind not in self._unchecked:
+                self._unchecked.add(kind)
+                check = functools.partial(self._before_layer, kind)
+                layer.register_forward_pre_hook(check, with_kwargs=True)
 
     def for_batch(self, rows: PackedRows | None) -> None:
         """Set the boundaries for the next forward of the model; None: its rows aren't packed."""
@@ -79,7 +89,8 @@ class SampleBoundaries:
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        rows = self._rows
+        self._current, self._rows = self._rows, None
+        rows = self._current
         if rows is not None and is_flash_attention_requested(self._config):
             # flash attention recognises restarting positions only in batches of one row
             lengths, longest = rows.cumulative_lengths, rows.longest
@@ -87,18 +98,20 @@ class SampleBoundaries:
             kwargs = {**kwargs, **given, "max_length_q": longest, "max_length_k": longest}
         return args, kwargs
 
-    def _before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows, self._rows = self._rows, None
-        if self._is_checked or rows is None or rows.boundary is None:
+    def _before_layer(self, kind: str | None, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = self._current
+        if kind not in self._unchecked or rows is None or rows.boundary is None:
             return
         mask = kwargs.get("attention_mask")
-        if is_flash_attention_requested(self._config):
+        if isinstance(mask, PackedRows) or kind == "linear_attention":
+            separated = mask is rows
+        elif is_flash_attention_requested(self._config):
             separated = mask is None and kwargs.get("cu_seq_lens_q") is not None
         else:
             separated = _separates(mask, *rows.boundary)
         if not separated:
             raise self._refusal("lets the samples of a packed row see each other: its layers get no mask against it")
-        self._is_checked = True
+        self._unchecked.discard(kind)
 
     def _refusal(self, what: str) -> ConfigError:
         implementation = self._config._attn_implementation

@@ -31,8 +31,9 @@ class FamilyTraits:
         packed_positions: (transformers model, micro-batch, documents [batch, sequence]) → position ids of packed rows,
             restarting with every sample: [batch, sequence], or [4, batch, sequence] with those and the model's own in
             three dimensions. None: the family can't train on packed rows.
-        packed_masks: (transformers model, micro-batch of packed rows with its position_ids) → the model's
-            `attention_mask` for them. None: the model computes it itself, from the positions.
+        packed_masks: (transformers model, micro-batch of packed rows with its position_ids, and their boundaries
+            `packed_rows`) → the model's `attention_mask` for them. None: the model computes it itself, from the
+            positions.
         one_tower_pass: (transformers model, micro-batch) → the micro-batch, changed so that each tower runs once
             whatever modalities it contains. None: each tower runs once anyway.
         attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens

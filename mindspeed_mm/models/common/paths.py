@@ -44,6 +44,10 @@ OLDER_PATHS: Mapping[str, str] = {
     "language_model.embed_tokens": "model.language_model.embed_tokens",
     "vision_tower.transformer.layers": "model.vision_tower.transformer.layers",
     "multi_modal_projector": "model.multi_modal_projector",
+    # examples/kimik2_5/kimik2_5_config.yaml
+    "vision_tower": "model.vision_tower",
+    "vision_tower.encoder.blocks": "model.vision_tower.layers",
+    "mm_projector": "model.mm_projector",
 }
 
 

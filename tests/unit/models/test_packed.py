@@ -155,7 +155,7 @@ def test_flash_attention_is_given_the_boundaries(qwen3_dir: Path, monkeypatch: p
     lengths = [length for row in run_lengths(batch["documents"]) for length in row]
     with pytest.raises(ConfigError, match="lets the samples of a packed row see each other"):
         model(**model.prepare(batch))  # transformers, which is not patched, makes a mask for sdpa
-    monkeypatch.setattr(model._boundaries, "_is_checked", True)
+    monkeypatch.setattr(model._boundaries, "_unchecked", set())
     model(**model.prepare(batch))
     (kwargs,) = seen
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):

@@ -59,6 +59,12 @@ OLD = {
         "multi_modal_projector.linear_1": "model.multi_modal_projector.linear_1",
     },
     "glm4v_moe": {"visual.blocks.{*}": VISUAL, "visual.merger": "model.visual.merger"},
+    "kimi_k25": {
+        "vision_tower": "model.vision_tower",
+        "vision_tower.encoder.blocks.{*}": "model.vision_tower.layers.0",
+        "mm_projector": "model.mm_projector",
+        "language_model.model.layers.{*}.mlp.experts": "model.language_model.layers.1.mlp.experts",
+    },
 }
 
 #: family → entry that no published file has → the nearest path
