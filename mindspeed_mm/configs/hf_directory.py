@@ -12,6 +12,7 @@ from mindspeed_mm.configs.families_not_there import missing_class
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,15 +67,21 @@ def read_hf_config(directory: str | Path, where: str, trust_remote_code: bool = 
     if not source.is_file():
         found = ", ".join(sorted(p.name for p in directory.iterdir())[:10])
         raise ConfigError(f"{where} '{directory}' has no config.json ({found}); expected a HF directory")
-    _check_model_type(source)
+    if _check_model_type(source) and trust_remote_code:
+        notice(f"{source} is read by transformers' own class, as transformers has the model: no code in it runs")
+        trust_remote_code = False  # transformers would prefer that code, but the model's class is its own in any case
     try:
         return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # values of a wrong type raise almost anything
         raise ConfigError(f"{source} can't be read by transformers: {error}") from error
 
 
-def _check_model_type(source: Path) -> None:
-    """Refuse a config.json without a model_type that transformers knows, on which everything else depends."""
+def _check_model_type(source: Path) -> bool:
+    """Refuse a config.json without a model_type that transformers knows, on which everything else depends.
+
+    Returns:
+        whether the file names code of its own, but transformers has the model.
+    """
     import transformers
 
     try:
@@ -83,9 +90,9 @@ def _check_model_type(source: Path) -> None:
         raise ConfigError(f"{source} can't be read by transformers: no valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: found {show(content)}, expected an object with keys such as model_type")
-    if "auto_map" in content:
-        return  # code of its own: transformers reports what is wrong with it
     known, found = list(transformers.CONFIG_MAPPING.keys()), content.get("model_type")
+    if "auto_map" in content:
+        return found in known  # else transformers reports what is wrong with it
     if found is None:
         named = f" (its architectures are {show(content['architectures'])})" if content.get("architectures") else ""
         raise ConfigError(
@@ -100,6 +107,7 @@ def _check_model_type(source: Path) -> None:
             f"{did_you_mean(str(found), known)}; a newer transformers may know it, or a module of yours (model.json: "
             "plugin) may register it"
         )
+    return False
 
 
 def model_id_problem(file: str, model_id: str, source: str, model_type: str) -> str:

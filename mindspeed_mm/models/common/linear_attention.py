@@ -17,6 +17,8 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from mindspeed_mm.models.common.boundaries import PackedRows
+from mindspeed_mm.models.common.packed import PACKING_KEY
+from mindspeed_mm.utils.errors import ConfigError
 
 
 def run_samples_apart(layer: nn.Module) -> None:
@@ -35,6 +37,11 @@ def _run_apart(
     if not isinstance(attention_mask, PackedRows):
         return run(hidden_states=hidden_states, attention_mask=attention_mask, **others)
     # `others` are a cache, which training doesn't have, and boundaries of the whole row for flash attention
+    if sum(attention_mask.lengths) != hidden_states[..., 0].numel():
+        raise ConfigError(
+            "a layer of linear attention got a part of a packed micro-batch, whose samples it can't find there; leave "
+            f"these layers out of fsdp2.yaml's chunk_mbs_modules, or set {PACKING_KEY}"
+        )
     samples = hidden_states.flatten(0, 1).split(list(attention_mask.lengths))
     outputs = [run(hidden_states=sample.unsqueeze(0)).squeeze(0) for sample in samples]
     return torch.cat(outputs).view(hidden_states.shape)

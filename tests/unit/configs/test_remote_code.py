@@ -88,6 +88,14 @@ def test_each_door_opens_the_whole_run(remote_folder: Path, door: str) -> None:
             DefaultAdapter().load_processor("hf", options)
 
 
+def test_a_model_that_transformers_has_is_read_by_it(remote_folder: Path) -> None:
+    """Published directories of such a model may bring code, too, of which the model's class knows nothing."""
+    config = json.loads((remote_folder / "hf/config.json").read_text())
+    (remote_folder / "hf/config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
+    with build_context(BuildContext(trust_remote_code=True)):
+        assert type(load_hf_config(str(remote_folder / "hf"))).__name__ == "Qwen3Config"
+
+
 def test_the_megatron_backend_reads_its_directory_with_it(remote_folder: Path) -> None:
     """It compares model.json with the directory's configuration before anything is built."""
     write(remote_folder, data=True)

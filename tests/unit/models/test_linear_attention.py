@@ -50,6 +50,8 @@ def test_each_sample_begins_anew() -> None:
     assert found.squeeze(-1).tolist() == [[1, 2, 1, 2, 1], [1, 1, 2, 3, 4]]
     found.sum().backward()
     assert ones.grad is not None and ones.grad.squeeze(-1).tolist() == [[2, 1, 2, 1, 1], [1, 4, 3, 2, 1]]
+    with pytest.raises(ConfigError, match="got a part of a packed micro-batch"):
+        layer(hidden_states=ones[:1], attention_mask=rows)
     mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
     assert layer(hidden_states=torch.ones(2, 5, 1), attention_mask=mask)[0, :, 0].tolist() == [1, 2, 3, 3, 3]
 
