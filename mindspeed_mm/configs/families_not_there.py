@@ -31,8 +31,6 @@ _FAMILIES: Mapping[str, str] = {
     "loss so",
     "llama4": "Llama4ForConditionalGeneration of transformers 5.24 can't run (its forward pass asks the output of its "
     "language model for 'image_outputs', which that doesn't have), and no family here runs it otherwise",
-    "step3p7": "Step3p7ForConditionalGeneration runs its tower once more for crops of images, which ranks without "
-    "crops wouldn't take part in, and no family here lets them",
 }
 #: `model_type` in config.json → published model_id, where they differ
 _MODEL_TYPES: Mapping[str, str] = {"step_robotics": "step3_vl", "mimo_v2": "mimo_v25", "mimo_v2_omni": "mimo_v25"}

@@ -31,7 +31,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "EP 2, 2 copies": ({**EP2, "reshard_local_experts": False}, 2, 1),
     "EP 4": ({"expert_parallel_size": 4, "sharding_size": 2}, 4, 1),
 }
-MODELS = ("qwen3_moe", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", "deepseek_v3", "qwen3_omni_moe")
+MODELS = (
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_vl_moe",
+    "glm4v_moe",
+    "deepseek_v3",
+    "qwen3_omni_moe",
+    "qwen3_5_moe",
+    "kimi_k25",
+)
 
 
 @dataclass(frozen=True)
