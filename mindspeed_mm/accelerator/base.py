@@ -74,6 +74,17 @@ class Accelerator(ABC):
 
         return read
 
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Start a copy between host memory, from `host_memory`, and this device, beside the device's queue.
+
+        It starts when the queue has reached this call; on the host it is finished at once.
+
+        Returns:
+            a function that lets later work of the queue wait for the copy.
+        """
+        target.copy_(source)
+        return lambda: None
+
     def record_event(self) -> Any:
         """Record an event in the device's queue; its `synchronize()` waits until the device has reached it."""
         raise NotImplementedError(f"{self.name} has no queue")

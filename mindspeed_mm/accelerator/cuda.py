@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,7 @@ class CUDAAccelerator(Accelerator):
     name = "cuda"
     collective_backend = "nccl"
     sum_dtype = torch.float64
+    _copies: torch.cuda.Stream | None = None  # of copies beside the device's queue
     # part of the product name, dense bf16/fp16 and fp32 peaks in TFLOP/s. Source: NVIDIA's data sheets
     peaks = (
         ("H200", 989.0, 67.0),
@@ -53,6 +54,18 @@ class CUDAAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        if self._copies is None:
+            self._copies = torch.cuda.Stream()
+        queue = torch.cuda.current_stream()
+        self._copies.wait_stream(queue)
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+            if self.holds(target):
+                target.record_stream(self._copies)  # it may be let go of before anything has waited for the copy
+            copied = self.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(copied)
 
     def record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ class NPUAccelerator(Accelerator):
 
     # transformers maps it to torch_npu's own fused operator
     attention_packages = MappingProxyType({"flash_attention_2": None})
+    _copies: Any = None  # the stream of copies beside the device's queue
 
     def __init__(self) -> None:
         import torch_npu
@@ -50,6 +51,17 @@ class NPUAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         self._npu.synchronize()
+
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        if self._copies is None:
+            self._copies = self._npu.Stream()
+        self._copies.wait_stream(self._npu.current_stream())
+        with self._npu.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+            if self.holds(target):
+                target.record_stream(self._copies)  # it may be let go of before anything has waited for the copy
+            copied = self.record_event()
+        return lambda: self._npu.current_stream().wait_event(copied)
 
     def record_event(self) -> Any:
         event = self._npu.Event()

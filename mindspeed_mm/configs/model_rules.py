@@ -50,7 +50,7 @@ IDLE_MODEL_KEYS = (
     ),
     NoEffect(
         rf"{_PART}\.(activation_offload|synchronize_per_layer)|activation_offload_plan.*",
-        "memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
+        "memory is saved by fsdp2.yaml's recompute_modules, activation_offload_modules and offload_to_cpu",
     ),
     NoEffect(r"text_decoder\.is_causal", "a language model's attention is causal whatever the kernel"),
     NoEffect(rf"{_PART}\.attn_layout", "attn_implementation chooses the kernel, and the kernel its layout"),

@@ -1,12 +1,14 @@
 """The order in which parallelisms and other transformations are applied to a model.
 
-    tensor → experts → context → recompute → compile → fully_shard
+    tensor → experts → context → recompute → offload → chunks → compile → fully_shard
 
 - tensor splits layers: the following transformations see the parts, and shard them further.
 - experts get a separate mesh (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
 - context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
   the same part of a row as the first.
 - recompute replaces the forward method of blocks, inside of compiled functions.
+- offload moves what a recomputed module keeps for backward, its input.
+- chunks calls a module, with recompute and offload, on some rows of a micro-batch at a time.
 - compile compiles the computation of one block, without the hooks that gather its parameters.
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
@@ -24,7 +26,9 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
-Parallelism: TypeAlias = Literal["tensor", "experts", "context", "recompute", "compile", "fully_shard"]
+Parallelism: TypeAlias = Literal[
+    "tensor", "experts", "context", "recompute", "offload", "chunks", "compile", "fully_shard"
+]
 ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
 
@@ -45,6 +49,12 @@ class Parallelizable(Protocol):
 
     def set_recompute_modules_to_wrap(self) -> None:
         """Recompute the modules that fsdp2.yaml names."""
+
+    def set_activation_offload(self) -> None:
+        """Keep the inputs of the modules that fsdp2.yaml names in host memory until backward."""
+
+    def set_chunk_mbs(self) -> None:
+        """Run the modules that fsdp2.yaml names on chunks of a micro-batch."""
 
     def set_fullyshard_modules_to_wrap(self, **fsdp2_kwargs: Any) -> None:
         """Wrap the modules that fsdp2.yaml names as units of fully_shard."""
@@ -113,6 +123,8 @@ MODEL_STEPS: tuple[ParallelStep, ...] = (
 #: Applied by `_fully_shard`, unless a model's class overrides it.
 WRAPPING_STEPS: tuple[ParallelStep, ...] = (
     ParallelStep("recompute", lambda model, request: model.set_recompute_modules_to_wrap()),
+    ParallelStep("offload", lambda model, request: model.set_activation_offload()),
+    ParallelStep("chunks", lambda model, request: model.set_chunk_mbs()),
     # compile
     ParallelStep("fully_shard", lambda model, request: model.set_fullyshard_modules_to_wrap(**request.fsdp2_kwargs)),
     ParallelStep("fully_shard", lambda model, request: model.set_modules_to_prefetch()),

@@ -54,13 +54,8 @@ def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config,
     if config.recompute_modules is not None:
         notice("--recompute-granularity full has no effect here: fsdp2.yaml's recompute_modules decide")
         return
-    number = asked.num_layers if asked.method == "block" else None
-    blocks: dict[str, nn.Module] = {}
-    named = []
-    for path in lists:
-        chosen = list(root.get_submodule(path).named_children())[:number]
-        blocks |= {f"{path}.{name}": block for name, block in chosen}
-        named.append(f"{path} ({len(chosen)} blocks)")
+    blocks = chosen_blocks(root, lists, config, asked)
+    named = [f"{path} ({sum(block.startswith(f'{path}.') for block in blocks)} blocks)" for path in lists]
     if not blocks:
         notice(
             f"--recompute-granularity full has no effect here: {type(root).__name__} has no list of blocks; name what "
@@ -75,6 +70,20 @@ def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config,
         )
     # reentrant checkpointing detaches values that are read from inside of blocks, for example router logits for a loss
     apply_recompute(blocks, config.use_reentrant if "use_reentrant" in config.model_fields_set else False)
+
+
+def chosen_blocks(
+    root: nn.Module, lists: Sequence[str], config: Fsdp2Config, asked: BlockRecompute
+) -> dict[str, nn.Module]:
+    """Return the blocks, by path, that `recompute_blocks` recomputes; arguments are the same."""
+    if asked.granularity != "full" or config.recompute_modules is not None:
+        return {}
+    number = asked.num_layers if asked.method == "block" else None
+    return {
+        f"{path}.{name}": block
+        for path in lists
+        for name, block in list(root.get_submodule(path).named_children())[:number]
+    }
 
 
 def apply_recompute(modules: Mapping[str, nn.Module], use_reentrant: bool) -> None:

@@ -32,6 +32,8 @@ from tests.support.workers import RankPool
 #: a rate that changes with each step, figures that are read every other step, a save beside training
 STEPS = {"train_iters": 3, "log_interval": 2, "lr_decay_style": "linear", "lr_decay_iters": 6, "save_interval": 2}
 STEPS |= {"async_save": True, "micro_batch_size": 1}
+#: of the language model
+OFFLOADED = {"recompute_modules": WRAP[-1:], "activation_offload_modules": WRAP[-1:]}
 OF_THE_MACHINE = ("_ms", "per_second", "data_wait_fraction", "memory_bytes", "tflops_per_device", "mfu")
 
 
@@ -76,12 +78,12 @@ class Pairs:
         return self._made[name, ranks]
 
     def language(self, folder: Path) -> tuple[Callable[[Path], list[str]], str]:
-        """Rows with and without images, batches in pinned memory, a memory profile."""
+        """Rows with and without images, batches and inputs of layers in pinned memory, a memory profile."""
         data = write_mixed_dataset(folder / "data", rows=6, seed=1)
         pinned = {"dataloader_param.pin_memory": True}
         model = {"model_id": "qwen2_5_vl", "loss_cfg": {"loss_type": "per_token_loss"}}
         files = write_run_files(
-            folder, self._hf_dir, data, model=model, data=pinned, fsdp2={"sub_modules_to_wrap": WRAP}
+            folder, self._hf_dir, data, model=model, data=pinned, fsdp2={**OFFLOADED, "sub_modules_to_wrap": WRAP}
         )
         profile = {"enable": True, "start_step": 0, "end_step": 1, "save_path": str(folder), "mem_info": True}
         files["tools.json"].write_text(json.dumps({"memory_profile": profile}))

@@ -164,6 +164,61 @@ def test_recompute_modules(ranks: Ranks) -> None:
     assert some == {name: 1 + name.startswith("vision.blocks") for name in none}
 
 
+@covers("ignore_missing_modules")
+def test_ignore_missing_modules(ranks: Ranks) -> None:
+    """An entry that only saves memory may match nothing; one that changes what is trained may not."""
+    missing = {"sub_modules_to_wrap": BLOCKS, "recompute_modules": ["vision.blocks.{*}", "mtp.{*}"]}
+    (runs,) = ranks.first(toy.runs_in_a_step, {**missing, "ignore_missing_modules": True})
+    assert runs == {name: 1 + name.startswith("vision.blocks") for name in runs}
+    ignored = {"ignored_modules": ["mtp"], "ignore_missing_modules": True}
+    for message, key in zip(ranks.first(toy.refusal, missing, ignored), ("recompute", "ignored"), strict=True):
+        assert f"fsdp2.yaml: {key}_modules: " in message and "mtp" in message
+
+
+@covers(
+    "activation_offload_modules",
+    "chunk_mbs_modules",
+    "chunk_mbs_size",
+    "chunk_mbs_batch_dim",
+    "chunk_mbs_args",
+    "chunk_mbs_kwargs",
+)
+def test_inputs_in_host_memory_and_chunks_of_rows(ranks: Ranks) -> None:
+    """Neither gathers or reduces anything more; offload changes no bit."""
+    blocks, rows = ["vision.blocks.{*}"], 3
+    base = {"sub_modules_to_wrap": BLOCKS, "recompute_modules": blocks}
+    chunks = {**base, "chunk_mbs_modules": blocks, "chunk_mbs_kwargs": ["shift"], "chunk_mbs_args": [0]}
+    offload = {"activation_offload_modules": blocks}
+    found = ranks.first(
+        toy.memory_of_a_step,
+        base,
+        {**base, **offload},
+        chunks,
+        {**chunks, **offload, "chunk_mbs_size": 2},
+        {**chunks, "chunk_mbs_batch_dim": 1},
+        args=(rows,),
+    )
+    (plain, expected), *others, (by_other_rows, _) = found
+    assert plain["runs"] == 2 and plain["copies"] == [] and by_other_rows["runs"] == 2 * rows
+    two_and_one = [2 * SIZE, SIZE]  # elements of the chunks; the last one of all has not left when backward begins
+    for (counts, values), runs, copies in zip(
+        others, (1, rows, 2), ([rows * SIZE] * 3, [], [*two_and_one * 3, 2 * SIZE]), strict=True
+    ):
+        assert counts == {**plain, "runs": 2 * runs, "copies": copies}
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(others[0][1], expected, strict=True))
+
+
+@covers("activation_offload_modules", "chunk_mbs_modules")
+@pytest.mark.parametrize("key", ["activation_offload_modules", "chunk_mbs_modules"])
+def test_memory_is_saved_of_recomputed_modules_only(ranks: Ranks, key: str) -> None:
+    one = {"recompute_modules": ["vision.blocks.{0}"]}
+    contents = [{**one, key: ["vision.blocks.{*}"]}, {**one, key: ["vision.block.{*}"]}]
+    not_recomputed, missing = ranks.first(toy.refusal, *contents)
+    assert f"fsdp2.yaml: {key}: 'vision.blocks.1' is not recomputed" in not_recomputed
+    assert f"fsdp2.yaml: {key}: " in missing and "vision.blocks" in missing
+
+
 @covers("use_reentrant")
 def test_use_reentrant(ranks: Ranks) -> None:
     """Each value takes the other one of torch's two implementations."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ class FakeAccelerator(CPUAccelerator):
 
     Attributes:
         asked: the places of the package that asked what depends on the device, and were told of one.
-        log: "record" and "wait" for each event, "pin" for each piece of pinned memory, in order.
+        log: "record" and "wait" for each event, "pin" for each piece of pinned memory, in order; "copy" for each copy
+            beside the queue, which is not done before something waits for it or for a later one, and "copied" for that.
     """
 
     def __init__(self, *, offloads: bool = False) -> None:
@@ -43,6 +44,7 @@ class FakeAccelerator(CPUAccelerator):
         self.asked: set[Site] = set()
         self.log: list[str] = []
         self._offloads = offloads
+        self._copies: list[Callable[[], object]] = []
 
     @property
     def is_host(self) -> bool:  # type: ignore[override]
@@ -64,6 +66,19 @@ class FakeAccelerator(CPUAccelerator):
     def record_event(self) -> Any:
         self.log.append("record")
         return mock.Mock(synchronize=lambda: self.log.append("wait"))
+
+    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        self.log.append("copy")
+        self._copies.append(lambda: target.copy_(source))
+        copy = self._copies[-1]
+
+        def wait() -> None:
+            self.log.append("copied")
+            while copy in self._copies:
+                with torch.no_grad():
+                    self._copies.pop(0)()
+
+        return wait
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {**super().rng_state(), "fake": torch.arange(3, dtype=torch.uint8)}

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.models.common import base_model
 from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.models.common.module import MultiModalModule
@@ -207,6 +208,50 @@ def runs_in_a_step(path: str) -> dict[str, int]:
     model = sharded(path)
     model(torch.ones(SIZE)).sum().backward()
     return {name: len(module.seen) for name, module in _scales(model).items()}
+
+
+class Shifted(Scale):
+    """x, shift [rows, n] → (x + shift) * weight."""
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + shift)
+
+
+class ShiftedPart(Part):
+    """The stem before each of two blocks, whose shift is another one in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Shifted(), Shifted()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = x.detach().cos()
+        for block in self.blocks:
+            x = block(self.stem(x), shift=shift)
+        return x
+
+
+def memory_of_a_step(path: str, rows: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Gathers, reductions, elements copied beside the device's queue and runs of a block; loss and gradients."""
+    copies: list[int] = []
+    copy = type(accelerator.current()).copy_beside
+
+    def copy_beside(self: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        copies.append(source.numel())
+        return copy(self, target, source)
+
+    model = Toy()
+    model.vision = ShiftedPart()
+    model.fully_shard(fsdp2_config_path=path)
+    x = torch.arange(rows * SIZE).view(rows, SIZE).float()
+    if model.fsdp2_config is not None and model.fsdp2_config.chunk_mbs_batch_dim == 1:
+        x = torch.stack([x, x + 1])
+    with CommDebugMode() as comm, mock.patch.object(type(accelerator.current()), "copy_beside", copy_beside):
+        loss = model(x.requires_grad_()).square().mean()
+        loss.backward()
+    counts: dict[str, Any] = {str(op).rpartition(".")[2]: number for op, number in comm.get_comm_counts().items()}
+    counts |= {"runs": len(model.vision.blocks[0].seen), "copies": copies}
+    return counts, [loss.detach(), *(_local(p.grad) for p in model.parameters() if p.grad is not None)]
 
 
 def made_by(path: str) -> list[str]:

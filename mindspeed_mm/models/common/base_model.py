@@ -20,15 +20,18 @@ from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.media import towers_with_split_media
+from mindspeed_mm.models.common.memory_layers import MemoryModules, chunk_plan, plan_memory
 from mindspeed_mm.models.common.paths import check_paths, listed_modules
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
+from mindspeed_mm.parallel.chunk_mbs import apply_chunks
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
+from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
 from mindspeed_mm.parallel.tensor import apply_tensor_parallel
@@ -52,6 +55,8 @@ class ShardingOutline:
         experts: paths of the modules whose experts are split over ranks.
         columns, rows: paths of the linear layers whose outputs, or inputs, are split over tensor-parallel ranks.
         towers: paths of the towers whose media are split over context-parallel ranks.
+        offloaded: paths of the modules whose inputs wait for backward in host memory.
+        chunked: paths of the modules that run on chunks of a micro-batch.
     """
 
     dims: Dims
@@ -62,6 +67,8 @@ class ShardingOutline:
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    chunked: tuple[str, ...] = ()
 
 
 class SplitsTokens(Protocol):
@@ -135,6 +142,7 @@ class FSDP2Mixin:
         split = self._planned_tensor(config, dims)[0] if dims.tp > 1 else None
         if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
             self._require_context_parallel(dims.cp)
+        memory = plan_memory(module, config, current_build_context().recompute, dims)
         patterns = config.sub_modules_to_wrap
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
@@ -151,6 +159,8 @@ class FSDP2Mixin:
             columns=tuple(split.columns) if split is not None else (),
             rows=tuple(split.rows) if split is not None else (),
             towers=tuple(towers_with_split_media(module, traits_of(module).towers, config)) if dims.cp > 1 else (),
+            offloaded=tuple(memory.offloaded),
+            chunked=tuple(memory.chunked),
         )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
@@ -299,6 +309,18 @@ class FSDP2Mixin:
         patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
         found = listed_modules(root, config, "recompute_modules", patterns or ())
         apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
+
+    def set_activation_offload(self) -> None:
+        """Keep the inputs of the modules that fsdp2.yaml names in host memory until backward."""
+        apply_offload(self._memory_modules().offloaded)
+
+    def set_chunk_mbs(self) -> None:
+        """Run the modules that fsdp2.yaml names on chunks of a micro-batch."""
+        apply_chunks(self._memory_modules().chunked, chunk_plan(self.fsdp2_config or Fsdp2Config()))
+
+    def _memory_modules(self) -> MemoryModules:
+        config = self.fsdp2_config or Fsdp2Config()
+        return plan_memory(self._module(), config, current_build_context().recompute, self._dims)
 
     def set_fullyshard_modules_to_wrap(
         self, module: nn.Module | None = None, sub_modules_to_wrap: list[str] | None = None, **fsdp2_kwargs: Any

@@ -152,13 +152,13 @@ class RouterLoss:
                 "loss in transformers (it has no experts, or keeps them balanced by other means); write 0, or leave "
                 "the key out"
             )
-        self._collected: list[torch.Tensor] | None = None
+        self._collected: dict[int, list[torch.Tensor]] | None = None
         for router in self._routers:
             router.register_forward_hook(self._keep)
 
     def expect(self) -> None:
         """Record the routers' outputs in the next forward pass of the model."""
-        self._collected = []
+        self._collected = {}
 
     def take(self, shares: SampleShares, context: RankSet | None = None) -> torch.Tensor:
         """Return the loss of the forward pass since `expect`: the sum over samples of weight * loss, a float32 scalar.
@@ -170,7 +170,12 @@ class RouterLoss:
         Raises:
             ConfigError: the routers ran without an autograd graph, or on another number of positions.
         """
-        collected, self._collected = self._collected or [], None
+        by_router, self._collected = self._collected or {}, None
+        collected: list[torch.Tensor] = []
+        for parts in by_router.values():
+            # a layer may have run on some rows of the micro-batch at a time (chunk_mbs_modules)
+            is_split = len(parts) > 1 and sum(map(len, parts)) == len(shares.sample)
+            collected += [torch.cat(parts)] if is_split else parts
         if {len(logits) for logits in collected} != {len(shares.sample)}:
             raise ConfigError(
                 f"loss_cfg.router_aux_loss_coef: the routers of {self._name} ran on "
@@ -188,7 +193,7 @@ class RouterLoss:
     def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._collected is not None:  # None: a layer that runs again in backward
             logits = output[0] if isinstance(output, tuple) else output
-            self._collected.append(logits.flatten(0, -2))
+            self._collected.setdefault(id(router), []).append(logits.flatten(0, -2))
 
 
 def has_balance_loss(model: PreTrainedModel) -> bool:

@@ -36,6 +36,12 @@ def test_defaults_are_the_published_documents() -> None:
         "sub_modules_to_wrap": None,
         "ignored_modules": None,
         "recompute_modules": None,
+        "activation_offload_modules": None,
+        "chunk_mbs_modules": None,
+        "chunk_mbs_size": 1,
+        "chunk_mbs_batch_dim": 0,
+        "chunk_mbs_args": [0],
+        "chunk_mbs_kwargs": [],
         "use_reentrant": True,
         "param_dtype": None,
         "reduce_dtype": None,
@@ -55,6 +61,7 @@ def test_defaults_are_the_published_documents() -> None:
         "tp_rowwise": None,
         "cp_split_media": True,
         "align_fsdp_param_groups": False,
+        "ignore_missing_modules": False,
     }
 
 

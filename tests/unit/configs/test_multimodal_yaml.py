@@ -246,12 +246,7 @@ def test_every_key_with_a_field_has_a_row() -> None:
 @pytest.mark.parametrize("key", SEEN)
 def test_a_key_is_seen_in_the_run(run_yaml: Path, key: str) -> None:
     row = SEEN[key]
-    try:
-        run = described({**row.beside, key: row.value})
-    except ConfigError as error:
-        if "the Muon optimizer is not there yet" not in str(error):
-            raise
-        pytest.skip("the Muon optimizer is not there yet")
+    run = described({**row.beside, key: row.value})
     assert {path: look(run, path) for path in row.run} == row.run
     if row.run and key != "data.dataset_param":
         try:
