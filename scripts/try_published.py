@@ -2,6 +2,7 @@
 
     python scripts/try_published.py FOLDER                  # a table, and how many were refused for which reason
     python scripts/try_published.py FOLDER --notices        # also the notices of the accepted ones
+    python scripts/try_published.py FOLDER --write          # also write the table of the migration guides
 
 The folder contains `launches.json` (launch script → list of launches: `launcher_words`, `entry`, `words`,
 `environment`) and `files/`, the configuration files that they name. Nothing is trained. Where a file names a model's
@@ -43,8 +44,15 @@ _DIRECTORIES = (
     (r"Qwen3-VL-(?P<size>\d+B)", "qwen3_vl", None, "Qwen3VLForConditionalGeneration"),
     (r"GLM-4\.5V", "glm4v_moe", "106B", "Glm4vMoeForConditionalGeneration"),
     (r"InternVL3_5-30B", "internvl_moe", "30B-A3B", "InternVLForConditionalGeneration"),
+    (r"Qwen3[56]-(?P<size>\d+B)", "qwen3_5", None, "Qwen3_5ForConditionalGeneration"),
+    (r"Qwen3[56]-35B", "qwen3_5_moe", "35B-A3B", "Qwen3_5MoeForConditionalGeneration"),
+    (r"Qwen3[56]-122B", "qwen3_5_moe", "122B-A10B", "Qwen3_5MoeForConditionalGeneration"),
+    (r"Qwen3[56]-397B", "qwen3_5_moe", "397B-A17B", "Qwen3_5MoeForConditionalGeneration"),
+    (r"models/kimik2_5", "kimi_k25", "1T", "KimiK25ForConditionalGeneration"),
     (r"Magistral-Small", "mistral3", "24B", "Mistral3ForConditionalGeneration"),
 )
+_GUIDES = tuple(ROOT / "docs" / name for name in ("migrating.md", "migrating.zh.md"))
+_BEGIN, _END = "<!-- published launches: begin -->", "<!-- published launches: end -->"
 #: entry scripts that won't be there → why
 _NOT_THERE = {
     "mindspeed_mm/fsdp/tasks/funasr/trainer.py": "it trains its authors' own FunASRNano, with a CTC decoder that "
@@ -148,7 +156,9 @@ def prepare(source: Path, folder: Path, launches: Sequence[Mapping[str, Any]]) -
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if file.suffix in (".json", ".yaml"):
-                copy.write_text(re.sub(r"(?<=[\s\"'])/(?=[\w<])", f"{folder}/", file.read_text(encoding="utf-8")))
+                text = re.sub(r"(?<=[\s\"'])/(?=[\w<])", f"{folder}/", file.read_text(encoding="utf-8"))
+                size = re.search(r"_(\d+B)_", file.name)  # of a directory that is left open in the file
+                copy.write_text(text.replace("-xxB", f"-{size[1]}") if size else text)
             else:
                 shutil.copy(file, copy)
     for launch in launches:
@@ -221,9 +231,13 @@ def _with_unknown_size(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def _without_file(refusal: str) -> str:
+    return re.sub(r"^(\./)?\S+\.(json|yaml)[^:]*: ", "", refusal)
+
+
 def reason(refusal: str) -> str:
     """What a refusal is about, without the names of files and the values found."""
-    line = re.sub(r"^(\./)?\S+\.(json|yaml)[^:]*: ", "", refusal)
+    line = _without_file(refusal)
     line = re.sub(r"^'[\w.]+' is \S+; ", "", line)
     return re.sub(r"^--[\w-]+ .*?: ", "", line)
 
@@ -233,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of launches.json and files/")
     parser.add_argument("--notices", action="store_true", help="print the notices of accepted launches")
+    parser.add_argument("--write", action="store_true", help="write the table of the migration guides")
     options = parser.parse_args()
     launches: dict[str, list[dict[str, Any]]] = json.loads((options.folder / "launches.json").read_text())
     found = outcomes(options.folder / "files", launches)
@@ -241,6 +256,9 @@ def main() -> int:
     print(f"\n{len(found) - refused.total()} of {len(found)} accepted")
     for why, count in refused.most_common():
         print(f"{count:4} {why}")
+    if options.write:
+        for guide in _GUIDES:
+            write_table(guide, found)
     if options.notices:
         scripts_of: dict[str, list[str]] = {}
         for script, outcome in found.items():
@@ -276,6 +294,25 @@ def print_table(found: Mapping[str, Outcome]) -> None:
     for row, refusal in zip(rows, refusals, strict=True):
         cells = row if refusal is None else (*row[:2], refusal)
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip())
+
+
+def write_table(guide: Path, found: Mapping[str, Outcome]) -> None:
+    """Write, between the marks of a migration guide, what each launch would train, or why it is refused."""
+    rows = []
+    for script, outcome in found.items():
+        answer = outcome.answer
+        model, layout = answer.get("model") or {}, answer.get("layout") or {}
+        if outcome.refusal is not None:
+            said = "refused: " + _without_file(outcome.refusal)
+        elif model:
+            said = f"{model['class']}, {model['parameters'] / 1e9:.1f} B, {_layout(layout)}"
+        else:
+            said = "accepted"
+        rows.append(f"| {script.removeprefix('examples/')} | {said.replace('|', '/')} |")
+    accepted = sum(outcome.refusal is None for outcome in found.values())
+    before, rest = guide.read_text(encoding="utf-8").split(_BEGIN)
+    head = f"| {accepted} / {len(found)} | |\n|---|---|\n"
+    guide.write_text(f"{before}{_BEGIN}\n{head}" + "\n".join(rows) + f"\n{_END}{rest.split(_END)[1]}", encoding="utf-8")
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
