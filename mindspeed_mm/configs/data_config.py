@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mindspeed_mm.configs.corpus_config import CorpusParameters, corpus_problem
 from mindspeed_mm.configs.data_rules import (
     COLLATORS,
     IDLE_DATA_KEYS,
@@ -285,15 +286,23 @@ _NO_DRAWN_FRAMES = "not there: a video ends the run while it is given"
 class DatasetParam(Section):
     """`dataset_param`."""
 
-    dataset_type: Annotated[str, one_of(("huggingface", "multimodal"), tuple(DATASET_TYPES))] = Field(
-        description="huggingface; multimodal: basic_parameters are data_path, data_folder and repeat_time, or a list"
+    dataset_type: Annotated[str, one_of(("huggingface", "multimodal", "corpus"), tuple(DATASET_TYPES))] = Field(
+        description="huggingface; multimodal: basic_parameters are data_path, data_folder and repeat_time, or a list; "
+        "ours: corpus: documents in rows of full length, through Megatron-core's GPTDataset"
     )
     basic_parameters: BasicParameters = Field(description="rows and targets")
     preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
     attr: DatasetAttr = Field(DatasetAttr(), description="names of columns and roles")
+    corpus: CorpusParameters | None = Field(None, description="ours: dataset_type corpus: rows out of documents")
     sampling_method: str | None = Field(None, description=f"how frames are drawn from a video; {_NO_DRAWN_FRAMES}")
     min_num_frame: Count | None = Field(None, description=f"least frames drawn from a video; {_NO_DRAWN_FRAMES}")
     max_num_frame: Count | None = Field(None, description=f"most frames drawn from a video; {_NO_DRAWN_FRAMES}")
+
+    @model_validator(mode="after")
+    def _is_a_corpus_or_not(self) -> DatasetParam:
+        if problem := corpus_problem(self.dataset_type, self.basic_parameters, self.corpus):
+            raise ValueError(problem)
+        return self
 
     @property
     def draws_frames(self) -> list[str]:
@@ -366,6 +375,15 @@ class DataConfig(Section):
 
     dataset_param: DatasetParam = Field(description="which rows are read, and how")
     dataloader_param: DataloaderParam = Field(DataloaderParam(), description="how it is batched")
+
+    @model_validator(mode="after")
+    def _a_corpus_is_shuffled(self) -> DataConfig:
+        if self.dataset_param.dataset_type == "corpus" and not self.dataloader_param.shuffles:
+            raise ValueError(
+                "'dataloader_param.shuffle' is false and 'dataset_param.dataset_type' corpus: a corpus is shuffled by "
+                "--seed; write true"
+            )
+        return self
 
     @classmethod
     def from_dict(cls, mapping: object, file: str | None = None) -> DataConfig:

@@ -29,7 +29,7 @@ DATASET_TYPES: Mapping[str, str | None] = {
 GENERATION_TYPES = ("t2v", "i2v", "t2i", "feature")
 #: name of a dataset type in older releases → its name now
 OLDER_TYPES = {"image": "multimodal"}
-_OF_LANGUAGE_MODELS = ("huggingface", "multimodal")
+_OF_LANGUAGE_MODELS = ("huggingface", "multimodal", "corpus")
 
 
 class _Owner(NamedTuple):
@@ -103,9 +103,7 @@ def _has(content: Mapping[str, Any], key: str) -> bool:
     return found == value if equals else is_given(found)
 
 
-def dataset_type_problem(
-    dataset_type: str, file: str, here: tuple[str, ...] = ("huggingface", "multimodal")
-) -> str | None:
+def dataset_type_problem(dataset_type: str, file: str, here: tuple[str, ...] = _OF_LANGUAGE_MODELS) -> str | None:
     """Return the sentence about a published dataset type that isn't one of those `here`; None for all others."""
     if dataset_type in OLDER_TYPES and dataset_type not in here:
         key = f"{file}: 'dataset_param.dataset_type' is {show(dataset_type)}; this name is of an older release"

@@ -12,8 +12,9 @@ def asks_for_packing(data: object) -> bool:
     param = param.get("dataset_param") if isinstance(param, dict) else None
     if not isinstance(param, dict):
         return False
-    basic, attr = (part if isinstance(part, dict) else {} for part in map(param.get, ("basic_parameters", "attr")))
-    return any(_is_true(part.get(name)) for part in (basic, attr) for name in ("packing", "neat_packing"))
+    parts = (part for part in map(param.get, ("basic_parameters", "attr", "corpus")) if isinstance(part, dict))
+    keys = ("packing", "neat_packing", "reset_attention_mask")
+    return any(_is_true(part.get(key)) for part in parts for key in keys)
 
 
 def _is_true(value: object) -> bool:

@@ -29,7 +29,15 @@ from mindspeed_mm.models.common.family import (
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss, refuse_changed_logits
 from mindspeed_mm.models.common.idle_tower import IdleTowers
-from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets, weighted_sum
+from mindspeed_mm.models.common.loss import (
+    LossOptions,
+    LossOutput,
+    Targets,
+    finish_loss,
+    select_targets,
+    targets_of_batch,
+    weighted_sum,
+)
 from mindspeed_mm.models.common.media import split_media
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
@@ -120,7 +128,7 @@ class TransformersModel(MultiModalModule):
 
         Args:
             batch: input_ids and labels [batch, sequence], media tensors, and attention_mask or, for packed rows,
-                documents (see `models/common/packed.py`).
+                documents (see `models/common/packed.py`); `labels_are_shifted`, if labels are.
 
         Raises:
             DataError: `documents` is malformed; see `take_documents`.
@@ -128,7 +136,7 @@ class TransformersModel(MultiModalModule):
         """
         batch = dict(batch)
         documents = take_documents(batch)
-        batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
+        batch["targets"] = targets_of_batch(batch, self.loss_options.loss_type, documents)
         if documents is not None:
             positions_of = require_packed_positions(self.traits, type(self.model).__name__)
             batch["position_ids"] = positions_of(self.model, batch, documents)
@@ -186,8 +194,9 @@ class TransformersModel(MultiModalModule):
         targets: Targets | None = batch.pop("targets", None)
         shares: SampleShares | None = batch.pop("sample_shares", None)
         is_token: torch.Tensor | None = batch.pop("is_token", batch.get("attention_mask"))
-        if "documents" in batch:
-            raise DataError("a micro-batch with 'documents' came to the model as it was collated; call prepare() first")
+        if unprepared := {"documents", "labels_are_shifted"} & batch.keys():
+            key = min(unprepared)
+            raise DataError(f"a micro-batch with '{key}' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
         if self._context is not None:
             self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)

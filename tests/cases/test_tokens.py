@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.data import build_mm_dataset
-from mindspeed_mm.data.loading import token_cache_maker
+from mindspeed_mm.data.loading import node_build
 from mindspeed_mm.utils.errors import BadSample, DataError
 from tests.support.tiny import tiny_qwen2_5_vl_dir
 from tests.support.tiny_omni import tiny_omni_processor_dir
@@ -205,7 +205,7 @@ def cached(folder: Path, model: Path, cache_dir: Path, **basic: Any) -> dict[str
 def open_on_node(local_rank: int, param: dict[str, Any], answers: Any) -> None:
     """One process of a node: open the cached data set, say which file it uses, when that was made, and a sample."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(local_rank)
-    token_cache_maker.PATIENCE = 3.0
+    node_build.PATIENCE = 3.0
     try:
         dataset = build_mm_dataset(param)
         path = dataset.cache.path

@@ -34,18 +34,21 @@ REFUSED = (
         "tool calls are written as the chat template writes them; write null, and choose the format by data.template",
     ),
     Refused(
-        "data.data_manager_type",
-        lambda value: value == "mg",
-        "pretraining from an indexed corpus is not there yet; write lf and training.stage: pt, which reads the same "
-        "files row by row",
-    ),
-    Refused(
         "training.fix_router",
         is_on,
         "experts chosen without regard to the tokens train another model, for measuring speed alone; write false",
     ),
 )
-_OF_A_CORPUS = "split|append_eod|reset_position_ids|reset_attention_mask|create_attention_mask_in_dataloader"
+_OF_A_CORPUS = (
+    "split",
+    "append_eod",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "create_attention_mask_in_dataloader",
+    "no_shared_storage",
+)
+#: keys of `data` that are of turns, which a corpus hasn't
+_OF_TURNS = ("template", "train_on_prompt", "mask_history", "default_system", "enable_thinking")
 #: why keys have no effect, where they have none
 NO_EFFECT = (
     NoEffect(r"model\.(cache_dir|model_revision)", "nothing is fetched: the directory is read as it is"),
@@ -65,7 +68,8 @@ NO_EFFECT = (
     ),
     NoEffect(r"data\.buffer_size", "data.streaming is false"),
     NoEffect(r"data\.packing", "samples of a row never see each other, as with neat_packing"),
-    NoEffect(rf"data\.({_OF_A_CORPUS}|no_shared_storage)", "they belong to data_manager_type: mg"),
+    NoEffect(rf"data\.({'|'.join(_OF_A_CORPUS)})", "they belong to data_manager_type: mg"),
+    NoEffect(rf"data\.({'|'.join(_OF_TURNS)})", "data.data_manager_type: mg reads documents, which have no turns"),
     NoEffect(r"data\.ignore_pad_token_for_loss", "padding is never a target"),
     NoEffect(r"training\.min_lr", "only lr_scheduler_type: cosine has a lowest learning rate"),
     NoEffect(r"training\.num_train_epochs", "training.max_steps is the length of the run"),
@@ -126,6 +130,8 @@ NAMES = {
     "cache_dir": "data.tokenized_path",
     "val_dataset": "data.eval_dataset",
     "val_rate": "data.val_size",
+    "dataloader_param.shuffle": "training.disable_shuffling",
+    **{f"corpus.{key}": f"data.{key}" for key in _OF_A_CORPUS},
     **{key: f"data.{key}" for key in ("max_samples", "interleave_probs", "mix_strategy", "dataset_dir")},
     **{key: f"parallel.{key}" for key in ("ep_fsdp_size", "recompute_modules", "ignored_modules")},
     **{key: f"parallel.{key}" for key in ("tp_colwise", "tp_rowwise")},
@@ -161,7 +167,12 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
 
 
 def _contradictions(config: LlmConfig, path: str) -> list[str]:
-    parallel = config.parallel
+    parallel, data = config.parallel, config.data
+    if data.data_manager_type == "mg" and config.training.disable_shuffling:
+        return [
+            f"{path}: 'training.disable_shuffling' is true and 'data.data_manager_type' mg: a corpus is shuffled by "
+            "training.seed; write false"
+        ]
     if parallel.ep_size == 1 or parallel.ep_fsdp_modules is None or not parallel.ep_fsdp_modules:
         return []
     experts = parallel.ep_modules or [f"{_LAYERS}.mlp.experts"]
@@ -177,7 +188,7 @@ def _contradictions(config: LlmConfig, path: str) -> list[str]:
 def _makes_tokens_first(config: LlmConfig) -> bool:
     """Whether rows are tokenised before training: asked for, or packed rows whose epochs are counted."""
     data, training = config.data, config.training
-    if data.tokenized_path is not None:
+    if data.tokenized_path is not None or data.data_manager_type == "mg":
         return True
     by_epochs = training.max_steps is None or ("save_epochs" in training.model_fields_set and training.save_epochs)
     return (data.packing or data.neat_packing) and not data.streaming and bool(by_epochs)
@@ -187,7 +198,8 @@ def _idle(config: LlmConfig, given: Mapping[str, Any]) -> list[str]:
     """The keys of a file that have no effect with its other values."""
     model, parallel, data, training = config.model, config.parallel, config.data, config.training
     profiles = [key for key in given if key.startswith("training.profile_")]
-    corpus = [f"data.{key}" for key in (*_OF_A_CORPUS.split("|"), "no_shared_storage")]
+    is_corpus = data.data_manager_type == "mg"
+    corpus = [f"data.{key}" for key in _OF_A_CORPUS]
     switches = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_rotary_pos_emb", "moe_grouped_gemm")
     idle = {
         "model.cache_dir": model.cache_dir is not None,
@@ -207,10 +219,11 @@ def _idle(config: LlmConfig, given: Mapping[str, Any]) -> list[str]:
         "data.overwrite_cache": data.overwrite_cache and not _makes_tokens_first(config),
         "data.preprocessing_num_workers": not _makes_tokens_first(config) and bool(data.preprocessing_num_workers),
         "data.buffer_size": not data.streaming,
-        "data.packing": data.packing and not data.neat_packing,
+        "data.packing": data.packing and not data.neat_packing and not is_corpus,
+        **{f"data.{key}": is_corpus and key in data.model_fields_set for key in _OF_TURNS},
         "data.ignore_pad_token_for_loss": not data.ignore_pad_token_for_loss,
-        **{key: is_on(given.get(key)) for key in corpus if key != "data.split"},
-        "data.split": is_given(data.split),
+        **{key: is_on(given.get(key)) and not is_corpus for key in corpus if key != "data.split"},
+        "data.split": is_given(data.split) and not is_corpus,
         "training.min_lr": training.lr_scheduler_type != "cosine" and training.min_lr is not None,
         "training.num_train_epochs": training.max_steps is not None,
         **{key: not training.profile for key in profiles},
@@ -292,7 +305,8 @@ def _data(config: LlmConfig) -> dict[str, Any]:
         "dataset_dir template train_on_prompt mask_history streaming buffer_size mix_strategy interleave_probs "
         "max_samples overwrite_cache preprocessing_num_workers packing neat_packing default_system enable_thinking"
     )
-    basic: dict[str, Any] = {key: getattr(data, key) for key in taken.split()}
+    is_corpus = data.data_manager_type == "mg"
+    basic: dict[str, Any] = {key: getattr(data, key) for key in taken.split() if not (is_corpus and key in _OF_TURNS)}
     basic |= {"dataset": _named(data, data.dataset, training), "stage": training.stage}
     if data.eval_dataset:
         basic["val_dataset"] = _named(data, data.eval_dataset, training)
@@ -303,7 +317,7 @@ def _data(config: LlmConfig) -> dict[str, Any]:
         basic |= {"preprocess_on_fly": False, "cache_dir": folder}
     return {
         "dataset_param": {
-            "dataset_type": "huggingface",
+            **_kind_of_data(data),
             "basic_parameters": basic,
             "preprocess_parameters": {
                 "model_name_or_path": model.tokenizer_name_or_path or model.model_name_or_path,
@@ -321,9 +335,17 @@ def _data(config: LlmConfig) -> dict[str, Any]:
     }
 
 
+def _kind_of_data(data: LlmData) -> dict[str, Any]:
+    """dataset_type, and what a corpus needs beside it."""
+    if data.data_manager_type == "lf":
+        return {"dataset_type": "huggingface"}
+    options = {key: getattr(data, key) for key in _OF_A_CORPUS if key != "split" or data.split is not None}
+    return {"dataset_type": "corpus", "corpus": options}
+
+
 def _named(data: LlmData, names: list[Any], training: LlmTraining) -> list[Any]:
     """Data sets as data.json writes them; entries of plain text that name no columns have theirs in `text`."""
-    if training.stage != "pt":
+    if training.stage != "pt" and data.data_manager_type != "mg":
         return names
     return [
         {**name, "pretrain": True} if isinstance(name, Mapping) and not name.get("columns") else name for name in names

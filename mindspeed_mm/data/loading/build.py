@@ -39,6 +39,11 @@ def build_dataset(
         DataError: A file or one of its first rows can't be used.
     """
     basic = param.basic_parameters
+    if param.dataset_type == "corpus":
+        raise ConfigError(
+            "dataset_param.dataset_type is corpus: its rows depend on the length of the run, which train_valid_test_"
+            "datasets_provider of mindspeed_mm.tasks.train.language is given"
+        )
     check_model_path(param.preprocess_parameters.model_name_or_path)
     if basic.template is not None:
         named_template(basic.template)  # an unknown name ends the run here, not in a worker
@@ -104,7 +109,9 @@ def open_rows_of(
 
 
 def _entries(param: DatasetParam, names: Sequence[str | Mapping[str, Any]], max_samples: int | None) -> list[DataEntry]:
-    entries = find_data_sets(names, param.basic_parameters.dataset_dir, param.attr, max_samples)
+    basic = param.basic_parameters
+    is_text = basic.stage in ("pt", "pretrain")
+    entries = find_data_sets(names, basic.dataset_dir, param.attr, max_samples, is_text=is_text)
     for entry in entries:
         if entry.attr.ranking:
             raise ConfigError(

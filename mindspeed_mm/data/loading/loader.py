@@ -82,12 +82,14 @@ class MMDataLoader:
         Packs continue over the end of an epoch: for them it is a fractional number, computed from the tokens.
         """
         size = self.sampler.planner.layout.global_batch_size
+        if (rows := getattr(self.dataset, "rows_per_epoch", None)) is not None:  # of a corpus: they continue over it
+            return rows / size
         if self.capacity is not None:
             count = getattr(self.dataset, "total_tokens", None)
             tokens = count() if callable(count) else None
             return None if tokens is None else tokens / (self.capacity * size)
-        rows = self.rows_per_epoch
-        return None if rows is None else rows // size
+        whole = self.rows_per_epoch
+        return None if whole is None else whole // size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start loading (workers begin at once) and yield micro-batches from the present position."""

@@ -126,6 +126,13 @@ def data_json_provider(
 
     described = run.data if isinstance(run.data, DataConfig) else DataConfig.from_dict(run.files.data)
     batching = _batching(run.batch)
+    if described.dataset_param.dataset_type == "corpus":
+        from mindspeed_mm.data.loading.corpus import corpus_rows
+
+        train_rows, valid_rows = corpus_rows(run, described.dataset_param, adapter)
+        # the rows are in their order already, and no step is left out, whatever their number
+        param = described.dataloader_param.model_copy(update={"shuffle": False, "drop_last": False})
+        return loaders_of_run(run, start, param, train_rows, valid_rows, batching=batching)
     limits = [length for length in (run.batch.seq_length, batching.dynamic_length) if length is not None]
     max_length = min(limits, default=None)
     datasets = build_mm_dataset(described.dataset_param, max_length=max_length, adapter=adapter, seed=run.process.seed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,15 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.data.loading.dataset import LazyEncoder, RecordDataset
+from mindspeed_mm.data.loading.node_build import BuildProgress, build_once
 from mindspeed_mm.data.loading.token_cache import TokenCache
 from mindspeed_mm.data.sources.files import RowSource
 from mindspeed_mm.data.workers import forked
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from mindspeed_mm.utils.extras import require_extra
-from mindspeed_mm.utils.launch import is_first_local_rank, rank_word, this_launch
-from mindspeed_mm.utils.log import logger
 
 _FORMAT = 2
 _CHUNK = 64
-#: seconds after which a process checks that it sees the folder of the process that builds the cache
-PATIENCE = 60.0
 #: settings without influence on ids and labels
 _WITHOUT_EFFECT = {
     "dataset", "val_dataset", "val_rate", "val_size", "val_max_samples", "max_samples", "streaming", "buffer_size",
@@ -54,21 +50,9 @@ def open_cache(dataset: RecordDataset) -> TokenCache:
             "the token cache, or leave preprocess_on_fly out"
         )
     require_extra("tables", "dataset_param.basic_parameters.preprocess_on_fly false: the token cache")
-    folder = Path(basic.cache_dir).absolute()
-    path = folder / f"tokens-{_key(dataset)}.arrow"
-    lock = path.with_suffix(".lock")
-    if not is_first_local_rank():
-        _await(path, lock, since=_launch_time() if basic.overwrite_cache else 0.0)
-        return TokenCache(str(path))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"basic_parameters.cache_dir {folder} can't be made: {error.strerror}") from error
-    from filelock import FileLock
-
-    with FileLock(lock):  # nodes that share the folder build one cache
-        if not path.is_file() or (basic.overwrite_cache and path.stat().st_mtime < _launch_time()):
-            _build(dataset, path)
+    path = Path(basic.cache_dir).absolute() / f"tokens-{_key(dataset)}.arrow"
+    key, overwrite = "basic_parameters.cache_dir", basic.overwrite_cache
+    build_once(path, lambda working: _build(dataset, working), "token cache", key, overwrite=overwrite)
     return TokenCache(str(path))
 
 
@@ -111,26 +95,14 @@ def _build(dataset: RecordDataset, path: Path) -> None:
             ("note", pa.string()),
         ]
     )
-    working = path.with_suffix(f".{os.getpid()}.tmp")
-    rows, started = len(dataset.source), time.perf_counter()
-    logger.info(f"building the token cache of {rows} rows in {path}")
-    try:
-        with (
-            pa.OSFile(str(working), "wb") as sink,
-            pa.ipc.new_file(sink, schema) as writer,
-            _Progress(rows) as progress,
-        ):
-            for chunk in _prepared_rows(dataset):
-                writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema))
-                progress.advance(len(chunk))
-        with open(working, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(working, path)
-    except OSError as error:
-        raise DataError(f"token cache {path} can't be written: {error.strerror or error}") from error
-    finally:
-        working.unlink(missing_ok=True)
-    logger.info(f"token cache built in {time.perf_counter() - started:.1f} s")
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+        BuildProgress("token cache", len(dataset.source)) as progress,
+    ):
+        for chunk in _prepared_rows(dataset):
+            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema))
+            progress.advance(len(chunk))
 
 
 class _Rows:
@@ -182,61 +154,3 @@ def _prepared_rows(dataset: RecordDataset) -> Iterator[list[dict[str, Any]]]:
         if isinstance(chunk, Exception):
             raise chunk
         yield chunk
-
-
-class _Progress:
-    """A bar on a terminal; elsewhere a line now and then."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._total, self._done, self._logged = total, 0, time.perf_counter()
-        self._bar = Progress(
-            *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn(), console=console
-        )
-        self._quiet = not console.is_terminal
-        self._task = self._bar.add_task("token cache", total=total)
-
-    def __enter__(self) -> _Progress:
-        if not self._quiet:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self, rows: int) -> None:
-        self._done += rows
-        self._bar.advance(self._task, rows)
-        if self._quiet and time.perf_counter() - self._logged > 10:
-            self._logged = time.perf_counter()
-            logger.info(f"token cache: {self._done} of {self._total} rows")
-
-
-def _await(path: Path, lock: Path, since: float) -> None:
-    """Wait until local rank 0 of this node has built the cache.
-
-    Raises:
-        DataError: Neither the cache nor the lock of the process that builds it can be seen here.
-    """
-    started = time.monotonic()
-    while not (path.is_file() and path.stat().st_mtime >= since):
-        if not lock.exists() and time.monotonic() - started > PATIENCE:
-            raise DataError(
-                f"rank {rank_word()} (local rank {this_launch().local_rank}) sees no token cache "
-                f"{path} and no process building it; every process of a node must see the same "
-                f"basic_parameters.cache_dir (working folder here: {os.getcwd()})"
-            )
-        time.sleep(0.2)
-
-
-def _launch_time() -> float:
-    """When this launch began: the start of the launcher (the parent process), in seconds since the epoch."""
-    try:
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, StopIteration):
-        return time.time()

@@ -78,7 +78,8 @@ class RowSource:
             RecordReader(entry.attr, default_system, is_text, entry.optional, entry.leads, entry.unread)
             for entry in entries
         ]
-        self.files: list[RowFile] = [open_rows(path) for entry in entries for path in entry.paths]
+        paths = [path for entry in entries for path in entry.paths]
+        self.files: list[RowFile] = [open_rows(path, is_text=is_text) for path in paths]
         self._owner = [number for number, entry in enumerate(entries) for _ in entry.paths]
         self._mixture = mixture or Mixture()
         self._drawn_entry, self._drawn_row = array("i"), array("q")

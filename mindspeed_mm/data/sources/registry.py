@@ -21,7 +21,12 @@ _NOT_DATA = (REGISTRY, "dataset_dict.json", "state.json")
 
 
 def find_data_sets(
-    names: Sequence[str | Mapping[str, Any]], dataset_dir: str, attr: DatasetAttr, max_samples: int | None = None
+    names: Sequence[str | Mapping[str, Any]],
+    dataset_dir: str,
+    attr: DatasetAttr,
+    max_samples: int | None = None,
+    *,
+    is_text: bool = False,
 ) -> list[DataEntry]:
     """Return the data sets that `dataset` names.
 
@@ -33,6 +38,7 @@ def find_data_sets(
         dataset_dir: Folder of files, registry and media.
         attr: Names of columns and roles of files that are named themselves; entries have their own.
         max_samples: Upper bound on the rows of each data set.
+        is_text: Rows are plain text: folders give their .txt files, too.
 
     Raises:
         DataError: Neither a file nor a registered name; the message has the nearest of both.
@@ -43,23 +49,23 @@ def find_data_sets(
         if isinstance(name, Mapping):
             label = str(name.get("file_name") or f"dataset[{number}]")
             entry = read_entry(name, label, "dataset_param.basic_parameters.dataset")
-            found.append(_from_entry(entry, label, dataset_dir, max_samples))
-        elif paths := find_files(name, dataset_dir):
+            found.append(_from_entry(entry, label, dataset_dir, max_samples, is_text))
+        elif paths := find_files(name, dataset_dir, is_text):
             found.append(DataEntry(name, paths, attr, dataset_dir, max_samples))
         else:
-            found.append(_registered(name, dataset_dir, max_samples, names))
+            found.append(_registered(name, dataset_dir, max_samples, names, is_text))
     return found
 
 
 def _registered(
-    name: str, dataset_dir: str, max_samples: int | None, names: Sequence[str | Mapping[str, Any]]
+    name: str, dataset_dir: str, max_samples: int | None, names: Sequence[str | Mapping[str, Any]], is_text: bool
 ) -> DataEntry:
     file = os.path.join(dataset_dir, REGISTRY)
     registry = read_registry(file) if os.path.isfile(file) else {}
     if name not in registry:
         used = [Path(other).name for other in names if isinstance(other, str)]
         raise DataError(_not_found(name, dataset_dir, registry, used))
-    return _from_entry(read_entry(registry[name], name, file), name, dataset_dir, max_samples)
+    return _from_entry(read_entry(registry[name], name, file), name, dataset_dir, max_samples, is_text)
 
 
 @functools.lru_cache(maxsize=4)
@@ -75,11 +81,11 @@ def read_registry(file: str) -> Mapping[str, Any]:
     return _read_registry(file, os.stat(file).st_mtime_ns)
 
 
-def _from_entry(entry: RegistryEntry, name: str, dataset_dir: str, max_samples: int | None) -> DataEntry:
+def _from_entry(entry: RegistryEntry, name: str, dataset_dir: str, max_samples: int | None, is_text: bool) -> DataEntry:
     attr, optional = entry.attr()
     paths: tuple[str, ...] = ()
     for file in entry.file_name or ():
-        found = find_files(file, dataset_dir)
+        found = find_files(file, dataset_dir, is_text)
         if not found:
             raise DataError(f"data set '{name}': {_not_found(file, dataset_dir, {})}")
         paths += found
@@ -100,7 +106,7 @@ def _from_entry(entry: RegistryEntry, name: str, dataset_dir: str, max_samples: 
     )
 
 
-def find_files(name: str, folder: str) -> tuple[str, ...]:
+def find_files(name: str, folder: str, is_text: bool = False) -> tuple[str, ...]:
     """Return the files that a name stands for, in `folder` or as written; empty if there are none.
 
     A folder gives its data files in the order of their names, without hidden ones; a pattern its matches.
@@ -112,7 +118,7 @@ def find_files(name: str, folder: str) -> tuple[str, ...]:
         if os.path.isfile(candidate):
             return (candidate,)
         if os.path.isdir(candidate):
-            return _files_of_folder(candidate)
+            return _files_of_folder(candidate, (*_DATA_SUFFIXES, ".txt") if is_text else _DATA_SUFFIXES)
         if any(sign in name for sign in "*?["):
             matches = sorted(path for path in glob.glob(candidate) if os.path.isfile(path))
             if matches:
@@ -120,16 +126,16 @@ def find_files(name: str, folder: str) -> tuple[str, ...]:
     return ()
 
 
-def _files_of_folder(folder: str) -> tuple[str, ...]:
+def _files_of_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     names = sorted(
         entry.name
         for entry in os.scandir(folder)
         if entry.is_file() and not entry.name.startswith(".") and entry.name not in _NOT_DATA
     )
-    files = [name for name in names if name.lower().endswith(_DATA_SUFFIXES)]
+    files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:
         seen = f"found {', '.join(names[:8])}" if names else "it is empty"
-        raise DataError(f"{folder}: a folder without data files ({', '.join(_DATA_SUFFIXES)}); {seen}")
+        raise DataError(f"{folder}: a folder without data files ({', '.join(suffixes)}); {seen}")
     return tuple(os.path.join(folder, name) for name in files)
 
 

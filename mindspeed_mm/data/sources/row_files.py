@@ -46,8 +46,25 @@ class JsonFile(TextFile):
         return value
 
 
-def open_rows(path: str) -> RowFile:
+class LineFile(TextFile):
+    """Rows of a file of plain text: each line that isn't blank is a row with the column `text`."""
+
+    def _find(self, position: int) -> tuple[RowBounds, int | None] | None:
+        return find_lines(self.path, position)
+
+    def _parse(self, text: bytes, index: int) -> dict[str, Any]:
+        try:
+            return {"text": text.decode("utf-8-sig").rstrip("\r\n")}
+        except UnicodeDecodeError as error:
+            what = f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
+            raise BadSample(f"{self.where(index)}: {what}", BAD_ROW) from None
+
+
+def open_rows(path: str, *, is_text: bool = False) -> RowFile:
     """Open a data file by its content, whatever its suffix.
+
+    Args:
+        is_text: Rows are plain text: a file named .txt without JSON in it consists of lines.
 
     Raises:
         DataError: Unreadable or unknown content.
@@ -66,4 +83,9 @@ def open_rows(path: str) -> RowFile:
             raise DataError(
                 f"{path}: this is a {name} file; expected json, jsonl, csv, parquet or arrow, not compressed"
             )
-    return CsvFile(path) if json_shape(path) is None else JsonFile(path)
+    if json_shape(path) is not None:
+        return JsonFile(path)
+    if path.lower().endswith((".parquet", ".arrow")):
+        kind, begin = ("parquet", "PAR1") if path.lower().endswith(".parquet") else ("arrow", "ARROW1")
+        raise DataError(f"{path}: this is no {kind} file: it begins with {magic[:8]!r}; expected {begin}")
+    return LineFile(path) if is_text and path.lower().endswith(".txt") else CsvFile(path)

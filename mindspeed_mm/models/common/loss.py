@@ -88,21 +88,36 @@ class Targets:
         return replace(self, index=places[own], tokens=self.tokens[own], weights=weights)
 
 
-def select_targets(labels: torch.Tensor, loss_type: LossType, documents: torch.Tensor | None = None) -> Targets:
+def targets_of_batch(batch: dict[str, Any], loss_type: LossType, documents: torch.Tensor | None = None) -> Targets:
+    """Find the target positions of a micro-batch by its `labels`; see `select_targets`.
+
+    `labels_are_shifted` is removed from the batch: true where labels already are the tokens after each position.
+    """
+    shifted = bool(batch.pop("labels_are_shifted", False))
+    return select_targets(batch["labels"], loss_type, documents, is_shifted=shifted)
+
+
+def select_targets(
+    labels: torch.Tensor, loss_type: LossType, documents: torch.Tensor | None = None, *, is_shifted: bool = False
+) -> Targets:
     """Find the target positions of a micro-batch.
 
     Args:
-        labels: [batch, sequence] int64, not shifted, -100 where there is no target. On the host this costs no
-            synchronisation with the device.
+        labels: [batch, sequence] int64, -100 where there is no target. On the host this costs no synchronisation with
+            the device.
         loss_type: see the module's table; for packed rows, "row" there means one sample.
         documents: [batch, sequence] int64, number of each position's sample in a packed row, 0 for padding; a sample's
-            last token never predicts the next sample's first. None: each row is one sample.
+            last token never predicts the next sample's first, unless labels are shifted and say so. None: each row is
+            one sample.
+        is_shifted: a label is the token after its position; else it is the token at its position.
     """
-    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    shifted = labels if is_shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     is_target = shifted != IGNORE_INDEX
     row = torch.arange(len(labels), device=labels.device).unsqueeze(1).expand(labels.shape)
     if documents is not None:
-        is_target &= (F.pad(documents[:, 1:], (0, 1)) == documents) & (documents > 0)
+        is_target &= documents > 0
+        if not is_shifted:
+            is_target &= F.pad(documents[:, 1:], (0, 1)) == documents
         row = row * (documents.max() + 1) + documents
     index = is_target.flatten().nonzero().squeeze(1)
     tokens = shifted.flatten()[index]

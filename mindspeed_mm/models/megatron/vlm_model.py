@@ -20,7 +20,7 @@ from mindspeed_mm.models.common.families import require_megatron_form
 from mindspeed_mm.models.common.family import freeze_parts, require_packed_positions
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.idle_tower import ZeroContribution
-from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, select_targets
+from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, finish_loss, targets_of_batch
 from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
@@ -331,7 +331,7 @@ class VLModel(MegatronModule):
             documents = F.pad(documents, (0, target - length))
             batch["sample_lengths"] = run_lengths(documents)
         if batch.get("labels") is not None:
-            batch["targets"] = select_targets(batch["labels"], self.loss_options.loss_type, documents)
+            batch["targets"] = targets_of_batch(batch, self.loss_options.loss_type, documents)
         if self.towers is not None:
             batch["media_tokens"] = self._count_media_tokens(batch)
         return batch

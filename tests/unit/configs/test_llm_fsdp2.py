@@ -50,6 +50,7 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
+MG = "data.data_manager_type=mg"
 #: words after the file → what they make of the run, and what it is without them
 CHANGES: dict[str, tuple[str, Any, Any]] = {
     "model.model_name_or_path=other": ("model.init_from_hf_path", "hf", "other"),
@@ -118,6 +119,22 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "data.packing=true": ("batch.packs", False, True),
     "data.neat_packing=true": ("batch.packs", False, True),
     "data.packing=true training.num_train_epochs=1": ("basic.cache_dir", None, "out/tokens"),
+    "data.data_manager_type=mg": ("data.dataset_param.dataset_type", "huggingface", "corpus"),
+    f"{MG} data.split='90,5,5'": ("corpus.split", None, [90.0, 5.0, 5.0]),
+    f"{MG} data.append_eod=true": ("corpus.append_eod", None, True),
+    f"{MG} data.append_eod=true data.reset_attention_mask=true": ("batch.packs", False, True),
+    f"{MG} data.append_eod=true data.reset_attention_mask=true data.reset_position_ids=true": (
+        "corpus.reset_position_ids",
+        None,
+        True,
+    ),
+    f"{MG} data.create_attention_mask_in_dataloader=true": ("corpus.create_attention_mask_in_dataloader", None, True),
+    f"{MG} data.no_shared_storage=true": ("corpus.no_shared_storage", None, True),
+    f"{MG} data.max_samples=7": ("basic.max_samples", None, 7),
+    f"{MG} data.overwrite_cache=true": ("basic.overwrite_cache", False, True),
+    f"{MG} data.preprocessing_num_workers=2": ("basic.preprocessing_num_workers", None, 2),
+    f"{MG} data.tokenized_path=index": ("basic.cache_dir", None, "index"),
+    f"{MG} training.num_train_epochs=1": ("basic.cache_dir", None, "out/tokens"),
     "data.default_system=hello": ("basic.default_system", None, "hello"),
     "data.enable_thinking=false": ("basic.enable_thinking", True, False),
     "training.output_dir=o": ("checkpoint.save", "out", "o"),
@@ -186,7 +203,7 @@ REFUSED = {
     "model.new_special_tokens_config=t.json": "the vocabulary doesn't grow here",
     "model.quant_recipe_name=mxfp8": "training in 8 bits is not there",
     "data.tool_format=qwen": "'data.tool_format' is 'qwen'; tool calls are written as the chat template writes them",
-    "data.data_manager_type=mg": "pretraining from an indexed corpus is not there yet",
+    "data.data_manager_type=mg training.disable_shuffling=true": "a corpus is shuffled by training.seed",
     "training.fix_router=true": "train another model",
     "training.optimizer=lion": "'training.optimizer' is 'lion'; expected one of adamw, muon",
 }
@@ -215,6 +232,16 @@ IDLE = {
     "data.reset_attention_mask=true": "data_manager_type: mg",
     "data.create_attention_mask_in_dataloader=true": "data_manager_type: mg",
     "data.no_shared_storage=true": "data_manager_type: mg",
+    **{
+        f"{MG} data.{word}": "documents, which have no turns"
+        for word in (
+            "template=gpt",
+            "train_on_prompt=true",
+            "mask_history=true",
+            "default_system=a",
+            "enable_thinking=0",
+        )
+    },
     "data.ignore_pad_token_for_loss=false": "padding is never a target",
     "training.lr_scheduler_type=linear training.min_lr=0": "only lr_scheduler_type: cosine",
     "training.max_steps=4 training.num_train_epochs=2": "training.max_steps is the length",
@@ -247,12 +274,13 @@ def found(run: Run, path: str) -> Any:
     starts = {
         "basic": basic(run),
         "preprocess": run.data.dataset_param.preprocess_parameters,  # type: ignore[union-attr]
+        "corpus": run.data.dataset_param.corpus,  # type: ignore[union-attr]
         "static": run.tools.profile.static_param,
     }
     first, *rest = path.split(".")
     value = starts[first] if first in starts else getattr(run, first)
     for name in rest:
-        value = getattr(value, name)
+        value = getattr(value, name) if value is not None else None
     return value
 
 
@@ -303,6 +331,17 @@ def test_what_has_no_effect_is_said(folder: Path, said: list[str]) -> None:
         ("data.eval_dataset=a data.val_size=2", "'eval_dataset' and 'val_size' 2 are both given"),
         ("data.val_size=1.5", "'data.val_size' is 1.5; expected a number of rows, or a share"),
         ("data.streaming=true data.val_size=2", "'val_size' needs the number of rows"),
+        (f"{MG} data.split=90,5,4", "corpus.split is 'data.split'"),
+        (f"{MG} data.split=90,5,4", "the shares add up to 99; expected 100"),
+        (f"{MG} data.split=[100]", "expected three shares"),
+        (f"{MG} data.split=0,100,0", "no document is left to train on"),
+        (f"{MG} data.reset_position_ids=true", "set both, or neither"),
+        (f"{MG} data.reset_attention_mask=true", "set 'append_eod' to true"),
+        (f"{MG} data.streaming=true", "a corpus is indexed before training; set it to false"),
+        (f"{MG} data.neat_packing=true", "rows of a corpus are full by themselves"),
+        (f"{MG} data.val_size=0.5", "documents for validation are the second share of corpus.split"),
+        (f"{MG} data.eval_dataset=a", "val_dataset is 'data.eval_dataset'"),
+        (f"{MG} data.mix_strategy=interleave_over", "come one after the other, and are shuffled; write concat"),
         ("parallel.tp_size=2 parallel.tp_colwise=['*.wi']", "write the path, such as model.layers.{*}.self_attn.wi"),
         ("parallel.ep_size=2 parallel.ep_fsdp_modules=[lm_head]", "'parallel.ep_fsdp_modules' names 'lm_head'"),
         ("training.per_device_train_batch_size=3 --global-batch-size=20", "'training.per_device_train_batch_size'"),
