@@ -179,6 +179,10 @@ how a step is split into them; true is what every other run does. Rows are token
 pass over the data before. `data.tokenized_path` names a folder for tokens made before training; packed rows whose
 length is given in epochs need them, and put them into `tokens/` of the output folder where it is absent (extra
 `tables`).
+
+`data.data_manager_type: mg` reads documents instead of rows, for pretraining (data.json's `dataset_type: corpus`, see
+[data.md](data.md#documents-for-pretraining); extra `megatron`). Their index goes to `data.tokenized_path`, or into
+`tokens/` of the output folder; `training.stage` may be left out.
 """
 
 

@@ -137,10 +137,12 @@ class LlmData(Section):
     max_samples: Annotated[int | None, BeforeValidator(read_row_limit)] = Field(
         None, description="upper bound on the rows of each data set"
     )
-    overwrite_cache: Bool = Field(False, description="make the tokens anew; only with tokenized_path, or packed epochs")
+    overwrite_cache: Bool = Field(
+        False, description="make the tokens anew; only with tokenized_path, packed epochs, or mg"
+    )
     preprocessing_batch_size: Count = Field(1000, description="no effect: rows are tokenised one by one")
     preprocessing_num_workers: Count | None = Field(
-        None, description="processes that make the tokens; only with tokenized_path, or packed epochs"
+        None, description="processes that make the tokens; only with tokenized_path, packed epochs, or mg"
     )
     packing: Bool = Field(
         False, description="several samples share a row of cutoff_len tokens and never see each other"
@@ -153,14 +155,24 @@ class LlmData(Section):
         None, description="folder of the tokens, made there before training and taken from there by the next run"
     )
     data_manager_type: Annotated[str, one_of(("lf", "mg"))] = Field(
-        "lf", description="lf: rows as above; mg: a corpus for pretraining"
+        "lf", description="lf: rows as above; mg: documents for pretraining in rows of cutoff_len tokens"
     )
-    split: str | None = Field(None, description="mg: shares of training, validation and test")
+    split: str | list[float] | None = Field(
+        None, description="mg: shares of the documents for training, validation and test; null = 100,0,0"
+    )
     append_eod: Bool = Field(False, description="mg: an end token after each document")
-    reset_position_ids: Bool = Field(False, description="mg: positions begin anew with each document")
-    reset_attention_mask: Bool = Field(False, description="mg: documents don't see each other")
-    create_attention_mask_in_dataloader: Bool = Field(False, description="mg: no effect")
-    no_shared_storage: Bool = Field(False, description="mg: each node builds its own index")
+    reset_position_ids: Bool = Field(
+        False, description="mg: positions begin anew with each document; only with reset_attention_mask"
+    )
+    reset_attention_mask: Bool = Field(
+        False, description="mg: documents don't see each other, and positions begin anew; needs append_eod"
+    )
+    create_attention_mask_in_dataloader: Bool = Field(
+        False, description="mg: no effect: attention is given the bounds of documents, not a mask"
+    )
+    no_shared_storage: Bool = Field(
+        False, description="mg: no effect: the first process of each node builds the index where it finds none"
+    )
     ignore_pad_token_for_loss: Bool = Field(True, description="padding is never a target, whatever this says")
 
     @model_validator(mode="after")

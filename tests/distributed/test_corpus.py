@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import launch_flags, metrics_of, run_entry, write_run_files
@@ -221,3 +222,116 @@ def test_losses_are_those_of_transformers(
     assert found_norms == pytest.approx(norms, rel=1e-4)
     records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in record]
     assert [record["consumed_samples"] for record in records] == [ROWS * (step + 1) for step in range(STEPS)]
+
+
+def build(folder: str, basic: dict[str, Any], corpus: dict[str, Any], words: list[str]) -> Any:
+    """Rows of a corpus in this process, or the error's text."""
+    from mindspeed_mm.configs.describe import describe
+    from mindspeed_mm.data.loading.corpus import corpus_rows
+    from mindspeed_mm.tasks.train.language import TRANSFORMERS
+    from mindspeed_mm.utils.errors import MMError
+
+    data = {
+        "dataset_type": "corpus",
+        "corpus": corpus,
+        "basic_parameters": {"dataset_dir": folder, "cache_dir": f"{folder}/index", **basic},
+        "preprocess_parameters": {"model_name_or_path": str(hf_dir())},
+    }
+    Path(folder, "data.json").write_text(json.dumps({"dataset_param": data}))
+    try:
+        run = describe([*words, "--mm-data", f"{folder}/data.json"], TRANSFORMERS)
+        rows, _ = corpus_rows(run, run.data.dataset_param, None)  # type: ignore[union-attr]
+    except MMError as error:
+        return str(error)
+    return [rows[number]["input_ids"].tolist() for number in range(len(rows))]
+
+
+def broken_and_again(folder: str, words: list[str]) -> tuple[str, list[str], Any]:
+    """A build that is interrupted halfway, what it left, and the next one."""
+    from mindspeed_mm.data.loading import corpus_index
+
+    whole, basic = corpus_index.write_documents, {"dataset": "a.parquet, b.jsonl, c.txt"}
+
+    folders = {path.name for path in Path(folder, "index").iterdir()}
+
+    def interrupted(prefix: Path, documents: Any, vocabulary: int) -> None:
+        Path(f"{prefix}.bin").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    corpus_index.write_documents = interrupted
+    try:
+        build(folder, basic, {}, words)
+    except KeyboardInterrupt:
+        broken = "interrupted"
+    finally:
+        corpus_index.write_documents = whole
+    left = [path for path in Path(folder, "index").iterdir() if path.name not in folders]
+    killed = left[0].with_suffix(".12345.tmp")  # what a build that is killed leaves
+    killed.mkdir()
+    (killed / "documents.bin").write_bytes(b"half")
+    return broken, [path.suffix for path in left], build(folder, basic, {}, words)
+
+
+def test_bad_documents_and_interrupted_builds(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    names, pool = write_texts(tmp_path), megatron_pools[1]
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "a"}))
+    (tmp_path / "empty.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("red", "", "blue")))
+    (tmp_path / "no.parquet").write_text("red green")
+    files = write_run_files(tmp_path / "files", hf_dir(), tmp_path)
+    sizes = {"micro_batch_size": 1, "global_batch_size": 2, "seq_length": LENGTH, "train_iters": 1, "mm_data": None}
+    words = launch_flags(files, **sizes)
+
+    def refusal(dataset: str, words: list[str] = words, corpus: Any = None, **basic: Any) -> str:
+        (found,) = pool.run(build, str(tmp_path), {"dataset": dataset, **basic}, corpus or {}, words)
+        assert isinstance(found, str), found
+        return found
+
+    missing = refusal("other.jsonl")
+    assert "other.jsonl, line 1" in missing and "'text'" in missing and "body" in missing
+    assert refusal("empty.jsonl").endswith("empty.jsonl, line 2 (row 2): the text is empty; expected a document")
+    assert "no.parquet: this is no parquet file: it begins with" in refusal("no.parquet")
+    few = refusal("empty.jsonl", on_bad_sample="skip")
+    assert "the 2 document(s) of 2 for training have" in few and f"more than the {LENGTH} of a row" in few
+    assert "data file not found" in refusal("a.parqet") and "did you mean 'a.parquet'" in refusal("a.parqet")
+    assert "the shares add up to 99" in refusal(names, corpus={"split": "90,5,4"})
+    assert "--seq-length, or cutoff_len" in refusal(names, launch_flags(files, **{**sizes, "seq_length": None}))
+    ((broken, left, rows),) = pool.run(broken_and_again, str(tmp_path), words)
+    assert (broken, left) == ("interrupted", [".lock"]) and len(rows) >= 2
+    assert not list((tmp_path / "index").glob("*.tmp"))
+    (several,) = pool.run(build, str(tmp_path), {"dataset": names, "preprocessing_num_workers": 2}, {}, words)
+    assert several == rows
+
+
+def test_the_door_of_train_fsdp2(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """As in the published example for pretraining, by epochs: the loss falls, and the run resumes where it stopped."""
+    write_texts(tmp_path)
+    content = {
+        "model": {"model_name_or_path": str(hf_dir())},
+        "parallel": {"fsdp_modules": ["model.layers.{*}"], "param_dtype": "fp32"},
+        "data": {
+            "dataset": [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.txt")],
+            "template": "gpt",
+            "cutoff_len": LENGTH,
+            "max_samples": 100000,
+            "overwrite_cache": True,
+            "preprocessing_num_workers": 1,
+            "data_manager_type": "mg",
+        },
+        "training": {
+            "output_dir": str(tmp_path / "whole"),
+            "lr": 1e-3,
+            "num_train_epochs": 3,
+            "save_hf_weights": False,
+        },
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    words, pool = [str(tmp_path / "run.yaml"), "--distributed-backend", "gloo"], megatron_pools[2]
+    pool.run(run_entry, words, "train_fsdp2.py", timeout=120)
+    losses, _ = metrics_of(tmp_path / "whole")
+    assert len(losses) > 3 and losses[-1] < losses[0]
+    halves = [words[0], f"training.output_dir={tmp_path / 'half'}", "training.save_steps=2", *words[1:]]
+    pool.run(run_entry, [*halves, "--exit-interval", "2"], "train_fsdp2.py", timeout=120)
+    again = [*halves[:2], f"training.resume_from_checkpoint={tmp_path / 'half'}", *halves[2:]]
+    one = ["training.gradient_accumulation_steps=2"]  # the same global batch on one process
+    megatron_pools[1].run(run_entry, [again[0], *one, *again[1:]], "train_fsdp2.py", timeout=120)
+    assert metrics_of(tmp_path / "half")[0] == pytest.approx(losses, rel=1e-6)
