@@ -89,6 +89,12 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
     if is_generation_data(content):
         return clip_check.check_clips(options, content, folder)
     config = DataConfig.from_dict(content, file=options.data_json)
+    if config.dataset_param.dataset_type == "corpus":
+        raise ConfigError(
+            f"{options.data_json}: 'dataset_param.dataset_type' is corpus: its documents are read whole when a run "
+            "builds their index, which reports the first that can't be used (on_bad_sample: skip counts them); this "
+            "command checks rows, expected huggingface or multimodal"
+        )
     refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
     facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))

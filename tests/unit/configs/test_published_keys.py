@@ -131,7 +131,7 @@ def test_other_dataset_types_name_their_script() -> None:
         script = {
             "bagel": "is not there yet: it belongs to pretrain_omni.py",
             "vace": "is not there yet: it belongs to pretrain_sora.py",
-        }.get(value, "belongs to pretrain_sora.py; expected huggingface or multimodal")
+        }.get(value, "belongs to pretrain_sora.py; expected huggingface, multimodal or corpus")
         with pytest.raises(ConfigError, match=f"'{value}'; this dataset type {script}"):
             DataConfig.from_dict(with_key(data_file(), "dataset_param.dataset_type", value))
 

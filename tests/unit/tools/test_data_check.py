@@ -98,6 +98,12 @@ def test_bad_input_is_said(data_json: Path, capsys: pytest.CaptureFixture[str]) 
     data_json.write_text(json.dumps(config), encoding="utf-8")
     assert main(["data", "check", str(data_json)]) == 1
     assert "datset" in capsys.readouterr().err
+    del config["dataset_param"]["basic_parameters"]["datset"]
+    config["dataset_param"]["basic_parameters"]["cache_dir"] = "index"
+    config["dataset_param"]["dataset_type"] = "corpus"
+    data_json.write_text(json.dumps(config), encoding="utf-8")
+    assert main(["data", "check", str(data_json)]) == 1
+    assert "'dataset_param.dataset_type' is corpus: its documents are read whole" in capsys.readouterr().err
 
 
 def test_says_where_it_writes_at_the_start_and_the_end(data_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
