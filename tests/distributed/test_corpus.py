@@ -181,7 +181,9 @@ CASES = {
     "ends": {},
     "masked": {"reset_attention_mask": True},
     "masked, positions": {"reset_attention_mask": True, "reset_position_ids": True},
+    "masked, split tokens": {"reset_attention_mask": True},
 }
+FLAGS: dict[str, dict[str, Any]] = {"masked, split tokens": {"context_parallel_size": 2}}
 
 
 @pytest.mark.parametrize(
@@ -199,10 +201,13 @@ def test_losses_are_those_of_transformers(
 ) -> None:
     data = data_of(tmp_path, **CASES[name])
     options = {"micro_batch_size": 1, "save": tmp_path / "run", "no_save_optim": True, "log_row_ids": True}
+    options |= FLAGS.get(name, {})
     words = words_of(tmp_path, data, **options)
     pool = megatron_pools[ranks]
     pool.run(run_entry, words, timeout=120)
-    ((batches, _),) = megatron_pools[1].run(batches_of_loader, words, 0, STEPS * ROWS)
+    ((batches, _),) = megatron_pools[1].run(
+        batches_of_loader, words_of(tmp_path, data, micro_batch_size=1), 0, STEPS * ROWS
+    )
     rows = [{"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in batches]
     eod = json.loads((hf_dir() / "config.json").read_text())["eos_token_id"]
     has_mask, restarts = (CASES[name].get(key, False) for key in ("reset_attention_mask", "reset_position_ids"))
