@@ -288,7 +288,7 @@ class DatasetParam(Section):
 
     dataset_type: Annotated[str, one_of(("huggingface", "multimodal", "corpus"), tuple(DATASET_TYPES))] = Field(
         description="huggingface; multimodal: basic_parameters are data_path, data_folder and repeat_time, or a list; "
-        "ours: corpus: documents in rows of full length, through Megatron-core's GPTDataset"
+        "corpus (ours): documents for pretraining, through Megatron-core's GPTDataset"
     )
     basic_parameters: BasicParameters = Field(description="rows and targets")
     preprocess_parameters: PreprocessParameters = Field(description="processor and media limits")
