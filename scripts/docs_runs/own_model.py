@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from scripts.docs_runs import parallelism
+from scripts.docs_runs import corpus, parallelism
 from scripts.docs_runs.common import (
     CHINESE,
     README,
@@ -72,7 +72,8 @@ def run() -> Done:
     done |= configuration(page_of("configuration.md"))
     done |= convert(page_of("checkpoints.md"))
     done |= migrating(page_of("migrating.md"))
-    return done | parallelism.run(page_of("parallelism.md"))
+    done |= parallelism.run(page_of("parallelism.md"))
+    return done | corpus.run(page_of("data.md"))
 
 
 def write_model() -> None:
