@@ -38,12 +38,20 @@ class Step:
     def differences(self, expected: Step) -> tuple[float, float, float, str]:
         """Relative differences of loss, norm and the worst gradient from those expected, and that gradient's name."""
         assert self.gradients.keys() <= expected.gradients.keys()
-        floor = 1e-6 * expected.norm  # of gradients that are zero but for rounding (biases of keys)
         worst, name = max(
-            (float((self.gradients.get(name, 0) - g).norm() / max(float(g.norm()), floor)), name)
+            (float((self.gradients.get(name, 0) - g).norm() / max(float(g.norm()), expected.floor(name))), name)
             for name, g in expected.gradients.items()
         )
         return _relative(self.loss, expected.loss), _relative(self.norm, expected.norm), worst, name
+
+    def floor(self, name: str) -> float:
+        """The norm that a gradient's difference is at least measured against.
+
+        The bias of keys without rotary positions, which softmax takes away, has a gradient that is rounding only: that
+        of sums as large as its weight's gradient.
+        """
+        weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith("k_proj.bias") else None
+        return max(1e-6 * self.norm, 0.0 if weight is None else 1e-3 * float(weight.norm()))
 
 
 def _relative(found: float, expected: float) -> float:
