@@ -51,7 +51,7 @@ class Step:
         of sums as large as its weight's gradient.
         """
         weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith("k_proj.bias") else None
-        return max(1e-6 * self.norm, 0.0 if weight is None else 1e-3 * float(weight.norm()))
+        return max(1e-6 * self.norm, 0.0 if weight is None else float(weight.norm()))
 
 
 def _relative(found: float, expected: float) -> float:
