@@ -184,9 +184,6 @@ class Fsdp2Config(Section):
         for key in ("align_fsdp_param_groups",):
             if key in config.model_fields_set:
                 notice(f"{file}: '{key}' has {cls.model_fields[key].description}", key=f"fsdp2:{key}")
-        for key in ("activation_offload_modules", "chunk_mbs_modules"):
-            if getattr(config, key):
-                notice(f"{file}: '{key}' has no effect yet; it saves memory, and changes no result", key=f"fsdp2:{key}")
         if config.pin_memory and not config.offload_to_cpu:
             notice(f"{file}: 'pin_memory' has no effect without offload_to_cpu: true", key="fsdp2:pin_memory")
         return config

@@ -47,11 +47,9 @@ class Step:
     def floor(self, name: str) -> float:
         """The norm that a gradient's difference is at least measured against.
 
-        The bias of keys without rotary positions, which softmax takes away, has a gradient that is rounding only: that
-        of sums as large as its weight's gradient.
+        The bias of keys without rotary positions, which softmax takes away, has a gradient that is rounding only.
         """
-        weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith("k_proj.bias") else None
-        return max(1e-6 * self.norm, 0.0 if weight is None else float(weight.norm()))
+        return (1e-5 if name.endswith("k_proj.bias") else 1e-6) * self.norm
 
 
 def _relative(found: float, expected: float) -> float:
