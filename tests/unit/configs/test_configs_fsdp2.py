@@ -204,3 +204,14 @@ def test_two_keys_about_the_sharding_of_experts() -> None:
     for size, whole in ((2, False), (1, True)):
         with pytest.raises(ConfigError, match=r"'ep_fsdp_size' is . and 'reshard_local_experts' .*; keep ep_fsdp_size"):
             Fsdp2Config.from_dict({"ep_fsdp_size": size, "reshard_local_experts": whole})
+
+
+def test_keys_that_have_an_effect_give_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("mindspeed_mm.configs.fsdp2_config.notice", lambda text, **_: said.append(text))
+    layers = ["model.layers.{*}"]
+    keys = {"recompute_modules": layers, "activation_offload_modules": layers, "chunk_mbs_modules": layers}
+    Fsdp2Config.from_dict(keys)
+    assert said == []
+    Fsdp2Config.from_dict({**keys, "align_fsdp_param_groups": True})
+    assert len(said) == 1 and "align_fsdp_param_groups" in said[0]
