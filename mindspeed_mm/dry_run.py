@@ -115,6 +115,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         fsdp2_config_path=path,
         fsdp2=with_precision(run.fsdp2, run.precision),
         dims=run.dims,
+        lora=run.lora,
         sequence_parallel=run.parallel.sequence_parallel,
     )
     with build_context(context):

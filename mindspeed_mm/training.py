@@ -7,20 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, PendingStep
+from mindspeed_mm.checkpoint.adapters import refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
 from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
 from mindspeed_mm.checkpoint.run_lock import RunLock, lock_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
-from mindspeed_mm.checkpoint.start import Start, find_start, refuse_damaged
+from mindspeed_mm.checkpoint.start import Start, find_start, has_state, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
 from mindspeed_mm.configs.flags.spec import BACKENDS
 from mindspeed_mm.configs.global_args import report_progress
@@ -145,7 +146,9 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
                 if run.checkpoint.save_hf is None and data.valid is None:
                     return
-            model = backend.build_model(recipe.model_of(run), load_weights=start.directory is None)
+            model = backend.build_model(
+                recipe.model_of(run), load_weights=start.directory is None or start.has_adapters
+            )
             report_progress()
             backend.build_optimizer(model, run)
             if start.directory is not None:
@@ -387,8 +390,11 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
             checksums=not run.checkpoint.no_verify_checkpoint,
         )
     progress = Progress()
+    saved = read_state(start.directory) if start.directory is not None and has_state(start.directory) else {}
+    if start.directory is not None:
+        refuse_other_kind(saved, run.lora, start.directory, start.resumes)
+        start = replace(start, has_adapters=saved.get("lora") is not None)
     if start.resumes and start.directory is not None:
-        saved = read_state(start.directory)
         progress.iteration = int(saved["iteration"])
         progress.consumed_samples = int(saved["consumed_samples"])
         progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
@@ -400,7 +406,9 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
 
 
 def _load(start: Start, progress: Progress, backend: Backend, run: Run) -> None:
-    if start.resumes:
+    if start.has_adapters and not start.resumes:
+        backend.load(start.directory, optimizer=False, rng=False, schedule=False)
+    elif start.resumes:
         backend.load(
             start.directory,
             optimizer=not run.checkpoint.no_load_optim,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm import accelerator
@@ -16,14 +17,18 @@ from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
 from mindspeed_mm.checkpoint import dcp, hf_export
+from mindspeed_mm.checkpoint.adapters import adapter_config, export_adapters, load_adapters
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
+from mindspeed_mm.checkpoint.tensors import trained_tensors
 from mindspeed_mm.checkpoint.weights import load_weights, report_loaded
 from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.models.common.adapters import draw_adapters, has_adapters, inject_adapters, keep_frozen_in
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
@@ -107,6 +112,7 @@ class FSDP2Backend:
                 run.parallel.recompute_granularity, run.parallel.recompute_method, run.parallel.recompute_num_layers
             ),
             fsdp2=self.config,
+            lora=run.lora,
             dims=run.dims,
             sequence_parallel=run.parallel.sequence_parallel,
             world=self.world,
@@ -124,6 +130,11 @@ class FSDP2Backend:
                 (model,) = model
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
+            if run.lora is not None and not has_adapters(contract.sharded_module):
+                traits = contract.traits
+                inject_adapters(contract.sharded_module, run.lora, {} if traits is None else traits.parts)
+            if run.lora is not None:
+                keep_frozen_in(contract.sharded_module, to_torch_dtype(self.config.param_dtype))
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
@@ -139,8 +150,11 @@ class FSDP2Backend:
         self._root = contract.sharded_module
         self._units = sharded_units(self._root)
         use_summed_gradients(self._root)  # a model that shards itself may have called torch's fully_shard directly
+        base = run.lora.base if run.lora is not None else None
         for module, directory in waiting:
-            self._load_weights_of(module, directory)
+            self._load_weights_of(module, directory if base is None else Path(base))
+        if run.lora is not None and load_weights:
+            self._start_adapters(run.lora)
         if self.compute_dtype == "fp16":
             contract.set_expected_factor(self.backward_factor.expected)
         self._towers = contract.idle_towers()
@@ -256,6 +270,7 @@ class FSDP2Backend:
             **self.engine.state_dict(),
             "source": self._contract.weights.absolute_source,  # an export of the checkpoint takes its other files there
             "ema": self.ema.state_dict() if self.ema is not None else None,
+            "lora": self._adapter_config(),
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
 
@@ -277,6 +292,8 @@ class FSDP2Backend:
     def load_weights(self, directory: Path) -> None:
         """See the protocol."""
         self._load_weights_of(self._root, directory)
+        if self.described.lora is not None:
+            self._start_adapters(self.described.lora)
         if self.ema is not None:
             self.ema.restart()
 
@@ -289,8 +306,24 @@ class FSDP2Backend:
 
     def _export(self, directory: Path, is_final: bool) -> None:
         origin, group = self._contract.weights, self.world.host.group
+        if (config := self._adapter_config()) is not None:
+            fetcher = hf_export.FromModel(self._root, dist.get_rank(group))
+            export_adapters(fetcher, list(trained_tensors(self._root)), directory, config, origin.source, group)
+            return
         layout = self._contract.final_export_layout() if is_final else None
         hf_export.export(self._root, directory, origin.source, group, origin.dtype, self._conversions, layout)
+
+    def _adapter_config(self) -> dict[str, Any] | None:
+        options, plan = self.described.lora, as_trainable(self._root).adapter_plan
+        if options is None or plan is None:
+            return None
+        return adapter_config(self._root, options, plan, options.base or self._contract.weights.absolute_source)
+
+    def _start_adapters(self, options: LoraOptions) -> None:
+        """Give adapters their first values, once the model's own weights are there."""
+        draw_adapters(self._root, options, self.described.process.seed)
+        if options.start is not None:
+            load_adapters(self._root, Path(options.start), options)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         run = self.described

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import queue
 import shutil
 import threading
@@ -33,6 +32,7 @@ from mindspeed_mm.checkpoint.hub_config import set_config_dtypes, with_dtype, wr
 from mindspeed_mm.checkpoint.lazy import LazyTensor, Region, forget, leaf, whole
 from mindspeed_mm.checkpoint.manifest import ReportBytes
 from mindspeed_mm.checkpoint.pipeline_folder import copy_parts, is_pipeline, size_in_words
+from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter, tensor_bytes
 from mindspeed_mm.checkpoint.sources import WeightSource, has_weight_files, open_weights
 from mindspeed_mm.checkpoint.tensors import persistent_tensors
@@ -41,11 +41,8 @@ from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
 from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.files import exchange, fsync_path
 from mindspeed_mm.utils.log import info_rank0
 
-# suffixes of weight files, which are not copied with the other files of a HF directory
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_FILE = 5_000_000_000  # as on the hub
 _SMALLEST_FILE = 1_000_000_000
 
@@ -60,7 +57,7 @@ class Fetcher(Protocol):
         """Fetch tensors to rank `owner`, before it reads them; a collective. Earlier ones may be discarded."""
 
 
-class _FromModel:
+class FromModel:
     """Gathers sharded parameters from all ranks."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
@@ -146,7 +143,7 @@ def export(
     Raises:
         CheckpointError: a rank could not write; the directory is then unchanged.
     """
-    fetcher = _FromModel(model, dist.get_rank(group))
+    fetcher = FromModel(model, dist.get_rank(group))
     export_gathered(model, fetcher, directory, source, group, dtype, conversions, layout)
 
 
@@ -288,18 +285,18 @@ def _write_directory(
         else:
             part()
 
-    working = directory.with_name(f".{directory.name}.saving")
+    working = working_folder(directory)
     inside = working if layout is None else working / layout.component
     files = _plan_files({**hub, **copied}, dtypes, size, _weights_name(model))
     for file in files:
         file.copied = copied.keys() & file.tensors.keys()
     try:
-        step("preparing the folder", lambda: _make_empty(working, inside) if rank == 0 else None)
+        step("preparing the folder", lambda: make_empty(working, inside) if rank == 0 else None)
         step("writing weights", lambda: _write_files(files, fetcher, inside, rank, size, progress))
         if layout is not None:
             step("copying the pipeline's other parts", lambda: copy_parts(layout, working, rank, size))
         step("writing config and tokenizer", lambda: _finish(model, source, files, dtype, inside) if not rank else None)
-        step("publishing the folder", lambda: _replace_folder(working, directory) if rank == 0 else None)
+        step("publishing the folder", lambda: replace_folder(working, directory) if rank == 0 else None)
     except BaseException as error:
         if rank == 0:
             shutil.rmtree(working, ignore_errors=True)
@@ -337,11 +334,6 @@ def _plan_files(hub: Mapping[str, LazyTensor], dtypes: Mapping[str, torch.dtype]
         max_shard_size=largest,
     )
     return [_File(name, {n: (hub[n], dtypes[n]) for n in names}) for name, names in split.filename_to_tensors.items()]
-
-
-def _make_empty(working: Path, inside: Path) -> None:
-    shutil.rmtree(working, ignore_errors=True)
-    inside.mkdir(parents=True)
 
 
 def _write_files(
@@ -443,10 +435,8 @@ def _finish(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (working / f"{_weights_name(model)}.safetensors.index.json").write_text(text, encoding="utf-8")
     if source is not None:
-        _copy_small_files(Path(source), working)
-    for path in working.iterdir():
-        if path.suffix != ".safetensors" and path.is_file():
-            fsync_path(path)
+        copy_small_files(Path(source), working)
+    sync_files(working)
 
 
 def _main_dtype(written: Iterable[tuple[LazyTensor, torch.dtype]]) -> torch.dtype:
@@ -455,25 +445,3 @@ def _main_dtype(written: Iterable[tuple[LazyTensor, torch.dtype]]) -> torch.dtyp
     for tensor, dtype in written:
         counts[dtype] += tensor.numel() if dtype.is_floating_point else 0
     return counts.most_common(1)[0][0]
-
-
-def _replace_folder(working: Path, final: Path) -> None:
-    """Replace the old folder with the new one; other processes may have files of the old one mapped."""
-    if final.exists() and not exchange(working, final):
-        aside = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(final, aside)
-        os.replace(working, final)
-        shutil.rmtree(aside, ignore_errors=True)
-    elif working.exists() and final.exists():
-        shutil.rmtree(working, ignore_errors=True)
-    else:
-        os.replace(working, final)
-    fsync_path(final.parent)
-
-
-def _copy_small_files(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        is_of_weights = path.name.endswith(_NOT_COPIED) or ".index." in path.name
-        if path.is_file() and not is_of_weights and path.name != "config.json":
-            shutil.copy2(path, target / path.name)

@@ -16,6 +16,7 @@ from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
 
 STATE = "state.json"
+PEFT_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,12 @@ class Start:
     Attributes:
         directory: a checkpoint folder or a HF directory; None: model.json names the weights.
         resumes: whether the training state is restored too: iteration, optimizer, position in the data.
+        has_adapters: whether the checkpoint holds adapters only, and the base model's weights come from elsewhere.
     """
 
     directory: Path | None = None
     resumes: bool = False
+    has_adapters: bool = False
 
 
 def find_start(load: str | None, save: str | None = None, step: int | None = None, finetune: bool = False) -> Start:
@@ -59,6 +62,11 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         return _start(left[0].directory, finetune)
     if is_dcp(path):
         return _start(path, finetune)
+    if is_peft(path):
+        raise CheckpointError(
+            f"--load '{load}' holds adapters only ({path.name}/adapter_config.json); give it as --lora-load, and the "
+            "base model as --load or init_from_hf_path"
+        )
     if has_weight_files(path) or is_pipeline(path):
         return Start(path)
     if is_own:
@@ -79,14 +87,24 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
     )
 
 
+def is_peft(directory: Path) -> bool:
+    """Whether a folder holds adapters in PEFT's layout."""
+    return (directory / PEFT_CONFIG).is_file()
+
+
+def has_state(directory: Path) -> bool:
+    """Whether a folder holds a training state of ours."""
+    return (directory / STATE).is_file()
+
+
 def _start(directory: Path, finetune: bool) -> Start:
-    has_state = (directory / STATE).is_file()
-    if directory.name.startswith("iter_") and not has_state and not finetune:
+    resumable = has_state(directory)
+    if directory.name.startswith("iter_") and not resumable and not finetune:
         notice(
             f"'{directory}' holds no {STATE}: another program wrote it; its weights are taken, and training starts at "
             "iteration 0"
         )
-    return Start(directory, resumes=has_state and directory.name != "release" and not finetune)
+    return Start(directory, resumes=resumable and directory.name != "release" and not finetune)
 
 
 def _nearest(path: Path) -> str:

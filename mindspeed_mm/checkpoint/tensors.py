@@ -1,4 +1,7 @@
-"""The tensors of a checkpoint and their names."""
+"""The tensors of a checkpoint and their names.
+
+Names are those of the model without adapters, and PEFT's of adapters (`utils/adapter_names.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mindspeed_mm.checkpoint.lazy import Region, whole
 from mindspeed_mm.optimizer.build import ensure_state
+from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters (a tied one once) and persistent buffers by their checkpoint keys."""
-    return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(model).items()}
+    """Return parameters (a tied one once) and persistent buffers by their checkpoint keys.
+
+    Of a model with adapters, only what is trained: the rest is the base model's.
+    """
+    tensors = persistent_tensors(model)
+    if any(map(is_adapter, tensors)):
+        tensors = trained_tensors(model)
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trained parameters by their names in files; sharded ones stay sharded."""
+    return {name: tensor for name, tensor in persistent_tensors(model).items() if tensor.requires_grad}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -23,21 +38,22 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+                tensors[f"optimizer.{stored_name(name)}.{key}"] = value
     return tensors
 
 
 def persistent_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; sharded ones stay sharded.
+    """Return parameters and persistent buffers by their names in files; sharded ones stay sharded.
 
     Args:
         tied_once: list a tied parameter once; False: under each of its names.
     """
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=tied_once))
+    named = model.named_parameters(remove_duplicate=tied_once)
+    tensors: dict[str, torch.Tensor] = {stored_name(name): param for name, param in named}
     for module_name, module in model.named_modules(remove_duplicate=tied_once):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"{module_name}.{name}" if module_name else name] = buffer
+                tensors[stored_name(f"{module_name}.{name}" if module_name else name)] = buffer
     return tensors
 
 

@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
+from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
 
@@ -251,10 +252,12 @@ def _rows(node: Node) -> Iterator[torch.Tensor]:
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yield each parameter and persistent buffer once, with all of its names."""
+    """Yield each parameter and persistent buffer of the model itself once, with all of its names; no adapters."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in persistent_tensors(model, tied_once=False).items():
+        if is_adapter(name):
+            continue
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():

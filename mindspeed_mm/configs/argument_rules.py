@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.layout_rules import check_layout, log_layout_notices
+from mindspeed_mm.configs.lora import check_lora
 from mindspeed_mm.configs.run_sections import ScheduleConfig
 from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
@@ -20,6 +21,7 @@ def check_arguments(args: ParsedFlags) -> list[str]:
         *_check_optimizer(args),
         *_check_loss(args),
         *_check_saving(args),
+        *check_lora(args),
     ]
     if not problems:
         _log_notices(args)

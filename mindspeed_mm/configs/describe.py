@@ -13,6 +13,7 @@ from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import PublishedArguments, publish
+from mindspeed_mm.configs.lora import lora_options
 from mindspeed_mm.configs.parallel_model import check_generation_sizes, check_parallel_model
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
@@ -82,5 +83,7 @@ def _require_extras(args: ParsedFlags, recipe: Recipe) -> None:
         require_extra("megatron", "the Megatron backend, which trains without --use-torch-fsdp2,")
     if recipe.model_schema == "generation":
         require_extra("generation", "a model that makes images or videos")
+    if lora_options(args) is not None:
+        require_extra("lora", "--lora-target-modules")
     if args.tensorboard_dir:
         require_extra("tensorboard", "--tensorboard-dir")

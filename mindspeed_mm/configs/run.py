@@ -20,6 +20,7 @@ from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.configs.layout_rules import dims_of
+from mindspeed_mm.configs.lora import LoraOptions, lora_options
 from mindspeed_mm.configs.packing import asks_for_packing
 from mindspeed_mm.configs.run_sections import Batch, OptimizerConfig, Parallel, ScheduleConfig, pick
 from mindspeed_mm.configs.sections import raise_all
@@ -50,6 +51,7 @@ class Run:
         dims: sizes of the parallelisms.
         files: the files as they are written: `files.model`, `files.data`, `files.tool`, those that were given.
         trust_remote_code: whether code that comes with a directory may run, for model, processor and tokenizer alike.
+        lora: the adapters that are trained; None: weights are.
         own_flags: attribute → value of the flags that the script has added.
     """
 
@@ -71,6 +73,7 @@ class Run:
     checkpoint: CheckpointArguments
     logging: LoggingArguments
     trust_remote_code: bool
+    lora: LoraOptions | None
     own_flags: Mapping[str, object]
 
     @property
@@ -142,5 +145,6 @@ def build_run(
         checkpoint=pick(CheckpointArguments, args),
         logging=pick(LoggingArguments, args),
         trust_remote_code=args.trust_remote_code,
+        lora=lora_options(args),
         own_flags=own_flags,
     )

@@ -22,6 +22,7 @@ from mindspeed_mm.utils.errors import ConfigError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from mindspeed_mm.models.common.adapters import AdapterPlan
     from mindspeed_mm.models.common.base_model import ShardingOutline
 
 ExpectedFactor = Callable[[int], "float | torch.Tensor"]
@@ -84,6 +85,11 @@ class Trainable:
     def ema_decay(self) -> float | None:
         """`ema_decay`: decay of the exponential moving average of the weights; None: no average is kept."""
         return _stated(self.model, "ema_decay")
+
+    @property
+    def adapter_plan(self) -> AdapterPlan | None:
+        """`adapter_plan`: what has adapters, and what else is trained; None: the model has none."""
+        return _stated(self.model, "adapter_plan")
 
     @property
     def is_transformers(self) -> bool:

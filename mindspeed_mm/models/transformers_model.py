@@ -15,6 +15,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
+from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
@@ -92,6 +93,8 @@ class TransformersModel(MultiModalModule):
         self.traits: FamilyTraits = traits_of(self.model)
         self.model.train()
         self._freeze(described)  # a model's own hook may put frozen parts into evaluation mode
+        if (lora := current_build_context().lora) is not None:
+            inject_adapters(self.model, lora, self.traits.parts)
         self.loss_options = LossOptions(
             loss_type=choose_loss_type(current_build_context().loss, described.loss_cfg),
             compute_mode=described.loss_cfg.compute_mode,

@@ -11,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import local_tensor
+from mindspeed_mm.utils.adapter_names import stored_name
 
 _CHUNK = 2**26  # number of values whose differences are in memory at a time
 
@@ -34,7 +35,7 @@ class Ema:
             model: the sharded model, with its weights loaded.
         """
         self.max_decay = max_decay
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        named = [(stored_name(name), param) for name, param in model.named_parameters() if param.requires_grad]
         self._parameters = [param for _, param in named]
         self._averages = {name: param.detach().to(torch.float32, copy=True) for name, param in named}
         device = next((local_tensor(p).device for p in self._parameters), torch.device("cpu"))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mindspeed_mm.utils.adapter_names import stored_name
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.seeds import seeded
 
@@ -93,7 +94,7 @@ def initialize_from_names(
             continue
         done.update(id(p) for p in own.values())
         with _whole_tensors(module, own, buffers, storage_is_empty, keep_parameters=buffers_only) as tensors:
-            with seeded(seed, name):
+            with seeded(seed, stored_name(name)):
                 init_function(module, name)(module)
             untouched = [n for n, t in tensors() if storage_is_empty and bool(torch.isnan(t).any())]
         if buffers_only:

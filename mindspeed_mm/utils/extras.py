@@ -15,6 +15,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "generation": {"diffusers": "diffusers", "ftfy": "ftfy"},
     "video": {"av": "av"},
     "audio": {"av": "av"},
+    "lora": {"peft": "peft"},
     "tables": {"pyarrow": "pyarrow"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import DataArguments, LoggingArguments
 from mindspeed_mm.configs.flags.distributed import DistributedArguments, MegatronBackendArguments
+from mindspeed_mm.configs.flags.lora import LoraArguments
 from mindspeed_mm.configs.flags.megatron import (
     MegatronBatchingArguments,
     MegatronKernelArguments,
@@ -17,7 +18,7 @@ from mindspeed_mm.configs.flags.megatron import (
     MegatronStructureArguments,
 )
 from mindspeed_mm.configs.flags.model import LossArguments, ModelArguments, PrecisionArguments, ProcessArguments
-from mindspeed_mm.configs.flags.not_yet import LoraArguments, PreferenceArguments, SearchArguments
+from mindspeed_mm.configs.flags.not_yet import PreferenceArguments, SearchArguments
 from mindspeed_mm.configs.flags.optimizer import OptimizerArguments, ScheduleArguments
 from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArguments
 
@@ -32,6 +33,7 @@ GROUPS: tuple[type, ...] = (
     ScheduleArguments,
     LossArguments,
     PrecisionArguments,
+    LoraArguments,
     DistributedArguments,
     MegatronBackendArguments,
     CheckpointArguments,
@@ -42,7 +44,6 @@ GROUPS: tuple[type, ...] = (
     MegatronMemoryArguments,
     MegatronBatchingArguments,
     MegatronOtherArguments,
-    LoraArguments,
     PreferenceArguments,
     SearchArguments,
 )

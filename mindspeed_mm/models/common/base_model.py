@@ -39,6 +39,7 @@ from mindspeed_mm.parallel.tensor_plan import TensorSplit
 from mindspeed_mm.parallel.tensor_sequence import SequenceRegions
 from mindspeed_mm.parallel.units import whole_units
 from mindspeed_mm.parallel.world import World
+from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -437,6 +438,8 @@ def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
 
 def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn.Module], None]:
     """Return the `_init_weights` of `module` or of its innermost ancestor that has one; else WeightInitMixin's."""
+    if is_adapter(name):
+        return _zero  # `draw_adapters` gives them values once the model's own weights are there
     found: Any = root
     current = root
     for part in name.split(".") if name else ():
@@ -446,6 +449,11 @@ def init_function(root: nn.Module, module: nn.Module, name: str) -> Callable[[nn
     if hasattr(found, "_init_weights"):
         return found._init_weights
     return WeightInitMixin._init_weights.__get__(root)
+
+
+def _zero(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.zeros_(param)
 
 
 class WeightInitMixin:

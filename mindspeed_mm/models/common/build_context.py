@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.model import LossArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
+from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.parallel.recompute import BlockRecompute
 from mindspeed_mm.parallel.sizes import ParallelSizes
 from mindspeed_mm.parallel.world import World
@@ -37,6 +38,7 @@ class BuildContext:
         sequence_parallel: whether tensor-parallel ranks split rows between the layers that they split.
         world: the run's processes; None in a dry run, which has sizes only.
         recompute: the flags' recompute settings under FSDP2.
+        lora: adapters that models get; None: none.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
 
@@ -56,6 +58,7 @@ class BuildContext:
     world: World | None = None
     recompute: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2: Fsdp2Config | None = None
+    lora: LoraOptions | None = None
 
 
 _current: ContextVar[BuildContext | None] = ContextVar("mindspeed_mm_build_context", default=None)

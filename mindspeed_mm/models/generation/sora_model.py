@@ -17,6 +17,7 @@ from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
+from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.first_weights import check_first_weights
@@ -105,6 +106,8 @@ class SoRAModel(MultiModalModule):
         self.ema_decay = 0.9999 if self.described.use_ema else None
         self.predictor = _build(self.family, structure)
         context = current_build_context()
+        if context.lora is not None:
+            inject_adapters(self.predictor, context.lora, {"predictor": ("",)}, self.family.older_layers)
         self._computes_in = torch.float32
         if not context.defer_weights:
             self._fill(context.load_weights)

@@ -65,6 +65,7 @@ class PredictorFamily(ABC):
         defaults: see `FamilyDefaults`.
         older_paths: module path of a published fsdp2.yaml, without `predictor.` → path in the diffusers class. What
             follows it in an entry is kept, and has to exist.
+        older_layers: end of a layer's path in published LoRA launches → that in the diffusers class.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +74,7 @@ class PredictorFamily(ABC):
     pipelines: ClassVar[Mapping[str, str]] = {}
     defaults: FamilyDefaults = FamilyDefaults()
     older_paths: ClassVar[Mapping[str, str]] = {}
+    older_layers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, task: str, config: Mapping[str, Any]) -> None:
         """

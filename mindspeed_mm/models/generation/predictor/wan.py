@@ -45,6 +45,14 @@ class Wan(PredictorFamily):
     )
     # examples/wan2.1/fsdp2_config.yaml, examples/wan2.2/5B/fsdp2_config.yaml and A14B/fsdp2_config.yaml
     older_paths = {"head": "proj_out"}
+    older_layers = {
+        "proj_q": "to_q",
+        "proj_k": "to_k",
+        "proj_v": "to_v",
+        "proj_out": "to_out.0",
+        "ffn.0": "ffn.net.0.proj",
+        "ffn.2": "ffn.net.2",
+    }
 
     @classmethod
     def translate(cls, structure: Mapping[str, Any], task: str, file: str) -> dict[str, Any]:

@@ -1,0 +1,239 @@
+"""Adapters in files: PEFT directories (adapter_config.json, adapter_model.safetensors), and the checks of checkpoints.
+
+A checkpoint of a run with LoRA holds the adapters, what is trained whole, and their optimizer's state; its state.json
+has the content of adapter_config.json under `lora`, and refers to the base model by `source`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
+from mindspeed_mm.checkpoint.hf_export import Fetcher
+from mindspeed_mm.checkpoint.lazy import whole
+from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
+from mindspeed_mm.checkpoint.sources import SafetensorsWeights, listing, shown
+from mindspeed_mm.checkpoint.start import PEFT_CONFIG
+from mindspeed_mm.checkpoint.tensors import local_part, trained_tensors
+from mindspeed_mm.configs.lora import LoraOptions
+from mindspeed_mm.models.common.adapters import AdapterPlan, peft_config
+from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.files import fsync_path
+from mindspeed_mm.utils.log import info_rank0
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+#: flag → key of adapter_config.json
+_KEYS = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_use_rslora": "use_rslora",
+    "lora_use_dora": "use_dora",
+}
+
+
+def adapter_config(model: nn.Module, options: LoraOptions, plan: AdapterPlan, source: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    Args:
+        model: the model with its adapters, or without.
+        source: directory of the base model.
+    """
+    config = peft_config(options, plan)
+    config.target_modules = _targets_in_words(model, options, plan)
+    config.modules_to_save = sorted({*plan.saved_modules, *_parents(plan)}) or None
+    config.base_model_name_or_path = source
+    config.init_lora_weights = True
+    config.inference_mode = True
+    if as_trainable(model).is_transformers:
+        config.task_type = "CAUSAL_LM"
+    content = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
+    return dict(json.loads(json.dumps(content, default=str)))
+
+
+def _targets_in_words(model: nn.Module, options: LoraOptions, plan: AdapterPlan) -> list[str]:
+    """Return the targets as written if PEFT, which only compares the ends of paths, understands them so; else paths."""
+    words = [word for word in options.target_modules if not word.startswith("all-") and "{" not in word]
+    paths = [path for path, _ in model.named_modules()]
+    ends = [p for p in paths if any(p == word or p.endswith(f".{word}") for word in words)]
+    as_written = len(words) == len(options.target_modules) and set(ends) == set(plan.modules)
+    return words if as_written else list(plan.modules)
+
+
+def _parents(plan: AdapterPlan) -> set[str]:
+    """Return the modules that own parameters which are trained whole without being named."""
+    parents = {name.rpartition(".")[0] for name in plan.whole}
+    return {p for p in parents if not any(f"{p}.".startswith(f"{saved}.") for saved in plan.saved_modules)}
+
+
+def refuse_other_adapters(found: Mapping[str, Any], options: LoraOptions, where: str) -> None:
+    """Raise if stored adapters mean something else under the flags of this run.
+
+    Args:
+        found: content of adapter_config.json.
+        where: the folder that it comes from, for the message.
+
+    Raises:
+        ConfigError: a setting differs; the message names the flag and both values.
+    """
+    differ = []
+    for flag, value in options.identity.items():
+        stored = found.get(_KEYS[flag], value)
+        if stored != value:
+            differ.append(f"--{flag.replace('_', '-')} is {value} and was {stored}")
+    if differ:
+        raise ConfigError(f"{where}: its adapters were trained with other settings: {'; '.join(differ)}; give those")
+
+
+def refuse_other_kind(saved: Mapping[str, Any], options: LoraOptions | None, directory: Path, resumes: bool) -> None:
+    """Raise if a checkpoint holds adapters and the run trains none, or the other way round.
+
+    Args:
+        saved: content of its state.json.
+        options: adapters of the run; None: it trains none.
+        resumes: whether the run goes on with the checkpoint's training state.
+
+    Raises:
+        ConfigError: the message says which flags to give.
+    """
+    found = saved.get("lora")
+    if found is not None and options is None:
+        targets = " ".join(found.get("target_modules") or []) or "..."
+        raise ConfigError(
+            f"--load: '{directory}' holds adapters only (LoRA), and this run has no --lora-target-modules; add the "
+            f"flags that it was trained with (--lora-target-modules {targets} --lora-r {found.get('r')} --lora-alpha "
+            f"{found.get('lora_alpha')}), or merge it into its base model with mm-convert first"
+        )
+    if found is None and options is not None and resumes:
+        raise ConfigError(
+            f"--load: '{directory}' is a checkpoint of a run without LoRA; add --finetune to take its weights as the "
+            "base model, or leave the lora flags out to go on with that run"
+        )
+    if found is not None and options is not None:
+        refuse_other_adapters(found, options, f"--load '{directory}'")
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> None:
+    """Fill adapters and what is trained whole from a PEFT directory; each rank reads its part.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or of another shape; nothing has been changed then.
+        ConfigError: the directory's adapters mean something else under the flags of the run.
+    """
+    refuse_other_adapters(read_adapter_config(directory), options, f"--lora-load '{directory}'")
+    stored = SafetensorsWeights(directory, [directory / WEIGHTS]).tensors()
+    stored = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
+    wanted = trained_tensors(model)
+    shapes = {name: tuple(t.shape) for name, t in wanted.items()}
+    refuse_adapter_misfits(stored, shapes, directory)
+    for name, target in wanted.items():
+        local, region = local_part(target.detach())
+        if 0 not in local.shape:
+            stored[name].node.read_into(region, local)
+    info_rank0(f"adapters: {len(wanted)} tensors from '{directory}'")
+
+
+def refuse_adapter_misfits(stored: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+    """Raise if stored adapters don't fit.
+
+    Args:
+        stored: tensors by name.
+        wanted: shapes of the run's, by name.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or of another shape.
+    """
+    missing, unexpected = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    problems = []
+    if missing:
+        problems.append(f"lacks {len(missing)} tensors of this run: {shown(missing)}")
+    if unexpected:
+        problems.append(f"holds {len(unexpected)} that this run has no place for: {shown(unexpected)}")
+    for name in wanted.keys() & stored.keys():
+        if tuple(stored[name].shape) != wanted[name]:
+            problems.append(f"{name} has shape {tuple(stored[name].shape)}, this run needs {wanted[name]}")
+            break
+    if problems:
+        raise CheckpointError(
+            f"'{directory}' {'; '.join(problems)}; --lora-target-modules must name the layers that it was trained with"
+        )
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json.
+
+    Raises:
+        CheckpointError: it is missing, can't be read, or describes no LoRA.
+    """
+    path = directory / PEFT_CONFIG
+    if not path.is_file() or not (directory / WEIGHTS).is_file():
+        raise CheckpointError(
+            f"'{directory}' is no PEFT directory: expected {PEFT_CONFIG} and {WEIGHTS}; it holds {listing(directory)}"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' can't be read: {error}") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA":
+        raise CheckpointError(f"'{path}': peft_type is {kind!r}; expected LORA")
+    return dict(content)
+
+
+def export_adapters(
+    fetcher: Fetcher,
+    names: list[str],
+    directory: Path,
+    config: Mapping[str, Any],
+    source: str | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Write adapters as a PEFT directory that loads with `PeftModel.from_pretrained`; a collective.
+
+    Args:
+        fetcher: gathers the tensors.
+        names: of the adapters and of what is trained whole, the same on all ranks.
+        directory: target; an existing one is replaced.
+        config: content of adapter_config.json.
+        source: directory of the base model, whose tokenizer, processor and templates are copied.
+        group: process group for tensors in host memory.
+
+    Raises:
+        CheckpointError: a rank could not write; the directory is then unchanged.
+    """
+    agreement = Agreement(group, directory.parent)
+    working = working_folder(directory)
+
+    def write() -> None:
+        make_empty(working, working)
+        tensors = fetcher.tensors()
+        values = {_PREFIX + n: tensors[n].node.read(whole(tensors[n].shape)).contiguous().clone() for n in names}
+        save_file(values, working / WEIGHTS, metadata={"format": "pt"})
+        fsync_path(working / WEIGHTS)
+        (working / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if source is not None and Path(source).is_dir():
+            copy_small_files(Path(source), working)
+        sync_files(working)
+        replace_folder(working, directory)
+
+    fetcher.fetch(set(names), 0)
+    try:
+        agreement.step("writing adapters", lambda: write() if agreement.rank == 0 else None)
+    except BaseException as error:
+        if agreement.rank == 0:
+            shutil.rmtree(working, ignore_errors=True)
+        if isinstance(error, (StepFailed, OSError)):
+            raise CheckpointError(f"'{directory}' could not be exported: {error}; nothing is left of it") from error
+        raise
+    info_rank0(f"exported {len(names)} tensors of adapters to {directory} (loads with PeftModel.from_pretrained)")
