@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
+from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import notice
 
@@ -126,6 +127,8 @@ def refuse_state_misfits(
 
 def _advice(misfits: Sequence[str]) -> str:
     """Return advice for tensors that are missing or left over."""
+    if all(map(is_adapter, misfits)):
+        return "other layers have adapters than before; --lora-target-modules must name those that it was trained with"
     if all(name.startswith("ema.") for name in misfits):
         return "other parts are frozen than before; add --no-strict-load to let their averages start with the weights"
     if all(name.startswith(("optimizer.", "ema.")) for name in misfits):

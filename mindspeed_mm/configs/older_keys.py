@@ -342,7 +342,6 @@ _OF_TRAINERS = (
 
 _MLA = "the config.json of init_from_hf_path says the model's structure; remove the flag"
 _FLAGS = (
-    Older("flag", "", "lora_load", "absent", "LoRA is not there yet; remove the lora flags"),
     Older(
         "flag",
         "",

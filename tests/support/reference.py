@@ -175,6 +175,7 @@ def train_reference(
     clip: float = 1.0,
     loss_of: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor] | None = None,
     outputs: Outputs | None = None,
+    model: Any = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train on all rows at once for `steps` steps; returns losses, gradient norms before clipping, final weights.
 
@@ -183,8 +184,9 @@ def train_reference(
         frozen: parameter name → not trained.
         loss_of: rows' (token losses, row number) → the step's loss; None: mean over all target tokens.
         outputs: (model, inputs of a row) → logits [n, vocabulary] and labels [n]; None: those of a causal model.
+        model: trained in the place of the directory's, as it is; `frozen` says nothing of it.
     """
-    model = load_plain(hf_dir, frozen)
+    model = load_plain(hf_dir, frozen) if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},

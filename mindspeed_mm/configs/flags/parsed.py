@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         flags.ScheduleArguments,
         flags.LossArguments,
         flags.PrecisionArguments,
+        flags.LoraArguments,
         flags.DistributedArguments,
         flags.MegatronBackendArguments,
         flags.CheckpointArguments,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         flags.MegatronMemoryArguments,
         flags.MegatronBatchingArguments,
         flags.MegatronOtherArguments,
-        flags.LoraArguments,
         flags.PreferenceArguments,
         flags.SearchArguments,
     ):

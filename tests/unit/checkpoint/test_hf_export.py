@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.checkpoint import hf_export
+from mindspeed_mm.checkpoint import hf_export, publish
 from mindspeed_mm.checkpoint.hf_export import export
 from mindspeed_mm.checkpoint.safetensors_writer import SafetensorsWriter
 from mindspeed_mm.checkpoint.sources import open_weights
@@ -210,7 +210,7 @@ def test_an_export_takes_the_place_of_the_one_before(
 ) -> None:
     """Whole: no file of the old one is left, and what a model has mapped of it stays readable."""
     if not exchanges:
-        monkeypatch.setattr(hf_export, "exchange", lambda one, other: False)
+        monkeypatch.setattr(publish, "exchange", lambda one, other: False)
     first, second = (tiny_family_dir(tmp_path / f, f) for f in ("qwen3", "qwen3 tied"))
     out = tmp_path / "out"
     shutil.copytree(first, out)
@@ -259,7 +259,7 @@ def test_an_export_that_fails_leaves_nothing_of_itself(
     elif stage == "closing":
         monkeypatch.setattr(SafetensorsWriter, "close", no_space)
     else:
-        monkeypatch.setattr(hf_export, "_copy_small_files", no_space)
+        monkeypatch.setattr(hf_export, "copy_small_files", no_space)
     with pytest.raises(
         CheckpointError, match=rf"'{out}' could not be exported: .*No space left.*nothing is left of it"
     ):

@@ -167,7 +167,7 @@ def test_a_script_s_own_flags_and_defaults(run_yaml: Path) -> None:
         ("dataset_type:", "dataset_typ:", "run.yaml, section data: unknown key 'dataset_param.dataset_typ'"),
         ("model:\n  init_from_hf_path: *HF_MODEL_LOAD_PATH\n", "model: 3\nx:\n", "run.yaml: 'model' is 3; expected an"),
         ("model:\n", "lora: {a: 1}\nmodel:\n", "run.yaml: unknown key 'lora' (value {'a': 1}); did you mean"),
-        ("  seed: null", "lora_args: {lora_r: 8}", "run.yaml: 'lora_args.lora_r' 8: LoRA is not there yet"),
+        ("  seed: null", "lora_args: {lora_r: 0}", "run.yaml: 'lora_args.lora_r' is 0; expected"),
         ("  micro_batch_size: 1\n", "", "missing flags: --micro-batch-size; run.yaml may give them too"),
     ],
 )

@@ -340,7 +340,7 @@ def test_a_failed_conversion_to_hf_leaves_nothing(
     if stage == "tensors":
         monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "write", fail)
     else:
-        monkeypatch.setattr(hf_export, "_copy_small_files", fail)
+        monkeypatch.setattr(hf_export, "copy_small_files", fail)
     before = {p.name for p in tmp_path.iterdir()}
     if isinstance(error, OSError):
         assert to_hf(dcp_dir, tmp_path / "out", "--model_assets_dir", hf_dir) == 1
