@@ -130,11 +130,8 @@ class FSDP2Backend:
                 (model,) = model
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
-            if run.lora is not None and not has_adapters(contract.sharded_module):
-                traits = contract.traits
-                inject_adapters(contract.sharded_module, run.lora, {} if traits is None else traits.parts)
             if run.lora is not None:
-                keep_frozen_in(contract.sharded_module, to_torch_dtype(self.config.param_dtype))
+                self._prepare_adapters(contract, run.lora)
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
@@ -318,6 +315,13 @@ class FSDP2Backend:
         if options is None or plan is None:
             return None
         return adapter_config(self._root, options, plan, options.base or self._contract.weights.absolute_source)
+
+    def _prepare_adapters(self, contract: Shardable, options: LoraOptions) -> None:
+        """Insert adapters into a model that has not done so itself, and store its frozen weights as they compute."""
+        module, traits = contract.sharded_module, contract.traits
+        if not has_adapters(module):
+            inject_adapters(module, options, {} if traits is None else traits.parts)
+        keep_frozen_in(module, to_torch_dtype(self.config.param_dtype))
 
     def _start_adapters(self, options: LoraOptions) -> None:
         """Give adapters their first values, once the model's own weights are there."""
