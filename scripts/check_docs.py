@@ -44,6 +44,7 @@ TRAINING = ("pretrain_transformers.py", "pretrain_vlm.py", "pretrain_sora.py", "
 #: program, and the words before its flags, → where its `main` is
 PROGRAMS = {
     "inference_sora.py": "mindspeed_mm.tasks.generation.inference",
+    "inference_vlm.py": "mindspeed_mm.tasks.inference.command",
     "evaluate_gen.py": "mindspeed_mm.tasks.generation.evaluation",
     "mindspeed-mm": "mindspeed_mm.tools.cli",
     "mm-convert": "mindspeed_mm.tools.convert",

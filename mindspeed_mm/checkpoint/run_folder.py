@@ -97,6 +97,17 @@ def checkpoints(root: str | Path) -> list[FoundCheckpoint]:
     return [FoundCheckpoint(p, n) for n, p in _iteration_folders(Path(root)) if (p / ".metadata").is_file()]
 
 
+def describe_older_format(path: Path) -> str:
+    """Say what to do with a folder in Megatron's torch format; "" for any other."""
+    ranks = sorted(p.name for p in path.glob("mp_rank_*"))
+    return (
+        f"; {ranks[0]} is of Megatron's torch format, which is a pickle and belongs to its layout: convert it to a HF "
+        "directory with the program that wrote it"
+        if ranks
+        else ""
+    )
+
+
 def _iteration_folders(root: Path) -> list[tuple[int, Path]]:
     """Return the visible iteration folders with their numbers, the newest first."""
     named = [(_ITERATION.match(p.name), p) for p in root.iterdir()] if root.is_dir() else []

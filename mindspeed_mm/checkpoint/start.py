@@ -7,7 +7,13 @@ from pathlib import Path
 
 from mindspeed_mm.checkpoint.manifest import has_manifest, manifest_problems
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
-from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.run_folder import (
+    TRACKER,
+    checkpoints,
+    describe_older_format,
+    find_checkpoint,
+    has_checkpoint,
+)
 from mindspeed_mm.checkpoint.sources import has_weight_files, is_dcp, listing
 from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.parallel.gather import GatherObjects
@@ -83,7 +89,7 @@ def find_start(load: str | None, save: str | None = None, step: int | None = Non
         )
     raise CheckpointError(
         f"--load '{load}' holds nothing to load: neither {TRACKER} (a run folder), nor .metadata (a torch_dcp "
-        f"checkpoint), nor weight files (a HF directory); it holds {listing(path)}" + older_format(path)
+        f"checkpoint), nor weight files (a HF directory); it holds {listing(path)}" + describe_older_format(path)
     )
 
 
@@ -111,17 +117,6 @@ def _nearest(path: Path) -> str:
     """Return a hint with a similar name that exists, or ""."""
     names = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
     return did_you_mean(path.name, names)
-
-
-def older_format(path: Path) -> str:
-    """Say what to do with a folder in Megatron's torch format; "" for any other."""
-    ranks = sorted(p.name for p in path.glob("mp_rank_*"))
-    return (
-        f"; {ranks[0]} is of Megatron's torch format, which is a pickle and belongs to its layout: convert it to a HF "
-        "directory with the program that wrote it"
-        if ranks
-        else ""
-    )
 
 
 def refuse_damaged(directory: Path, rank: int, size: int, gather: GatherObjects, *, checksums: bool = True) -> None:

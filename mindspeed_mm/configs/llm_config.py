@@ -15,11 +15,10 @@ from mindspeed_mm.configs.data_config import MaybeNames, Names, Shares, read_row
 from mindspeed_mm.configs.fsdp2_config import Paths
 from mindspeed_mm.configs.model_config import Plugins
 from mindspeed_mm.configs.scalars import read_float, read_int
-from mindspeed_mm.configs.sections import AtLeast0, Bool, Count, DtypeName, Float, Int, Section, Size, one_of
+from mindspeed_mm.configs.sections import Above0, AtLeast0, Bool, Count, DtypeName, Float, Int, Section, Size, one_of
 from mindspeed_mm.configs.tools_config import Ranks
 
 FractionBelow1 = Annotated[Float, Field(ge=0, lt=1)]
-Above0 = Annotated[Float, Field(gt=0)]
 
 
 def _read_modules(value: object) -> object:

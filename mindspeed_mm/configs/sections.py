@@ -37,7 +37,15 @@ def _read_paths(value: object) -> object:
 
 
 Paths = Annotated[list[str], BeforeValidator(_read_paths)]
+Above0 = Annotated[float, BeforeValidator(read_float), Field(gt=0)]
 AtLeast0 = Annotated[float, BeforeValidator(read_float), Field(ge=0)]
+
+
+def _read_texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str] | None, BeforeValidator(_read_texts)]  # one or several
 DtypeName = Annotated[str, BeforeValidator(read_dtype)]
 
 

@@ -82,7 +82,7 @@ class TransformersModel(MultiModalModule):
         self.source_dtype: torch.dtype | None = getattr(hf_config, "dtype", None)
         model_class: Any = ModelHub.get(described.model_id, hf_config, where=described.file)
         hf_config = config_for(model_class, hf_config)
-        _set_attention(hf_config, described, model_class)
+        set_attention(hf_config, described, model_class)
         self.model = _build(model_class, hf_config, described)
         if self.model.get_output_embeddings() is None:
             raise ConfigError(
@@ -431,7 +431,7 @@ def _structure(model_class: Any, hf_config: Any) -> Any:
     return model
 
 
-def _set_attention(hf_config: Any, described: TransformersModelConfig, model_class: type) -> None:
+def set_attention(hf_config: Any, described: TransformersModelConfig, model_class: type) -> None:
     """Choose each part's attention implementation; one that can't run here is replaced, with a notice."""
     for part in ("vision", "audio", "text"):
         wanted = described.attention_of(part)  # type: ignore[arg-type]

@@ -54,7 +54,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 }
 #: run by published launches as files
 FILES = (
-    *("evaluate_gen.py", "inference_sora.py", "pretrain_sora.py", "pretrain_transformers.py", "pretrain_vlm.py"),
+    *("evaluate_gen.py", "inference_sora.py", "inference_vlm.py"),
+    *("pretrain_sora.py", "pretrain_transformers.py", "pretrain_vlm.py"),
     "mindspeed_mm/tools/feature_extraction/get_sora_feature.py",
     "mindspeed_mm/tools/feature_extraction/get_vace_feature.py",
     "mindspeed_mm/tools/feature_extraction/get_wan_feature.py",

@@ -19,7 +19,7 @@ from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.conversation.answer_ends import log_how_answers_end
 from mindspeed_mm.data.conversation.records import Conversation, Message
-from mindspeed_mm.data.conversation.targets import find_turns
+from mindspeed_mm.data.conversation.targets import find_turns, render_prompt
 from mindspeed_mm.data.conversation.templates import ChatTemplate, Turn, chat_template_of
 from mindspeed_mm.data.conversation.tokens import Decoded, Tokenizer, Tokens
 from mindspeed_mm.data.media.media import Geometry, MediaRef, SampleSize
@@ -177,6 +177,24 @@ class Encoder:
             TOO_LONG,
         )
 
+    def prepare_prompt(self, conversation: Conversation, source: MediaSource) -> Prepared:
+        """Return the ids of a conversation up to where the next answer begins; nothing is cut, and nothing a target.
+
+        Args:
+            conversation: Its last turn isn't the assistant's.
+            source: Its media.
+
+        Raises:
+            BadSample: It can't be rendered, or has media that this model or template doesn't take.
+        """
+        self._check_kinds(conversation)
+        media = [self._plan(ref, source, conversation.where) for ref in conversation.media]
+        written, tools = self._template_inputs(conversation, len(conversation.messages))
+        text = render_prompt(self.template, written, tools, conversation.where)
+        self._check_placeholders(text, media, conversation.where)
+        tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
+        return Prepared(tokens.ids, np.full_like(tokens.ids, IGNORE_INDEX), tokens.types, tuple(media), len(tokens.ids))
+
     def finish(self, prepared: Prepared, source: MediaSource, where: object) -> TokenSample:
         """Decode the media of a prepared row and put the sample together.
 
@@ -267,8 +285,7 @@ class Encoder:
         """Prepare the first `count` messages with their media; also return where each answer ends."""
         messages, where = conversation.messages[:count], conversation.where
         media = media[: sum(len(message.media) for message in messages)]
-        written = [self._as_template_input(message, where) for message in messages]
-        tools = map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
+        written, tools = self._template_inputs(conversation, count)
         text, turns = find_turns(self.template, written, tools, where)
         self._check_placeholders(text, media, where)
         tokens = self.tokenizer(text, [(medium.ref.kind, medium.text) for medium in media])
@@ -317,6 +334,11 @@ class Encoder:
 
     def _typed(self, sample: TokenSample, types: torch.Tensor) -> TokenSample:
         return {**sample, self.adapter.token_keys[0]: types} if self._types_tokens else sample
+
+    def _template_inputs(self, conversation: Conversation, count: int) -> tuple[list[dict[str, Any]], list[Any] | None]:
+        """The first `count` messages and the tools, as the template takes them."""
+        written = [self._as_template_input(message, conversation.where) for message in conversation.messages[:count]]
+        return written, map_texts(conversation.tools, self.tokenizer.hide) if conversation.tools else None
 
     def _as_template_input(self, message: Message, where: Place) -> dict[str, Any]:
         hide, template = self.tokenizer.hide, self.template

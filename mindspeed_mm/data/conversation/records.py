@@ -57,7 +57,7 @@ class RecordReader:
         self._leads = leads
         self._unread = frozenset(unread)
         self._tags = media_tags()
-        self._turns = TurnReader(self.attr)
+        self._turns = TurnReader(self.attr, self._optional)
         self._columns = [(kind, getattr(self.attr, key)) for kind, key in _MEDIA_COLUMNS if getattr(self.attr, key)]
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:

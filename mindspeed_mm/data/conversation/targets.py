@@ -41,9 +41,7 @@ def find_turns(
         if turns is not None:
             text, turns = end_answers(template, messages, text, turns)
     except Exception as error:  # Jinja raises what the template's author chose, TypeErrors included
-        raise BadSample(
-            f"{where}: {template.name} can't render this conversation: {error}", "refused by the template"
-        ) from error
+        raise _refused(template, where, error) from error
     if turns is None:
         raise BadSample(
             f"{where}: the answers can't be distinguished from the rest of the text that {template.name} renders; a "
@@ -51,6 +49,22 @@ def find_turns(
             "answers can't be distinguished from the rest",
         )
     return text, turns
+
+
+def render_prompt(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, where: Place) -> str:
+    """Return the text of a conversation up to where the next answer begins; arguments as `find_turns` takes them.
+
+    Raises:
+        BadSample: The template refuses the conversation.
+    """
+    try:
+        return template.render(messages, tools, add_generation_prompt=True)
+    except Exception as error:
+        raise _refused(template, where, error) from error
+
+
+def _refused(template: ChatTemplate, where: Place, error: Exception) -> BadSample:
+    return BadSample(f"{where}: {template.name} can't render this conversation: {error}", "refused by the template")
 
 
 def _find(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Turn] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetAttr
@@ -59,10 +59,12 @@ class TurnReader:
 
     Args:
         attr: Names of columns and roles.
+        optional: Keys of `attr` whose columns rows may lack; of answers, `response` alone.
     """
 
-    def __init__(self, attr: DatasetAttr) -> None:
+    def __init__(self, attr: DatasetAttr, optional: Collection[str] = ()) -> None:
         self.attr = attr
+        self._needs_response = "response" not in optional
         self._roles = role_table(attr)
 
     def sharegpt(self, row: Mapping[str, Any]) -> list[Message]:
@@ -125,7 +127,9 @@ class TurnReader:
     def alpaca(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the turns of the history, prompt, query and response columns."""
         attr, messages = self.attr, []
-        needed = [("prompt", attr.prompt)] if attr.ranking else [("prompt", attr.prompt), ("response", attr.response)]
+        needed = [("prompt", attr.prompt)]
+        if self._needs_response and not attr.ranking:
+            needed.append(("response", attr.response))
         for key, name in needed:
             if name not in row:
                 raise RowFault(missing_column(key, attr, row), MISSING_COLUMN)
@@ -142,13 +146,16 @@ class TurnReader:
         return messages if attr.ranking else messages + self.answer(row, "response")
 
     def answer(self, row: Mapping[str, Any], key: str) -> list[Message]:
-        """Return the turns of a column with an answer: a text, one turn or a list of turns; none if it is null.
+        """Return the turns of a column with an answer: a text, one turn or a list of turns; none if it is null or not
+        needed.
 
         Args:
             row: The row.
             key: response, chosen or rejected.
         """
         column = getattr(self.attr, key)
+        if column not in row and key == "response" and not self._needs_response:
+            return []
         if column not in row:
             raise RowFault(missing_column(key, self.attr, row), MISSING_COLUMN)
         value = row[column]

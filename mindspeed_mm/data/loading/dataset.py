@@ -72,7 +72,7 @@ class LazyEncoder:
         return {**self.__dict__, "_built": None}
 
 
-class _RowMedia:
+class RowMedia:
     """The media of one row: their reader and folders, and the row's name for messages."""
 
     def __init__(self, reader: MediaReader, folders: Sequence[str], where: object) -> None:
@@ -236,8 +236,8 @@ class RecordDataset(Dataset):
     def _must_raise(self, error: BadSample) -> bool:
         return error.reason != TOO_LONG and self.param.basic_parameters.on_bad_sample == "raise"
 
-    def _media_of(self, row: int) -> _RowMedia:
-        return _RowMedia(self.lazy_encoder.reader(), self.source.folders(row), Place(self.source, row))
+    def _media_of(self, row: int) -> RowMedia:
+        return RowMedia(self.lazy_encoder.reader(), self.source.folders(row), Place(self.source, row))
 
     def _row(self, index: int) -> int:
         if self.indices is None:

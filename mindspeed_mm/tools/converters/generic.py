@@ -299,9 +299,9 @@ def tell_no_effect(argument: str, value: object, reason: str) -> None:
 
 
 def _refuse_older_format(directory: Path, given: Given) -> None:
-    from mindspeed_mm.checkpoint.start import older_format
+    from mindspeed_mm.checkpoint.run_folder import describe_older_format
 
-    if directory.is_dir() and (advice := older_format(directory)):
+    if directory.is_dir() and (advice := describe_older_format(directory)):
         raise CheckpointError(f"{given.argument}: '{directory}' can't be read{advice}, and pass that to --load")
 
 

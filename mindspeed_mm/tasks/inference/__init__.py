@@ -1,0 +1,1 @@
+"""Answering with models that understand texts, images, videos and sounds."""

@@ -1,0 +1,88 @@
+"""The command of inference_vlm.py: answer a prompt on standard output, or the rows of files into a file."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+
+from mindspeed_mm.configs.flags.parser import build_parser
+from mindspeed_mm.configs.vlm_inference import AnswerFlags
+from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
+from mindspeed_mm.tasks.inference.describe import AnswerRun, describe_answers
+from mindspeed_mm.utils.launch import this_launch
+from mindspeed_mm.utils.log import info_rank0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launch command; return the exit status.
+
+    Raises:
+        MMError: the command can't be done.
+    """
+    gc.enable()  # entry scripts begin without it
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        parser = build_parser((AnswerFlags,))
+        parser.description = (
+            "Answer prompts with a model that reads texts, images, videos or sounds (docs/inference.md)."
+        )
+        parser.print_help()
+        return 0
+    if asks_for_dry_run(words):
+        return print_answer(lambda: _outline(describe_answers(words, complete=False)))
+    run = describe_answers(words)
+    if run.output is None:
+        _print_answers(run)
+    else:
+        from mindspeed_mm.tasks.inference.rows import answer_into_file
+
+        answer_into_file(run)
+    return 0
+
+
+def _outline(run: AnswerRun) -> dict[str, object]:
+    """The answer of a dry run: the model's structure and the number of requests; no weights are read."""
+    from mindspeed_mm.tasks.inference.loading import build_meta_model_of
+    from mindspeed_mm.tasks.inference.requests import RowRequests
+    from mindspeed_mm.tasks.inference.session import described_model, model_config
+
+    numbers = model_config(run)
+    if numbers is not None:
+        numbers.hf_config()
+    model = build_meta_model_of(run.source, described_model(run), run.trust_remote_code)
+    return {
+        "model": {
+            "class": type(model).__name__,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        },
+        "requests": len(RowRequests(run.param)) if run.prompts is None else len(run.prompts),
+        "batch_size": run.settings.batch_size,
+        "generation": {**run.settings.values, **({"stop": list(run.settings.stop)} if run.settings.stop else {})},
+        "sharding_size": None if run.sharding is None else run.sharding.sharding_size,
+    }
+
+
+def _print_answers(run: AnswerRun) -> None:
+    """Answer the prompts of a launch; with sharded parameters all processes do, and the first one prints."""
+    from mindspeed_mm.tasks.inference.processes import join_processes
+    from mindspeed_mm.tasks.inference.requests import prompt_requests
+    from mindspeed_mm.tasks.inference.session import check_length, open_generator, open_prompts, positions_of
+
+    launch = this_launch()
+    if launch.world_size > 1 and run.sharding is None and launch.rank:
+        return  # each process holds the model, and one is enough
+    prompts, requests = open_prompts(run), prompt_requests(run.prompts or (), run.system)
+    positions = positions_of(run)
+    for request in requests:
+        check_length(request, prompts.measure(request), positions)
+    if run.sharding is not None:
+        join_processes(run)
+    generator = open_generator(run, prompts)
+    for request in requests:
+        started = time.monotonic()
+        (answer,) = generator.answer([request])
+        if launch.rank == 0:
+            print(answer.text, flush=True)
+        info_rank0(f"{answer.new_tokens} tokens in {time.monotonic() - started:.2f} s ({answer.finish})")

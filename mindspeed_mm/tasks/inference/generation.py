@@ -1,0 +1,138 @@
+"""Generate answers with transformers' `generate`: batches of prompts, or one prompt whose answer is streamed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.data.conversation.encode import TokenSample
+from mindspeed_mm.tasks.inference.prompts import PromptEncoder
+from mindspeed_mm.tasks.inference.requests import AnswerRequest
+from mindspeed_mm.tasks.inference.settings import GenerationSettings
+from mindspeed_mm.utils.sample_random import sample_key
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+_LONGEST = 512
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer.
+
+    Attributes:
+        text: without the tokens or the text that ended it.
+        prompt_tokens, new_tokens: lengths of prompt and answer; the token that ended it counts.
+        finish: why it ended: the model ended it, or a text of the settings, or it was as long as it may be.
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    finish: Literal["end", "stop", "length"]
+
+
+class AnswerGenerator:
+    """Answers requests with a model.
+
+    Args:
+        model: a transformers model in evaluation mode.
+        prompts: encodes requests for it.
+        settings: how answers are generated; they take precedence over the model's generation configuration.
+        lockstep: parameters are sharded over the processes, which call `answer` equally often, with batches that have
+            the same kinds of media.
+    """
+
+    def __init__(
+        self, model: Any, prompts: PromptEncoder, settings: GenerationSettings, *, lockstep: bool = False
+    ) -> None:
+        self.model = model
+        self.prompts = prompts
+        self.settings = settings
+        self._lockstep = lockstep
+        self.config = self._generation_config()
+
+    def answer(
+        self,
+        requests: Sequence[AnswerRequest],
+        samples: Sequence[TokenSample] | None = None,
+        streamer: BaseStreamer | None = None,
+    ) -> list[Answer]:
+        """Answer requests in one batch; tokens that are drawn depend on the settings' seed and a request's index.
+
+        Args:
+            requests: one, if tokens are drawn or a streamer is given.
+            samples: the requests as `prompts` encodes them; None: they are encoded here.
+            streamer: receives the ids of the answer as they are generated.
+        """
+        if samples is None:
+            samples = [self.prompts.encode(request) for request in requests]
+        batch = self._on_device(self.prompts.batch(samples))
+        accelerator.current().manual_seed(sample_key(self.settings.seed, requests[0].index, 0))
+        stops = {"stop_strings": list(self.settings.stop), "tokenizer": self.prompts.tokenizer}
+        with torch.inference_mode(not self._lockstep):
+            output = self.model.generate(
+                **batch,
+                generation_config=copy.deepcopy(self.config),
+                streamer=streamer,
+                synced_gpus=self._lockstep,
+                **(stops if self.settings.stop else {}),
+            )
+        begin = batch["input_ids"].shape[1]
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        return [self._read(row, length) for row, length in zip(output[:, begin:].tolist(), lengths, strict=True)]
+
+    def _generation_config(self) -> Any:
+        config = copy.deepcopy(self.model.generation_config)
+        config.do_sample = False
+        config.update(**self.settings.values)
+        if config.eos_token_id is None:
+            config.eos_token_id = self.prompts.stop_token_ids
+        if config.pad_token_id is None:
+            config.pad_token_id = self.prompts.pad_token_id
+        if config.max_new_tokens is None:
+            config.max_new_tokens = _LONGEST
+        config.max_length = None
+        if not config.do_sample:  # transformers would warn that these have no effect
+            config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
+            config.epsilon_cutoff = config.eta_cutoff = None
+        return config
+
+    def _on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs on the model's device; media in its dtype, times of videos in their own."""
+        device = accelerator.current().device()
+        dtype = self.model.dtype
+
+        def moved(value: torch.Tensor) -> torch.Tensor:
+            is_medium = value.is_floating_point() and value.dim() > 1
+            return value.to(device=device, dtype=dtype if is_medium else None)
+
+        return {key: moved(value) for key, value in batch.items()}
+
+    def _read(self, ids: list[int], prompt_tokens: int) -> Answer:
+        ends = self.config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        at = next((number for number, token in enumerate(ids) if token in ends), None)
+        count = len(ids) if at is None else at + 1
+        text = self.prompts.tokenizer.decode(ids[:at], skip_special_tokens=True)
+        finish: Literal["end", "stop", "length"] = "length" if at is None else "end"
+        for stop in self.settings.stop:
+            before, found, _ = text.partition(stop)
+            if found:
+                text, finish = before, "stop"
+        if finish == "stop":
+            count = len(_without_padding(ids[:count], self.config.pad_token_id))
+        return Answer(text, prompt_tokens, count, finish)
+
+
+def _without_padding(ids: list[int], pad: int) -> list[int]:
+    count = len(ids)
+    while count and ids[count - 1] == pad:
+        count -= 1
+    return ids[:count]

@@ -1,0 +1,141 @@
+"""Load a model of transformers for generation: from any source of weights, whole or sharded over the processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.checkpoint.sources import DcpWeights, WeightSource, open_weights
+from mindspeed_mm.checkpoint.weights import load_weights
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.model_config import TransformersModelConfig
+from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.meta_model import config_for
+from mindspeed_mm.models.transformers_model import load_hf_config, set_attention
+from mindspeed_mm.tasks.inference.source import ModelSource
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import info_rank0
+
+
+def load_model(
+    source: ModelSource,
+    described: TransformersModelConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    sharding: Fsdp2Config | None = None,
+    trust_remote_code: bool = False,
+    averaged: bool = False,
+) -> Any:
+    """Build a model and load its weights, each process what it holds of them.
+
+    Args:
+        source: configuration and weights.
+        described: model_id and attention kernels of a training's model.json; None: transformers' own choice.
+        dtype: of the parameters, but for those that transformers keeps in float32; None: that of config.json on an
+            accelerator, float32 on the host.
+        sharding: fsdp2.yaml: the parameters are sharded over the processes (a process group exists), and all processes
+            must generate in lockstep; None: each process holds the model.
+        trust_remote_code: whether code of the directory may be executed.
+        averaged: the averages of a checkpoint instead of its weights.
+
+    Returns:
+        the transformers model in evaluation mode, on this process's device, with the directory's generation
+        configuration.
+
+    Raises:
+        ConfigError: config.json can't be used, or the model generates no text.
+        CheckpointError: the weights are damaged, or don't belong to the model.
+    """
+    with build_context(BuildContext(trust_remote_code=trust_remote_code, fsdp2=sharding, load_weights=False)):
+        model = _build_on_meta(source, described, dtype)
+        model.weights_come_later = True
+        if sharding is not None:
+            model.fsdp2_overrides = {"param_dtype": None, "output_dtype": None, "recompute_modules": []}
+            model.fully_shard(None, None)
+        else:
+            model._post_fully_shard()  # storage, and the values of buffers that no file holds
+    weights = _open(source.weights, averaged)
+    load_weights(model, weights)
+    _read_generation_config(model, source.config)
+    info_rank0(f"model: {type(model).__name__.removeprefix('FSDP')} of '{source.weights}'")
+    return model
+
+
+def add_adapter(model: Any, directory: Path, *, merge: bool = False) -> Any:
+    """Add a PEFT adapter to its base.
+
+    Args:
+        model: the base, unsharded.
+        directory: adapter_config.json and adapter_model.safetensors.
+        merge: add the adapter to the base's weights, which makes each token cheaper.
+
+    Raises:
+        ConfigError: the adapter doesn't belong to the base.
+    """
+    from peft import PeftModel
+
+    try:
+        adapted: Any = PeftModel.from_pretrained(model, str(directory))
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        name = type(model).__name__
+        raise ConfigError(f"'{directory}' can't be added to its base {name}: {error}") from error
+    return adapted.merge_and_unload() if merge else adapted.eval()
+
+
+def build_meta_model_of(
+    source: ModelSource, described: TransformersModelConfig | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Return the model on the meta device, without weights; arguments and errors are those of `load_model`."""
+    with build_context(BuildContext(trust_remote_code=trust_remote_code)):
+        return _build_on_meta(source, described, None)
+
+
+def _build_on_meta(source: ModelSource, described: TransformersModelConfig | None, dtype: torch.dtype | None) -> Any:
+    from transformers.initialization import no_init_weights
+
+    hf_config = load_hf_config(str(source.config), source.named_by)
+    model_id = described.model_id if described is not None else None
+    model_class: Any = ModelHub.get(model_id, hf_config, where=f"{source.config}/config.json")
+    hf_config = copy.deepcopy(config_for(model_class, hf_config))
+    if described is not None:
+        set_attention(hf_config, described, model_class)
+    if dtype is None:
+        stated = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else None
+        dtype = torch.float32 if accelerator.current().is_host else stated or torch.bfloat16
+    if not model_class.can_generate():
+        raise ConfigError(f"{source.config}/config.json: {model_class.__name__} generates no text")
+    with torch.device("meta"), no_init_weights():
+        model = model_class._from_config(hf_config, dtype=dtype)
+    model.tie_weights()
+    _keep_in_float32(model, dtype)
+    return model.requires_grad_(False).eval()
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give float32 to the parameters that transformers' own loading keeps in it."""
+    kept = set(model._get_dtype_plan(dtype))
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and kept.intersection((*path.split("."), name)):
+                module._parameters[name] = nn.Parameter(param.float(), requires_grad=False)
+
+
+def _open(directory: Path, averaged: bool) -> WeightSource:
+    return DcpWeights(directory, averaged=True) if averaged else open_weights(directory)
+
+
+def _read_generation_config(model: Any, directory: Path) -> None:
+    from transformers import GenerationConfig
+
+    if not (directory / "generation_config.json").is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{directory}/generation_config.json can't be read by transformers: {error}") from error

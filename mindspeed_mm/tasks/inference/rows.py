@@ -1,0 +1,202 @@
+"""Answer requests into a file: the processes share them, and an interrupted launch is continued."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from mindspeed_mm.data.conversation.encode import TokenSample
+from mindspeed_mm.tasks.inference.answers_file import AnswersFile, Line
+from mindspeed_mm.tasks.inference.describe import AnswerRun
+from mindspeed_mm.tasks.inference.generation import Answer, AnswerGenerator
+from mindspeed_mm.tasks.inference.plan import PlannedBatch, plan_batches, share, share_in_lockstep
+from mindspeed_mm.tasks.inference.processes import Processes, join_processes
+from mindspeed_mm.tasks.inference.prompts import PromptEncoder, PromptSize
+from mindspeed_mm.tasks.inference.requests import AnswerRequest, RowRequests, prompt_requests
+from mindspeed_mm.tasks.inference.session import check_length, open_generator, open_prompts, positions_of
+from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.log import info_rank0
+
+_WINDOW = 1024  # requests that batches are planned of at a time, the same for any number of processes
+
+
+class Requests(Protocol):
+    """Requests by their index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> AnswerRequest: ...
+
+
+def answer_into_file(run: AnswerRun) -> list[Line]:
+    """Answer all requests of a launch that its file has no answer of; a collective of its processes.
+
+    Returns:
+        the lines of the file, in the order of the requests (on rank 0; elsewhere none).
+
+    Raises:
+        ConfigError, CheckpointError: the launch can't be carried out.
+        DataError: a row can't be used; what was answered before is kept.
+    """
+    assert run.output is not None, "answers go to a file"
+    requests: Requests = RowRequests(run.param) if run.prompts is None else prompt_requests(run.prompts, run.system)
+    prompts = open_prompts(run)
+    processes = join_processes(run)
+    file = AnswersFile(run.output, processes.rank)
+    begun = file.begin(settings_of(run, requests), overwrite=run.overwrite) if processes.rank == 0 else None
+    done = processes.gather(begun)[0] or set()
+    info_rank0(f"{len(requests)} requests, {len(requests) - len(done)} to be answered")
+    session = _Session(run, requests, prompts, processes, file)
+    file.open()
+    try:
+        for first in range(0, len(requests), _WINDOW):
+            window = range(first, min(first + _WINDOW, len(requests)))
+            if not done.issuperset(window):
+                session.answer_window(window, done)
+    finally:
+        file.close()
+    processes.gather(None)  # all have closed their parts
+    lines = file.finish(len(requests)) if processes.rank == 0 else []
+    if lines:
+        left_out = sum("error" in line for line in lines)
+        info_rank0(f"{len(lines)} answers in '{run.output}'" + (f", {left_out} of them errors" if left_out else ""))
+    return lines
+
+
+class _Session:
+    """Answers windows of requests; the model is loaded when the first window has been read without an error."""
+
+    def __init__(
+        self, run: AnswerRun, requests: Requests, prompts: PromptEncoder, processes: Processes, file: AnswersFile
+    ) -> None:
+        self._run, self._requests, self._prompts = run, requests, prompts
+        self._processes, self._file = processes, file
+        self._skips = run.param.basic_parameters.on_bad_sample == "skip"
+        self._positions = positions_of(run)
+        self._generator: AnswerGenerator | None = None
+        self._began = time.monotonic()
+        self._written = 0
+
+    def answer_window(self, window: range, done: set[int]) -> None:
+        """Answer the requests of a window that have no answer; batches are the same as if none had one."""
+        sizes, faults = self._measure(window)
+        self._file.write([self._fault(index, text) for index, text in faults.items() if index not in done])
+        most = self._run.settings.values.get("max_new_tokens", 0)
+        longest = None if self._positions is None else self._positions - most
+        batch_size = 1 if self._run.settings.draws_tokens else self._run.settings.batch_size
+        batches = [b for b in plan_batches(sizes, batch_size, longest=longest) if not done.issuperset(b)]
+        rank, ranks = self._processes.rank, self._processes.size
+        if self._run.sharding is None:
+            mine = share(batches, rank, ranks)
+        else:
+            mine = share_in_lockstep(batches, sizes, rank, ranks)
+        if batches and self._generator is None:
+            self._generator = open_generator(self._run, self._prompts)
+        for number, (batch, requests, samples) in enumerate(self._encoded(mine), start=1):
+            self._answer(batch, requests, samples, done)
+            info_rank0(f"{number} of {len(mine)} batches, {self._speed()}")
+
+    def _measure(self, window: range) -> tuple[dict[int, PromptSize], dict[int, str]]:
+        """Sizes of all requests of a window, each process its share; and own requests that can't be answered."""
+        mine: dict[int, PromptSize] = {}
+        faults: dict[int, str] = {}
+        for index in window[self._processes.rank :: self._processes.size]:
+            try:
+                request = self._requests[index]
+                size = self._prompts.measure(request)
+                check_length(request, size, self._positions)
+                mine[index] = size
+            except BadSample as error:
+                if not self._skips:
+                    raise
+                faults[index] = str(error)
+        return {index: size for part in self._processes.gather(mine) for index, size in part.items()}, faults
+
+    def _encoded(
+        self, batches: Sequence[PlannedBatch]
+    ) -> Iterator[tuple[PlannedBatch, list[AnswerRequest], list[TokenSample]]]:
+        """Encode batches, each while the one before it is answered."""
+        with ThreadPoolExecutor(1, thread_name_prefix="encode") as pool:
+            waiting = [pool.submit(self._encode, batch) for batch in batches[:1]]
+            for batch, following in zip(batches, [*batches[1:], None], strict=True):
+                requests, samples = waiting.pop().result()
+                if following is not None:
+                    waiting.append(pool.submit(self._encode, following))
+                yield batch, requests, samples
+
+    def _encode(self, batch: PlannedBatch) -> tuple[list[AnswerRequest], list[TokenSample]]:
+        requests = [self._requests[index] for index in batch.indices]
+        return requests, [self._prompts.encode(request) for request in requests]
+
+    def _answer(
+        self, batch: PlannedBatch, requests: list[AnswerRequest], samples: list[TokenSample], done: set[int]
+    ) -> None:
+        assert self._generator is not None, "the model is loaded before the first batch"
+        answers = self._generator.answer(requests, samples)
+        if not batch.counts:
+            return
+        lines = [line_of(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        self._file.write([line for line in lines if line["index"] not in done])
+        self._written += len(lines)
+
+    def _fault(self, index: int, text: str) -> Line:
+        return {"index": index, "answer": None, "error": text}
+
+    def _speed(self) -> str:
+        return f"{self._written / max(time.monotonic() - self._began, 1e-9):.2f} answers/s"
+
+
+def line_of(request: AnswerRequest, answer: Answer) -> Line:
+    """Return the line of an answer: index, id, answer, reference, finish, and the lengths of prompt and answer."""
+    line: Line = {"index": request.index}
+    if request.id is not None:
+        line["id"] = request.id
+    line["answer"] = answer.text
+    if request.reference is not None:
+        line["reference"] = request.reference
+    return {
+        **line,
+        "finish": answer.finish,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": answer.new_tokens,
+    }
+
+
+def settings_of(run: AnswerRun, requests: Requests) -> dict[str, Any]:
+    """Return what determines the answers of a launch, as JSON; the number of processes doesn't."""
+    options = run.param.preprocess_parameters
+    basic = run.param.basic_parameters
+    source = run.source
+    settings: dict[str, Any] = {
+        "model": str(source.weights.absolute()),
+        "adapter": str(source.adapter.absolute()) if source.adapter is not None else None,
+        "averaged": run.averaged,
+        "merged": run.merge_adapter,
+        "dtype": run.dtype,
+        "sharded": run.sharding is not None,
+        "generation": dict(run.settings.values),
+        "stop": list(run.settings.stop),
+        "seed": run.settings.seed if run.settings.draws_tokens else None,
+        "batch_size": 1 if run.settings.draws_tokens else run.settings.batch_size,
+        "preprocessing": options.model_dump(exclude={"media_timeout", "trust_remote_code"}),
+        "template": basic.template,
+        "enable_thinking": basic.enable_thinking,
+        "system": basic.default_system,
+        "requests": len(requests),
+    }
+    if isinstance(requests, RowRequests):
+        settings["rows"] = {str(Path(path).absolute()): file_digest(Path(path)) for path in requests.paths}
+    elif run.prompts is not None:
+        settings["prompts"] = [asdict(prompt) for prompt in run.prompts]
+    return settings
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,40 @@
+"""Answers of inference_vlm.py equal those of transformers' own processor, model and `generate`."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.answers import AnswerCase, launch, transformers_answers
+from tests.support.families import families
+
+#: images and videos, with times in positions and in the text; tiles; sounds; text alone
+ALWAYS = ("qwen2_5_vl", "qwen3_vl", "internvl", "qwen2_5_omni", "qwen3")
+#: Whisper writes no chat; transformers takes no row with images and videos of GLM's
+OTHERS = sorted(families().keys() - {*ALWAYS, "whisper", "glm4v", "glm4v_moe", "glm46v"})
+
+
+@functools.cache
+def case_of(name: str) -> AnswerCase:
+    """A family's case, made once."""
+    folder = tempfile.mkdtemp(prefix=f"{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return AnswerCase(name, Path(folder))
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+def test_answers_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Greedy answers to rows of all media and of none, token for token, one by one and in padded batches."""
+    case = case_of(name)
+    expected = transformers_answers(case)
+    assert len(set(expected)) > 1
+    for batch_size in (1, 4):
+        lines = launch(tmp_path / f"{batch_size}.jsonl", load=case.hf_dir, data_path=case.data, batch_size=batch_size)
+        assert [line["index"] for line in lines] == list(range(8))
+        assert [line["answer"] for line in lines] == expected
+        assert [line["reference"] for line in lines] == [row["messages"][-1]["content"] for row in case.rows]
