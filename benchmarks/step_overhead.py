@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--block", type=int, default=BLOCK, help="steps that a contender makes in its turn")
-    parser.add_argument("--worker", choices=["step", "serve-ours", "serve-trainer", "start-trainer"])
+    parser.add_argument("--worker", choices=["step", "serve-ours", "serve-trainer", "start-trainer", "start-bare"])
     parser.add_argument("--folder", type=Path)
     add_smallest(parser)
     options = parser.parse_args()
@@ -52,6 +52,7 @@ def main() -> None:
     folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="step-overhead-"))
     workers = {
         "start-trainer": partial(first_step_of_trainer, folder),
+        "start-bare": partial(first_step_of_bare_loop, folder),
         "step": partial(step_against_bare_loop, folder, options.rounds, options.block),
         "serve-ours": partial(serve_ours, folder, options.block),
         "serve-trainer": partial(serve_trainer, folder, options.block),
@@ -358,7 +359,11 @@ def trainer_arguments(folder: Path, accumulation: int, steps: int, rows: int = 1
 
 
 def time_to_first_step(folder: Path, rounds: int) -> None:
-    """Median seconds from the command to the end of the first step, ours and a Trainer script's, in turn."""
+    """Median seconds from the command to the end of the first step: ours, a Trainer script's, a bare loop's, in turn.
+
+    The bare loop imports torch and the model's own modules of transformers, and does nothing but the step: less isn't
+    possible with this model.
+    """
     from common import alternate, launch_words, median, prepare, write_files
 
     hf_dir, data_file = prepare(folder)
@@ -372,15 +377,16 @@ def time_to_first_step(folder: Path, rounds: int) -> None:
         num_workers=1,
     )
     ours = [sys.executable, str(ROOT / "pretrain_transformers.py"), *words]
-    theirs = [sys.executable, str(Path(__file__).resolve()), "--worker", "start-trainer", "--folder", str(folder)]
+    this = [sys.executable, str(Path(__file__).resolve()), "--folder", str(folder), "--worker"]
+    commands = {"ours": ours, "trainer": [*this, "start-trainer"], "bare": [*this, "start-bare"]}
     if rounds > 1:
-        first_line_seconds(ours), first_line_seconds(theirs)
-    contenders = {"ours": lambda: [first_line_seconds(ours)], "trainer": lambda: [first_line_seconds(theirs)]}
-    times = alternate(contenders, rounds)
-    mine, other = median(times["ours"]), median(times["trainer"])
+        for command in commands.values():
+            first_line_seconds(command)
+    times = alternate({name: lambda c=command: [first_line_seconds(c)] for name, command in commands.items()}, rounds)
+    mine, other, bare = (median(times[name]) for name in ("ours", "trainer", "bare"))
     print(
         f"command to end of first step, 1 process: ours {mine:.2f} s, HF Trainer {other:.2f} s, "
-        f"ratio {mine / other:.3f} (target <= 0.75)"
+        f"ratio {mine / other:.3f} (target <= 0.75); a bare loop {bare:.2f} s, its ratio {bare / other:.3f}"
     )
 
 
@@ -408,26 +414,11 @@ def first_step_of_trainer(folder: Path) -> None:
     """A plain HF Trainer script on the same rows: processor, collator, one step."""
     import torch
     from common import prepare
-    from PIL import Image
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration, Trainer, TrainerCallback
 
     hf_dir, data_file = prepare(folder)
     processor = AutoProcessor.from_pretrained(hf_dir)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32)
-
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        texts, images = [], []
-        for row in rows:
-            messages = []
-            for message in row["messages"]:
-                parts: list[dict[str, Any]] = [{"type": "image"}] * message["content"].count("<image>")
-                parts = [*parts, {"type": "text", "text": message["content"].replace("<image>", "")}]
-                messages.append({"role": message["role"], "content": parts})
-            texts.append(processor.apply_chat_template(messages, tokenize=False))
-            images += [Image.open(data_file.parent / p) for p in row["images"]]
-        batch = processor(text=texts, images=images or None, padding=True, padding_side="right", return_tensors="pt")
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return dict(batch)
 
     class FirstStep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -437,10 +428,51 @@ def first_step_of_trainer(folder: Path) -> None:
         model=model,
         args=trainer_arguments(folder, ACCUMULATION, 1, MICRO_BATCH, workers=1),
         train_dataset=json.loads(data_file.read_text()),
-        data_collator=collate,
+        data_collator=lambda rows: collated(rows, processor, data_file.parent),
         callbacks=[FirstStep()],
     )
     trainer.train()
+
+
+def first_step_of_bare_loop(folder: Path) -> None:
+    """The fewest imports and the least work with which the same model makes the same step, one process, no checks."""
+    import gc
+
+    gc.disable()
+    import torch
+    from common import prepare
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+
+    hf_dir, data_file = prepare(folder)
+    processor = Qwen2_5_VLProcessor.from_pretrained(hf_dir)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    rows = json.loads(data_file.read_text())
+    for step in range(ACCUMULATION):
+        batch = collated(rows[step * MICRO_BATCH : (step + 1) * MICRO_BATCH], processor, data_file.parent)
+        model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print("first step", flush=True)
+
+
+def collated(rows: list[dict[str, Any]], processor: Any, folder: Path) -> dict[str, Any]:
+    """A micro-batch of rows, by the processor's own template."""
+    from PIL import Image
+
+    texts, images = [], []
+    for row in rows:
+        messages = []
+        for message in row["messages"]:
+            parts: list[dict[str, Any]] = [{"type": "image"}] * message["content"].count("<image>")
+            parts = [*parts, {"type": "text", "text": message["content"].replace("<image>", "")}]
+            messages.append({"role": message["role"], "content": parts})
+        texts.append(processor.apply_chat_template(messages, tokenize=False))
+        images += [Image.open(folder / p) for p in row["images"]]
+    batch = processor(text=texts, images=images or None, padding=True, padding_side="right", return_tensors="pt")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return dict(batch)
 
 
 if __name__ == "__main__":
