@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, PendingStep
-from mindspeed_mm.checkpoint.adapters import refuse_other_kind
+from mindspeed_mm.checkpoint.adapters import base_of, refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
@@ -146,9 +146,8 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
                 if run.checkpoint.save_hf is None and data.valid is None:
                     return
-            model = backend.build_model(
-                recipe.model_of(run), load_weights=start.directory is None or start.has_adapters
-            )
+            load_weights = start.directory is None or start.has_adapters
+            model = backend.build_model(recipe.model_of(run), load_weights=load_weights, base=start.base)
             report_progress()
             backend.build_optimizer(model, run)
             if start.directory is not None:
@@ -394,6 +393,8 @@ def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
     if start.directory is not None:
         refuse_other_kind(saved, run.lora, start.directory, start.resumes)
         start = replace(start, has_adapters=saved.get("lora") is not None)
+    if run.lora is not None:
+        start = replace(start, base=base_of(saved, run.lora, start))
     if start.resumes and start.directory is not None:
         progress.iteration = int(saved["iteration"])
         progress.consumed_samples = int(saved["consumed_samples"])

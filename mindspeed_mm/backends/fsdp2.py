@@ -87,13 +87,15 @@ class FSDP2Backend:
             ranks=self.world.gradients,
         )
         self._conversions: list[Any] | None = None
+        self._base: str | None = None
 
-    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> nn.Module:
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None) -> nn.Module:
         """Build, freeze, shard and fill the model.
 
         Args:
             model_provider: the user's callback; pre_process and post_process are passed by name if it takes them.
             load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
+            base: the folder that they are loaded from; None: the one that the model names.
 
         Raises:
             ConfigError: the model has no `fully_shard`.
@@ -147,7 +149,6 @@ class FSDP2Backend:
         self._root = contract.sharded_module
         self._units = sharded_units(self._root)
         use_summed_gradients(self._root)  # a model that shards itself may have called torch's fully_shard directly
-        base = run.lora.base if run.lora is not None else None
         for module, directory in waiting:
             self._load_weights_of(module, directory if base is None else Path(base))
         if run.lora is not None and load_weights:
@@ -268,6 +269,7 @@ class FSDP2Backend:
             "source": self._contract.weights.absolute_source,  # an export of the checkpoint takes its other files there
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "lora": self._adapter_config(),
+            "base": self._base,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
 
@@ -332,6 +334,8 @@ class FSDP2Backend:
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         run = self.described
         directory = component_directory(directory, type_without_fsdp(module).__name__)
+        if run.lora is not None:
+            self._base = str(directory.absolute())
         source = open_weights(directory, allow_pickle=run.checkpoint.allow_unsafe_pickle)
         plan = load_weights(
             module, source, strict=not run.checkpoint.no_strict_load, downcast=run.precision.downcast_to_bf16

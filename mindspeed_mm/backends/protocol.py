@@ -99,11 +99,12 @@ class Backend(Protocol):
     def setup(self, run: Run) -> None:
         """Start process groups and device meshes."""
 
-    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> Any:
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None) -> Any:
         """Return the wrapped model with frozen parts frozen.
 
         Args:
             load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
+            base: the folder that they are loaded from; None: the one that the model names.
         """
 
     def build_optimizer(self, model: Any, run: Run) -> Any:

@@ -77,13 +77,16 @@ class PTDBackend:
         tensor_parallel.model_parallel_cuda_manual_seed(run.process.seed)
         self.loss_scale = build_loss_scale(run.precision, self.compute_dtype)
 
-    def build_model(self, model_provider: ModelProvider, *, load_weights: bool) -> list[nn.Module]:
+    def build_model(
+        self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None
+    ) -> list[nn.Module]:
         """Build this rank's chunks, fill them and wrap them in Megatron's DistributedDataParallel.
 
         Args:
             model_provider: the user's callback; pre_process, post_process and vp_stage are passed by name if it takes
                 them.
             load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
+            base: the folder that they are loaded from; None: the one that the model names.
 
         Raises:
             ConfigError: Megatron's schedules can't run a chunk.
@@ -121,7 +124,7 @@ class PTDBackend:
         if run.checkpoint.no_strict_load and self._meta_model is not None:
             self._stored.draw_weights(run.process.seed)  # tensors that files may lack must be initialised first
         if load_weights:
-            self._fill()
+            self._fill(base)
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
         self._tied = tied_embedding(self._stages, self.world, run.parallel.distributed_timeout_minutes)
         self._tied.align()
@@ -273,8 +276,8 @@ class PTDBackend:
         self._stored.export_hf(directory, origin.source, origin.dtype)
         self._resume_overlap()
 
-    def _fill(self) -> None:
-        directory = self._stages[0].weights.pending
+    def _fill(self, base: str | None) -> None:
+        directory = Path(base) if base is not None else self._stages[0].weights.pending
         if directory is not None:
             self.load_weights(directory)
         elif self._meta_model is not None:

@@ -22,7 +22,7 @@ from mindspeed_mm.checkpoint.hf_export import Fetcher
 from mindspeed_mm.checkpoint.lazy import whole
 from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
 from mindspeed_mm.checkpoint.sources import SafetensorsWeights, listing, shown
-from mindspeed_mm.checkpoint.start import PEFT_CONFIG
+from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
 from mindspeed_mm.checkpoint.tensors import local_part, trained_tensors
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.models.common.adapters import AdapterPlan, peft_config
@@ -121,6 +121,36 @@ def refuse_other_kind(saved: Mapping[str, Any], options: LoraOptions | None, dir
         )
     if found is not None and options is not None:
         refuse_other_adapters(found, options, f"--load '{directory}'")
+
+
+def base_of(saved: Mapping[str, Any], options: LoraOptions, start: Start) -> str | None:
+    """Return the folder of the base model's weights: --load-base-model, else that of the checkpoint's own run.
+
+    Args:
+        saved: content of the checkpoint's state.json; empty if there is none.
+        options: adapters of the run.
+        start: what --load names.
+
+    Returns:
+        None: --load or model.json names it.
+
+    Raises:
+        ConfigError: --load holds a base model too, or the one of the checkpoint is gone.
+    """
+    if options.base is not None and start.directory is not None and not start.has_adapters:
+        raise ConfigError(
+            f"--load-base-model {options.base}: '{start.directory}' of --load holds a base model too, and no adapters; "
+            "keep one of them"
+        )
+    found = saved.get("base")
+    if options.base is not None or found is None:
+        return options.base
+    if not Path(found).is_dir():
+        raise ConfigError(
+            f"--load: the adapters of '{start.directory}' belong to the base model in '{found}', which is not there; "
+            "give its folder as --load-base-model"
+        )
+    return str(found)
 
 
 @torch.no_grad()

@@ -33,11 +33,13 @@ class Start:
         directory: a checkpoint folder or a HF directory; None: model.json names the weights.
         resumes: whether the training state is restored too: iteration, optimizer, position in the data.
         has_adapters: whether the checkpoint holds adapters only, and the base model's weights come from elsewhere.
+        base: folder that their base model was loaded from; None: not known.
     """
 
     directory: Path | None = None
     resumes: bool = False
     has_adapters: bool = False
+    base: str | None = None
 
 
 def find_start(load: str | None, save: str | None = None, step: int | None = None, finetune: bool = False) -> Start:

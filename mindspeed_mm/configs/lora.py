@@ -107,6 +107,7 @@ def _needs_targets(args: ParsedFlags) -> list[str]:
         name for name in vars(default) if name.startswith("lora_") and getattr(args, name) != getattr(default, name)
     ]
     given = [name for name in given if name != "lora_register_forward_hook"]
+    given += ["load_base_model"] if args.load_base_model else []
     if not given:
         return []
     flags = ", ".join("--" + name.replace("_", "-") for name in given)

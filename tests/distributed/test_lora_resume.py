@@ -71,3 +71,25 @@ def test_other_adapters_are_refused(changed: dict[str, Any], sentence: str, rank
     words = flags_of(tmp_path / "b", hf_dir, data, 2, {}, save=save, load=save, **changed)
     with pytest.raises(RankError, match=sentence):
         ranks2.run(run_entry, words, timeout=120)
+
+
+def test_the_base_is_found_again(ranks2: RankPool, tmp_path: Path) -> None:
+    """A run whose base came from --load resumes on that base, not on model.json's; one that is gone is asked for."""
+    hf_dir = tiny_qwen3_dir(tmp_path / "hf", seed=3, tie=False)
+    other = tiny_qwen3_dir(tmp_path / "other", seed=4, tie=False)
+    data = write_mixed_dataset(tmp_path / "data", rows=8, seed=5, images=False)
+
+    def run(name: str, iters: int, load: Path, **more: Any) -> list[float]:
+        words = flags_of(tmp_path / f"{name}{iters}", hf_dir, data, iters, {}, save=tmp_path / name, load=load, **more)
+        ranks2.run(run_entry, words, timeout=120)
+        return metrics_of(tmp_path / name)[0]
+
+    unbroken = run("unbroken", 3, other)
+    run("broken", 2, other)
+    assert run("broken", 3, tmp_path / "broken") == pytest.approx(unbroken, rel=1e-6)
+    moved = other.rename(tmp_path / "moved")
+    with pytest.raises(RankError, match="which is not there; give its folder as"):
+        run("broken", 4, tmp_path / "broken")
+    assert run("broken", 4, tmp_path / "broken", load_base_model=moved)[:3] == pytest.approx(unbroken, rel=1e-6)
+    with pytest.raises(RankError, match="holds a base model too, and no adapters; keep one of them"):
+        run("twice", 1, moved, load_base_model=hf_dir)
