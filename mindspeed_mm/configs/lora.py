@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from mindspeed_mm.configs.flags import LoraArguments
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
+from mindspeed_mm.utils.errors import did_you_mean
+
+#: PEFT's `init_lora_weights` in words → --lora-init
+_INIT = {"true": "kaiming", "kaiming": "kaiming", "gaussian": "gaussian", "false": "random", "random": "random"}
+_FROM_BASE = ("corda", "eva", "loftq", "lora_ga", "olora", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class LoraOptions:
         use_rslora: divide `alpha` by the root of the rank. Source: Kalajdzievski, arXiv:2312.03732.
         use_dora: train magnitudes apart. Source: Liu et al., arXiv:2402.09353.
         modules_to_save: what is trained whole and saved with the adapters.
-        init: kaiming or gaussian.
+        init: kaiming, gaussian or random.
         start: PEFT directory of the adapters that training starts from; None: new ones.
         base: folder of the base model's weights; None: --load or model.json names them.
     """
@@ -94,6 +99,8 @@ def check_lora(args: ParsedFlags) -> list[str]:
         )
     if options.target_parameters and options.use_dora:
         problems.append("--lora-use-dora: adapters of parameters (--lora-target-parameters) can't be DoRA's")
+    if options.use_dora and options.init == "random":
+        problems.append("--lora-init random: magnitudes of --lora-use-dora begin as the base model's; write kaiming")
     if options.mixed_training and "all" in options.apply_to:
         problems.append(
             "--lora-mixed-training needs --lora-apply-modules, the parts that get adapters while the others are trained"
@@ -115,6 +122,24 @@ def _needs_targets(args: ParsedFlags) -> list[str]:
         f"{flags}: --lora-target-modules names the layers that get adapters (q_proj v_proj, or all-linear); without it "
         "there is no LoRA"
     ]
+
+
+def lora_init(value: object) -> str:
+    """Return the value of --lora-init that PEFT's `init_lora_weights` means.
+
+    Args:
+        value: true, false, or a name; as text, too.
+
+    Raises:
+        ValueError: it is unknown, or a method that computes the first adapters from the base model's weights.
+    """
+    word = str(value).strip().lower()
+    if word in _INIT:
+        return _INIT[word]
+    expected = "expected true (kaiming), gaussian, or false (random, not the base model at first)"
+    if word in _FROM_BASE or word.startswith("pissa"):
+        raise ValueError(f"adapters that begin as parts of the base model's weights are not there; {expected}")
+    raise ValueError(f"{expected}{did_you_mean(word, _INIT)}")
 
 
 def _words(values: list[str]) -> tuple[str, ...]:

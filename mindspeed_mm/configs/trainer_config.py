@@ -21,6 +21,11 @@ def _read_optional_size(value: object) -> object:
     return 0 if value is None else value
 
 
+def _read_names(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+NameList = Annotated[list[str], BeforeValidator(_read_names)]
 OptionalSize = Annotated[Size, BeforeValidator(_read_optional_size)]
 
 
@@ -145,6 +150,24 @@ class TrainerFeatures(Section):
     chunkmbs_plan: ChunkMbsPlan = Field(ChunkMbsPlan(), description="which blocks, and what of their arguments")
 
 
+class TrainerLora(Section):
+    """`training.lora`."""
+
+    enable: Bool = Field(False, description="train adapters (LoRA), all other weights frozen")
+    rank: Count = Field(8, description="--lora-r")
+    alpha: Annotated[Float, Field(gt=0)] = Field(16, description="--lora-alpha")
+    target_modules: NameList = Field(["q_proj", "k_proj", "v_proj"], description="--lora-target-modules")
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="--lora-dropout")
+    init_lora_weights: Any = Field(
+        True,
+        description="--lora-init: true or kaiming, gaussian, false = random; methods that read the base are refused",
+    )
+    pretrained_lora_path: str | None = Field(None, description="--lora-load")
+    disable_peft_moe_conversion: Bool = Field(
+        True, description="names mean layers; false is refused where they could mean experts: --lora-target-parameters"
+    )
+
+
 class LrScale(Section):
     """An entry of `training.lr_scaling_plan`."""
 
@@ -198,6 +221,7 @@ class TrainerTraining(Section):
     val_interval: Size = Field(0, description="--eval-interval")
     val_micro_batch_size: Count | None = Field(None, description="must be micro_batch_size, where there is validation")
     manual_gc_interval: Size = Field(0, description="--manual-gc and --manual-gc-interval")
+    lora: TrainerLora = Field(TrainerLora(), description="adapters")
     plugin: Plugins = Field([], description="plugin; the published system's own are built in")
 
 

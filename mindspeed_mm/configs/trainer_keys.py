@@ -36,6 +36,14 @@ TRAINING_FLAGS = {
 }
 #: key of `training` → flag, with optimizer muon
 MUON_FLAGS = {"muon_momentum": "muon_momentum", "ns_steps": "ns_steps", "matched_adamw_rms": "matched_adamw_rms"}
+#: key of `training.lora` → flag
+LORA_FLAGS = {
+    "target_modules": "lora_target_modules",
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "pretrained_lora_path": "lora_load",
+}
 #: key of `parallel.fsdp_plan` → key of fsdp2.yaml
 FSDP_PLAN = {
     "apply_modules": "sub_modules_to_wrap",
@@ -60,6 +68,8 @@ CHUNK_MBS = {
 #: name in our messages → key of this file
 TRAINER_NAMES = {
     **{"--" + flag.replace("_", "-"): f"training.{key}" for key, flag in (TRAINING_FLAGS | MUON_FLAGS).items()},
+    **{"--" + flag.replace("_", "-"): f"training.lora.{key}" for key, flag in LORA_FLAGS.items()},
+    "--lora-init": "training.lora.init_lora_weights",
     "--global-batch-size": "training.gradient_accumulation_steps",
     "--train-iters": "training.train_iters",
     "--train-epochs": "training.train_epochs",
@@ -87,7 +97,6 @@ TRAINER_NAMES = {
 }
 
 _INSTEAD = "features has it; what is written here is never read there, either: write false, or move it to {}"
-_LORA = "LoRA is not there yet; write false to train all weights that aren't frozen"
 _LOW_PRECISION = "training in 8 bits is not there; remove the plan to compute in parallel.fsdp_plan.param_dtype"
 _DEAD = "the published trainer never reads it: remove it, and write {}"
 _MORE_COPIES = "write parallel.expert_fully_shard_parallel_size; how many copies there are follows from it"
@@ -128,7 +137,6 @@ TRAINER_REFUSED = (
         lambda value: value not in (None, "fp32", "float32"),
         "checkpoints hold the fp32 weights that are trained; write null (--save-hf exports in the directory's dtype)",
     ),
-    Refused("training.lora.enable", is_on, _LORA),
     Refused("training.quantization_plan.recipe_name", is_given, _LOW_PRECISION),
     Refused("training.quantization_plan.quant_converters", is_given, _LOW_PRECISION),
 )
@@ -156,7 +164,7 @@ TRAINER_IDLE = (
     NoEffect(r"training\.mem_fraction_static", "the optimizer's state stays where the parameters are"),
     NoEffect(r"training\.allow_hf32", "matrix products keep PyTorch's own precision setting"),
     NoEffect(r"training\.(load_format|load_rank0_and_broadcast)", "what is loaded shows its own format"),
-    NoEffect(r"training\.lora\..*", "training.lora.enable is off"),
+    NoEffect(r"training\.lora\.lora_target_modules_support", "the model says which layers there are"),
     NoEffect(r"training\.quantization_plan\..*", "there are no quant_converters"),
     NoEffect(r"training\..*", "it is off"),
     NoEffect(r"inference(\..*)?", "this script trains"),
@@ -194,8 +202,7 @@ PUBLISHED = frozenset(
         "save_steps max_steps load_checkpoint_path load_format load_rank0_and_broadcast save_ckpt_dtype "
         "no_decay_modules no_decay_params",
         "training.profile": "enable start_step end_step save_path record_shapes with_memory with_stack ranks",
-        "training.lora": "enable rank alpha target_modules dropout init_lora_weights pretrained_lora_path "
-        "lora_target_modules_support disable_peft_moe_conversion",
+        "training.lora": "lora_target_modules_support",
         "training.quantization_plan": "recipe_name quant_converters apply_modules ignored_modules "
         "enable_fsdp_low_precision_all_gather fsdp_low_precision_all_gather_mode",
     }.items()

@@ -12,12 +12,14 @@ from typing import Any
 
 from mindspeed_mm.configs.families_not_there import missing_class
 from mindspeed_mm.configs.files import FileSection, top_level_anchors
+from mindspeed_mm.configs.lora import lora_init
 from mindspeed_mm.configs.published import log_no_effect, refusals
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import build_section, given_values, raise_all
 from mindspeed_mm.configs.trainer_config import (
     TrainerConfig,
     TrainerFeatures,
+    TrainerLora,
     TrainerModel,
     TrainerParallel,
     TrainerTraining,
@@ -27,6 +29,7 @@ from mindspeed_mm.configs.trainer_keys import (
     AS_HERE,
     CHUNK_MBS,
     FSDP_PLAN,
+    LORA_FLAGS,
     MUON_FLAGS,
     PUBLISHED,
     TRAINER_IDLE,
@@ -40,6 +43,9 @@ from mindspeed_mm.utils.log import notice
 SCRIPT = "mindspeed_mm/fsdp/train/trainer.py"
 _BUILT_IN = "mindspeed_mm/fsdp/"
 _ITERS = 10_000
+_OF_LORA = tuple(key for key in TrainerLora.model_fields if key != "enable")
+#: layers that PEFT takes for the experts' parameters in models with experts
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _PLAN_OFF = "the switch beside the plan is off"
 
 
@@ -143,7 +149,26 @@ def _contradictions(config: TrainerConfig, path: str) -> list[str]:
             f"'training.val_micro_batch_size' is {training.val_micro_batch_size} and 'training.micro_batch_size' "
             f"{training.micro_batch_size}; validation has micro-batches of the same size: remove it"
         )
-    return [f"{path}: {problem}" for problem in [*problems, *_scaling_problems(training)]]
+    problems += [*_scaling_problems(training), *_lora_problems(training.lora)]
+    return [f"{path}: {problem}" for problem in problems]
+
+
+def _lora_problems(lora: TrainerLora) -> list[str]:
+    if not lora.enable:
+        return []
+    problems = []
+    try:
+        lora_init(lora.init_lora_weights)
+    except ValueError as error:
+        problems.append(f"'training.lora.init_lora_weights' is {show(lora.init_lora_weights)}; {error}")
+    experts = [name for name in lora.target_modules if name.rpartition(".")[2] in _OF_EXPERTS]
+    if not lora.disable_peft_moe_conversion and experts:
+        problems.append(
+            f"'training.lora.disable_peft_moe_conversion' is false, by which {', '.join(experts)} would mean the "
+            "routed experts of some models; write true, and name experts behind the file: --lora-target-parameters "
+            "mlp.experts.gate_up_proj mlp.experts.down_proj"
+        )
+    return problems
 
 
 def _scaling_problems(training: TrainerTraining) -> list[str]:
@@ -182,6 +207,7 @@ def _idle(config: TrainerConfig) -> dict[str, list[str]]:
         "parallel.tensor_parallel_size is 1": ["parallel.tp_plan"] if tensor == 1 else [],
         _PLAN_OFF: [f"features.{plan}" for plan, on in plans.items() if not on],
         "training.optimizer is not muon": [] if muon else [f"training.{key}" for key in MUON_FLAGS],
+        "training.lora.enable is off": [] if training.lora.enable else [f"training.lora.{key}" for key in _OF_LORA],
         "training.val_interval is 0": [f"training.{key}" for key in rows],
     }
 
@@ -276,6 +302,7 @@ def _flags(config: TrainerConfig) -> Iterator[FlagValue]:
     if training.optimizer == "muon":
         for key, flag in MUON_FLAGS.items():
             yield FlagValue(f"training.{key}", flag, getattr(training, key))
+    yield from _lora(training.lora)
     yield from _schedule(training)
     if training.load_strict is not None:
         yield FlagValue("training.load_strict", "no_strict_load", not training.load_strict)
@@ -284,6 +311,14 @@ def _flags(config: TrainerConfig) -> Iterator[FlagValue]:
     if training.manual_gc_interval:
         yield FlagValue("training.manual_gc_interval", "manual_gc", True)
         yield FlagValue("training.manual_gc_interval", "manual_gc_interval", training.manual_gc_interval)
+
+
+def _lora(lora: TrainerLora) -> Iterator[FlagValue]:
+    if not lora.enable:
+        return
+    for key, flag in LORA_FLAGS.items():
+        yield FlagValue(f"training.lora.{key}", flag, getattr(lora, key))
+    yield FlagValue("training.lora.init_lora_weights", "lora_init", lora_init(lora.init_lora_weights))
 
 
 def _sizes(parallel: TrainerParallel) -> Iterator[FlagValue]:

@@ -40,12 +40,19 @@ class LoraArguments:
         flag("ours: modules that are trained whole and saved with the adapters (embed_tokens, lm_head for new tokens)"),
     ] = field(default_factory=list)
     lora_init: Annotated[
-        Literal["kaiming", "gaussian"],
-        flag("ours: distribution of A before training, uniform as in a linear layer or normal with 1 / r; B is zero"),
+        Literal["kaiming", "gaussian", "random"],
+        flag(
+            "ours: distribution of A before training, uniform as in a linear layer or normal with 1 / r, while B is "
+            "zero; random = A and B as in linear layers, so that training doesn't start at the base model"
+        ),
     ] = "kaiming"
     lora_load: Annotated[
         str | None,
-        flag("ours: PEFT directory (adapter_config.json) whose adapters training starts from", path="directory"),
+        flag(
+            "ours: adapters that training starts from: a PEFT directory (adapter_config.json), pytorch_lora_weights."
+            "safetensors of diffusers, another file of adapters, or a checkpoint of adapters",
+            path="file or directory",
+        ),
     ] = None
     lora_register_forward_hook: Annotated[
         list[str], no_effect("gradients reach the adapters of recomputed blocks without hooks")("modules for a hook")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-PathKind = Literal["file", "directory", "output"]
+PathKind = Literal["file", "directory", "file or directory", "output"]
 
 #: what a run trains with: FSDP2 with --use-torch-fsdp2, Megatron-core's parallelism without
 BackendName = Literal["fsdp2", "ptd"]

@@ -152,7 +152,8 @@ def draw_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
     """Give adapters the values before training: A at random, B zero, magnitudes those of the model's weights.
 
     The values depend on `seed` and on names in files, not on the layout. Of an embedding's adapter, A is zero and B is
-    random. Source: `reset_lora_parameters` of PEFT's LoraLayer.
+    random. With init random, which is PEFT's `init_lora_weights=False`, A and B are both random. Source:
+    `reset_lora_parameters` and `update_layer` of PEFT's LoraLayer.
 
     Args:
         model: with its own weights loaded, sharded or not.
@@ -162,11 +163,12 @@ def draw_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
             continue
         whole = torch.zeros(param.shape, dtype=torch.float32)
         with seeded(seed, stored_name(name)):
-            if ".lora_embedding_B." in name:
+            is_random = options.init == "random"
+            if ".lora_embedding_B." in name or (is_random and ".lora_embedding_A." in name):
                 nn.init.normal_(whole)
             elif ".lora_A." in name and options.init == "gaussian":
                 nn.init.normal_(whole, std=1 / options.r)
-            elif ".lora_A." in name:
+            elif ".lora_A." in name or (is_random and ".lora_B." in name):
                 nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
         copy_whole(param, whole.to(param.dtype))
     if options.use_dora:
@@ -199,7 +201,7 @@ class _Finder:
         self._model, self._names, self._name = model, names, as_trainable(model).name.removeprefix("FSDP")
         self._modules = {path: m for path, m in model.named_modules() if path}
         self._head = as_trainable(model).output_layer
-        self._paths = None if "all" in apply_to else _paths_of(apply_to, parts, self._name)
+        self._paths = None if "all" in apply_to else _paths_of(apply_to, parts, self._name, self._modules)
         self._parts = parts
 
     def is_beside(self, path: str) -> bool:
@@ -279,15 +281,20 @@ class _Finder:
         return f"{hint}; its layers: {', '.join(list(tails)[:12])}{', …' if len(tails) > 12 else ''}"
 
 
-def _paths_of(apply_to: Sequence[str], parts: Mapping[str, Sequence[str]], name: str) -> list[str]:
+def _paths_of(
+    apply_to: Sequence[str], parts: Mapping[str, Sequence[str]], name: str, modules: Iterable[str]
+) -> list[str]:
+    """Return the paths of parts; a word that is no part's name means the modules whose paths contain it."""
     paths: list[str] = []
     for part in apply_to:
-        known = [own for own in _PARTS_OF.get(part, (part,)) if own in parts]
-        if not known:
+        known = [path for own in _PARTS_OF.get(part, (part,)) for path in parts.get(own, ())]
+        found = known or [path for path in modules if part in path]
+        if not found:
             raise ConfigError(
-                f"--lora-apply-modules {part}: {name} has no such part; it has: {', '.join(parts) or 'none'}, or all"
+                f"--lora-apply-modules {part}: {name} has no such part; it has: {', '.join(parts) or 'none'}, or all; "
+                "nor does the path of any of its modules contain that"
             )
-        paths += [path for own in known for path in parts[own]]
+        paths += found
     return paths
 
 

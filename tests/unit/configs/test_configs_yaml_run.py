@@ -19,6 +19,7 @@ from mindspeed_mm.configs.arguments import parse_args
 from mindspeed_mm.configs.config import merge_mm_args
 from mindspeed_mm.configs.files import FileSection
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.lora import lora_options
 from mindspeed_mm.configs.tools_config import ToolsConfig
 from mindspeed_mm.configs.yaml_run import FlagValue, YamlRun, in_words_of_the_file, read_yaml_run
 from mindspeed_mm.utils.errors import ConfigError
@@ -101,6 +102,18 @@ def test_it_is_the_run_that_flags_and_files_describe(run_yaml: Path) -> None:
     assert (args.mm.model, args.mm.data, args.mm.tool) == (flags.mm.model, flags.mm.data, flags.mm.tool)
     assert (args.bf16, args.no_load_rng, args.check_for_nan_in_loss_and_grad) == (False, False, True)
     assert args.lr_scale_modules == ["visual", "merger"] and args.eval_interval is None and args.seed == 1234
+
+
+@pytest.mark.parametrize("written", ["v_proj,o_proj", "v_proj, o_proj", "[v_proj, o_proj]", '["v_proj,o_proj"]'])
+def test_adapters(run_yaml: Path, written: str) -> None:
+    lora = f"lora_args:\n  lora_r: 4\n  lora_target_modules: {written}\n  lora_register_forward_hook: embed_tokens\n"
+    run_yaml.write_text(RUN + lora)
+    options = lora_options(read())
+    assert options is not None and options.target_modules == ("v_proj", "o_proj")
+    assert (options.r, options.alpha, options.dropout, options.apply_to) == (4, 16, 0.0, ("all",))
+    words = "--lora-r 2 --lora-target-modules q_proj k_proj --lora-register-forward-hook embed_tokens norm"
+    changed = lora_options(read(*words.split()))
+    assert changed is not None and (changed.r, changed.target_modules) == (2, ("q_proj", "k_proj"))
 
 
 def test_flags_after_it_go_before(run_yaml: Path) -> None:

@@ -77,6 +77,11 @@ def fsdp2(value: Any, key: str, seen: Any = None, **beside: Any) -> Seen:
     return Seen(value, {f"fsdp2.{key}": value if seen is None else seen}, names)
 
 
+def lora(value: Any, attribute: str, seen: Any = None) -> Seen:
+    return Seen(value, {f"lora.{attribute}": value if seen is None else seen}, ADAPTERS)
+
+
+ADAPTERS = {"training.lora.enable": True}
 EP2 = {"parallel.expert_parallel_size": 2}
 TP2 = {"parallel.tensor_parallel_size": 2}
 RECOMPUTED = {"features.recompute": True}
@@ -187,6 +192,14 @@ SEEN: dict[str, Seen] = {
     "training.val_interval": flag("logging.eval_interval", 7),
     "training.val_micro_batch_size": Seen(1, {}, {"training.val_interval": 7}),  # another is a mistake, below
     "training.manual_gc_interval": Seen(7, {"process.manual_gc": True, "process.manual_gc_interval": 7}),
+    "training.lora.enable": Seen(True, {"lora.target_modules": ("q_proj", "k_proj", "v_proj")}),
+    "training.lora.rank": lora(4, "r"),
+    "training.lora.alpha": lora(4, "alpha"),
+    "training.lora.target_modules": lora("q_proj, o_proj", "target_modules", ("q_proj", "o_proj")),
+    "training.lora.dropout": lora(0.5, "dropout"),
+    "training.lora.init_lora_weights": lora("gaussian", "init"),
+    "training.lora.pretrained_lora_path": lora("hf", "start"),
+    "training.lora.disable_peft_moe_conversion": Seen(False, {}, ADAPTERS),
     "training.plugin": flag("model.plugin", ["my/families"], ["my.families", "my.families.one"]),
     "data.dataset_param": flag("data.dataset_param.basic_parameters.cutoff_len", "{...}", 64),
     "data.val_dataset_param": Seen(
@@ -229,7 +242,7 @@ def described_once(values: str) -> Run:
 def look(run: Run, path: str) -> Any:
     found: Any = run
     for name in path.split("."):
-        found = getattr(found, name)
+        found = None if found is None else getattr(found, name)
     return found
 
 
@@ -280,7 +293,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "training.max_steps": 5,
     "training.profile.enable": True,
     "training.save_ckpt_dtype": "bf16",
-    "training.lora.enable": True,
     "training.quantization_plan.recipe_name": "mxfp8",
     "training.quantization_plan.quant_converters": ["quantize.linear.mx"],
 }
@@ -343,6 +355,28 @@ def test_what_is_done_anyway_has_no_notice(run_yaml: Path, caplog: pytest.LogCap
             ["training.val_interval=5", "data.val_dataset_param={basic_parameters: {dataset: a, cutoff_len: 65}}"],
             "'data.val_dataset_param.basic_parameters.cutoff_len' is 65 and 'data.dataset_param.basic_parameters",
         ),
+        *(
+            (
+                [f"training.lora={{enable: true, init_lora_weights: {value}}}"],
+                f"'training.lora.init_lora_weights' is {part}",
+            )
+            for value, part in (
+                ("pissa_niter_4", "'pissa_niter_4'; adapters that begin as parts of the base model's weights"),
+                (
+                    "loftq",
+                    "'loftq'; adapters that begin as parts of the base model's weights are not there; expected true",
+                ),
+                (
+                    "gausian",
+                    "'gausian'; expected true (kaiming), gaussian, or false (random, not the base model at first)",
+                ),
+                ("3", "3; expected true"),
+            )
+        ),
+        (
+            ["training.lora={enable: true, disable_peft_moe_conversion: false, target_modules: [q_proj, up_proj]}"],
+            "'training.lora.disable_peft_moe_conversion' is false, by which up_proj would mean the routed experts",
+        ),
         (["training.lrr=1"], "unknown key 'training.lrr' (value 1); did you mean 'lr'?"),
         (["parallel.fsdp_plan.apply_module=[a]"], "unknown key 'parallel.fsdp_plan.apply_module'"),
         (["model.gdn_implementatio=x"], "did you mean 'gdn_implementation' or"),
@@ -389,6 +423,22 @@ def test_defaults_are_those_of_the_file(run_yaml: Path) -> None:
     )
     assert run.fsdp2.ignore_missing_modules is True
     assert described({"training.train_iters": None}).length.train_iters == 10_000
+
+
+@pytest.mark.parametrize(
+    ("value", "init"),
+    [(True, "kaiming"), (False, "random"), ("true", "kaiming"), ("False", "random"), ("kaiming", "kaiming")],
+)
+def test_words_of_first_adapters(run_yaml: Path, value: object, init: str) -> None:
+    run = described({"training.lora.enable": True, "training.lora.init_lora_weights": value})
+    assert run.lora is not None and run.lora.init == init
+    assert (run.lora.r, run.lora.alpha, run.lora.dropout, run.lora.start) == (8, 16, 0.0, None)
+
+
+def test_adapters_that_are_off_say_so(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = described({"training.lora.rank": 4, "training.lora.init_lora_weights": "pissa"})
+    assert run.lora is None
+    assert "training.lora.rank, training.lora.init_lora_weights: training.lora.enable is off" in caplog.text
 
 
 def test_plugins_of_the_published_system_are_built_in(run_yaml: Path, caplog: pytest.LogCaptureFixture) -> None:
