@@ -7,22 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, PendingStep
-from mindspeed_mm.checkpoint.adapters import base_of, refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
-from mindspeed_mm.checkpoint.changes import report_changes, run_settings
-from mindspeed_mm.checkpoint.dcp import read_state
-from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
+from mindspeed_mm.checkpoint.best import BestCheckpoint
+from mindspeed_mm.checkpoint.changes import run_settings
+from mindspeed_mm.checkpoint.run_folder import ONLY_BEST, RunFolder
 from mindspeed_mm.checkpoint.run_lock import RunLock, lock_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
-from mindspeed_mm.checkpoint.start import Start, find_start, has_state, refuse_damaged
 from mindspeed_mm.configs.arguments import resolve_train_iters
+from mindspeed_mm.configs.eval_metrics import MetricName
 from mindspeed_mm.configs.flags.spec import BACKENDS
 from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
@@ -33,35 +30,17 @@ from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
-from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, why_stopped
+from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
+from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
+from mindspeed_mm.progress import Progress, load_start, resume_point
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.launch import is_first_rank
 from mindspeed_mm.utils.log import info_rank0, logger
-
-
-@dataclass
-class Progress:
-    """Progress of a run: the counters that change while it trains.
-
-    Attributes:
-        iteration: number of optimizer steps so far, skipped ones included.
-        consumed_samples: `iteration` times --global-batch-size: the position in the data's global order.
-        consumed_tokens: number of tokens in these samples.
-        last_saved: iteration of the last checkpoint.
-        data_state: state of the data loader in the checkpoint that the run resumes from; None: the data starts at the
-            beginning.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    last_saved: int = -1
-    data_state: dict[str, Any] | None = None
 
 
 def pretrain(
@@ -131,7 +110,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
     memory = MemorySnapshots(run.tools.memory_profile, batch.rank)
     memory.step()
     with lock_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
-        start, progress = _find_start(run, backend)
+        start, progress = resume_point(run, backend)
         begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
         set_current_start(begin)
         gather = backend.gather_objects if run.launch.world_size > 1 else None
@@ -140,10 +119,14 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
             )
             report_progress(train_iters=run.train_iters, lr_decay_iters=run.schedule.lr_decay_iters)
-            if progress.iteration < run.train_iters:
+            if data.valid is None:
+                refuse_without_validation(run)
+            if not progress.is_over(run):
                 data.train.start()  # workers prepare the first micro-batches while the model is built
             else:
-                info_rank0(nothing_is_left(run, progress.iteration, data.global_batches_per_epoch))
+                info_rank0(
+                    nothing_is_left(run, progress.iteration, data.global_batches_per_epoch, progress.improvement)
+                )
                 if run.checkpoint.save_hf is None and data.valid is None:
                     return
             load_weights = start.directory is None or start.has_adapters
@@ -151,7 +134,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
             report_progress()
             backend.build_optimizer(model, run)
             if start.directory is not None:
-                _load(start, progress, backend, run)
+                load_start(start, progress, backend, run)
             data.check_streams()
             _collect_garbage(run)
             train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
@@ -167,18 +150,19 @@ def train(
     lock: RunLock | None = None,
     stop: StopSignal | None = None,
 ) -> None:
-    """Train until --train-iters, a stop request or a time limit; save and export at the end.
+    """Train until --train-iters, --early-stop, a stop request or a time limit; save and export at the end.
 
     Args:
         lock: lock of the --save folder, on rank 0.
         stop: handler of this process's termination signals; None: signals are not handled.
     """
     epoch_samples = _epoch_samples(data, run)
-    saver = _open_saver(run, progress.last_saved, lock)
+    saver = _open_saver(run, progress, backend, lock)
     watch = _open_watch(backend, run, progress.iteration)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.batch.rank)
     started, stop, why = time.time(), stop or StopSignal(), None
+    best: BestCheckpoint | None = None
     stop.begin(run.checkpoint.save)
 
     def wants_to_stop() -> bool:
@@ -187,42 +171,44 @@ def train(
 
     profiler.start()
     with saver or nullcontext():
-        while progress.iteration < run.train_iters:
+        while not progress.is_over(run):
             pending = train_step(forward_step, data.train, backend, run, wants_to_stop)
             _account(pending, progress, watch, backend, run)
             skips.add(progress.iteration, pending.result, pending.counts.row_ids)
             profiler.step()
             memory.step()
-            if _is_due(progress.iteration, run.logging.eval_interval) and data.valid is not None:
-                watch.pause_clock()
-                evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
-                watch.restart_clock()
+            best = None
+            if _is_due(progress.iteration, run.logging.eval_interval):
+                best = _judge(forward_step, data, backend, run, watch, progress, saver)
             if saver:
                 saver.poll()
             if pending.stop or _is_due(progress.iteration, run.length.exit_interval):
                 why = why_stopped(stop, _time_is_up(started, run), run) if pending.stop else "--exit-interval"
                 break
-            if saver and progress.iteration < run.train_iters and _save_is_due(progress, epoch_samples, run):
+            is_due = _save_is_due(progress, epoch_samples, run)
+            if saver and not progress.is_over(run) and (is_due or best is not None):
                 watch.pause_clock()
                 skips.look()
-                if _has_something_new(saver, skips, progress):
-                    _save(saver, backend, progress, data, run)
+                if best is not None or _has_something_new(saver, skips, progress):
+                    _save(saver, backend, progress, data, run, best, only_best=not is_due)
                 watch.restart_clock()
             if run.process.manual_gc and _is_due(progress.iteration, run.process.manual_gc_interval):
                 gc.collect()
         profiler.stop()
-        if progress.iteration < run.train_iters:
-            skips.look()
-        else:
+        if progress.is_over(run):
             skips.finish()
+            if not _is_due(progress.iteration, run.logging.eval_interval):
+                best = _judge(forward_step, data, backend, run, watch, progress, saver)
+        else:
+            skips.look()
         if saver:
             saver.wait()
-            if saver.last_saved != progress.iteration:
-                _save(saver, backend, progress, data, run, is_last=True)
-        if progress.iteration >= run.train_iters:
-            _finish(forward_step, data, backend, run, watch, progress)
+            if best is not None or saver.last_saved != progress.iteration:
+                _save(saver, backend, progress, data, run, best, is_last=True)
+        if progress.is_over(run):
+            _finish(backend, run, progress)
     watch.close()
-    if why is not None:
+    if why is not None and not progress.stopped_early(run):
         info_rank0(ended_early(why, progress.iteration, run))
 
 
@@ -243,8 +229,13 @@ def train_step(
     return backend.step(data_iterator.take(), wants_to_stop())
 
 
-def evaluate(forward_step: ForwardStep, loader: Any, backend: Backend, run: Run, watch: Watch, iteration: int) -> float:
-    """Return the mean loss over the first --eval-iters global batches of the validation data; forward only."""
+def evaluate(
+    forward_step: ForwardStep, loader: Any, backend: Backend, run: Run, watch: Watch, iteration: int
+) -> dict[MetricName, float]:
+    """Return the figures over the first --eval-iters global batches of the validation data; forward only.
+
+    They are the same on all ranks: the mean loss, NaN without targets.
+    """
     iterator: Iterator[Any] = loader.fresh_iterator()
     batches = loader.limit_batches(run.logging.eval_iters)
     forward_step = without_fillers(forward_step, loader.is_filler)
@@ -253,7 +244,37 @@ def evaluate(forward_step: ForwardStep, loader: Any, backend: Backend, run: Run,
     watch.log_evaluation(iteration, batches, loss)
     if run.process.manual_gc and run.process.manual_gc_eval:
         gc.collect()
-    return loss
+    return {"loss": loss}
+
+
+def _judge(
+    forward_step: ForwardStep,
+    data: RunData,
+    backend: Backend,
+    run: Run,
+    watch: Watch,
+    progress: Progress,
+    saver: CheckpointSaver | None,
+) -> BestCheckpoint | None:
+    """Evaluate, and return what best.json shall say if the checkpoint of this iteration is to be saved as the best one.
+
+    None: it isn't, or there are no validation data. The same on all ranks.
+    """
+    if data.valid is None:
+        return None
+    watch.pause_clock()
+    figures = evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
+    watch.restart_clock()
+    if progress.improvement is None:
+        return None
+    progress.improvement = progress.improvement.after(progress.iteration, figures)
+    if progress.stopped_early(run) and progress.iteration < run.train_iters:
+        info_rank0(stopped_early(progress.improvement, progress.iteration, run))
+    if run.checkpoint.save_best is None or saver is None:
+        return None
+    metric = progress.improvement.metric
+    candidate = BestCheckpoint(progress.iteration, metric, figures[metric])
+    return candidate if saver.is_best(candidate) else None
 
 
 def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Backend, run: Run) -> None:
@@ -263,6 +284,7 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     watch.add(progress.iteration, pending.counts, backend.flops(pending.counts), pending.result)
     is_last = pending.stop or _is_due(progress.iteration, run.length.exit_interval)
+    is_last |= _is_due(progress.iteration, run.logging.eval_interval) and progress.stopped_early(run, worse=1)
     if is_last or watch.wants_result(progress.iteration):
         result = pending.result()
         watch.log_step(
@@ -277,18 +299,22 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
         )
 
 
-def _finish(
-    forward_step: ForwardStep, data: RunData, backend: Backend, run: Run, watch: Watch, progress: Progress
-) -> None:
-    if data.valid is not None and not _is_due(progress.iteration, run.logging.eval_interval):
-        evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
+def _finish(backend: Backend, run: Run, progress: Progress) -> None:
     if run.checkpoint.save_hf is not None:
         _export(backend, run, "hf", is_last=True, is_final=True)
     info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
 def _save(
-    saver: CheckpointSaver, backend: Backend, progress: Progress, data: RunData, run: Run, *, is_last: bool = False
+    saver: CheckpointSaver,
+    backend: Backend,
+    progress: Progress,
+    data: RunData,
+    run: Run,
+    best: BestCheckpoint | None,
+    *,
+    only_best: bool = False,
+    is_last: bool = False,
 ) -> None:
     extra = {
         "iteration": progress.iteration,
@@ -296,9 +322,11 @@ def _save(
         "consumed_tokens": progress.consumed_tokens,
         "settings": run_settings(run),
         "data": data.state_dict() if data.state_dict is not None else None,
+        "improvement": progress.improvement.state if progress.improvement is not None else None,
+        ONLY_BEST: only_best,
     }
     outcome = saver.save(
-        progress.iteration, lambda detached: backend.snapshot(extra, detached=detached), is_last=is_last
+        progress.iteration, lambda detached: backend.snapshot(extra, detached=detached), best=best, is_last=is_last
     )
     failed = outcome is not None and outcome.failure is not None
     if run.checkpoint.save_hf and progress.iteration % run.checkpoint.save_hf == 0 and not failed:
@@ -317,16 +345,24 @@ def _export(backend: Backend, run: Run, name: str, *, is_last: bool, is_final: b
             logger.error(f"{error}; training goes on")
 
 
-def _open_saver(run: Run, last_saved: int, lock: RunLock | None) -> CheckpointSaver | None:
+def _open_saver(run: Run, progress: Progress, backend: Backend, lock: RunLock | None) -> CheckpointSaver | None:
     if not run.checkpoint.save:
         return None
+    folder, improvement = RunFolder(run.checkpoint.save), progress.improvement
+    best: list[BestCheckpoint | None] = []
+
+    def settle() -> None:
+        best.append(folder.settle_best(progress.iteration, improvement.checkpoint if improvement is not None else None))
+
+    on_first_rank(settle, run.launch.rank, backend.gather_objects)
     return CheckpointSaver(
         run.checkpoint.save,
         in_background=run.checkpoint.async_save,
         keep=run.checkpoint.save_total_limit,
         exit_on_failure=run.checkpoint.on_save_failure == "exit",
         timeout_minutes=run.parallel.distributed_timeout_minutes,
-        last_saved=last_saved,
+        last_saved=progress.last_saved,
+        best=backend.gather_objects(best)[0][0],
         **({"check_folder": lock.check} if lock is not None else {}),
     )
 
@@ -359,66 +395,6 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
         return True
     info_rank0(f"no checkpoint of iteration {progress.iteration}: no step has changed anything since the last one")
     return False
-
-
-def _find_start(run: Run, backend: Backend) -> tuple[Start, Progress]:
-    """Find the checkpoint or weights of --load to start from; without any, model.json names the weights.
-
-    Also make sure that the --save folder has no files of another run, unless this run resumes that one.
-    """
-    start = find_start(run.checkpoint.load, run.checkpoint.save, run.checkpoint.ckpt_step, run.checkpoint.finetune)
-    if run.checkpoint.save:
-        files = {f"{n}.json": getattr(run.files, n).to_dict() for n in ("model", "data") if hasattr(run.files, n)}
-        prepare = partial(
-            prepare_run_folder,
-            run.checkpoint.save,
-            run.checkpoint.load,
-            start,
-            finetune=run.checkpoint.finetune,
-            overwrite=run.checkpoint.overwrite,
-            restarts=run.launch.restarts,
-            reads=paths_of(files) if run.checkpoint.overwrite else {},
-        )
-        on_first_rank(prepare, run.launch.rank, backend.gather_objects)
-    if start.directory is not None:
-        refuse_damaged(
-            start.directory,
-            run.launch.rank,
-            run.launch.world_size,
-            backend.gather_objects,
-            checksums=not run.checkpoint.no_verify_checkpoint,
-        )
-    progress = Progress()
-    saved = read_state(start.directory) if start.directory is not None and has_state(start.directory) else {}
-    if start.directory is not None:
-        refuse_other_kind(saved, run.lora, start.directory, start.resumes)
-        start = replace(start, has_adapters=saved.get("lora") is not None)
-    if run.lora is not None:
-        start = replace(start, base=base_of(saved, run.lora, start))
-    if start.resumes and start.directory is not None:
-        progress.iteration = int(saved["iteration"])
-        progress.consumed_samples = int(saved["consumed_samples"])
-        progress.consumed_tokens = int(saved.get("consumed_tokens", 0))
-        progress.last_saved = progress.iteration
-        progress.data_state = saved.get("data")
-        report_changes(saved.get("settings", {}), run_settings(run))
-    report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
-    return start, progress
-
-
-def _load(start: Start, progress: Progress, backend: Backend, run: Run) -> None:
-    if start.has_adapters and not start.resumes:
-        backend.load(start.directory, optimizer=False, rng=False, schedule=False)
-    elif start.resumes:
-        backend.load(
-            start.directory,
-            optimizer=not run.checkpoint.no_load_optim,
-            rng=not run.checkpoint.no_load_rng,
-            schedule=True,  # the iteration continues, and the learning rate follows it
-        )
-        info_rank0(f"loaded {start.directory}; continuing after iteration {progress.iteration}")
-    else:
-        backend.load_weights(start.directory)
 
 
 def _open_watch(backend: Backend, run: Run, iteration: int) -> Watch:

@@ -27,6 +27,8 @@ _RECORDED = {
     "save_interval": "",
     "eval_interval": "",
     "log_interval": "",
+    "save_best": "",
+    "early_stop": "",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.checkpoint.best import BEST
 from mindspeed_mm.checkpoint.run_folder import METRICS, ROWS, TRACKER, checkpoints, hide
 from mindspeed_mm.checkpoint.start import Start
 from mindspeed_mm.utils.errors import ConfigError
@@ -20,7 +21,9 @@ _OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|{METRICS.replace('.jso
 
 
 def traces_of_run(root: Path) -> list[Path]:
-    """Return the files and folders of a run, in the order for removal: tracker, checkpoints, exports, records.
+    """Return the files and folders of a run, in the order for removal.
+
+    It is: tracker, best.json, checkpoints, exports, records.
 
     A tracker that names `release` is not listed: a conversion wrote it, and a run may start from its weights.
     """
@@ -30,6 +33,7 @@ def traces_of_run(root: Path) -> list[Path]:
     tracks_a_run = tracker.is_file() and tracker.read_text(encoding="utf-8", errors="replace").strip() != "release"
     return [
         *([tracker] if tracks_a_run else []),
+        *([root / BEST] if (root / BEST).is_file() else []),
         *(path for path in names if _CHECKPOINT.fullmatch(path.name)),
         *(path for path in names if _OTHERS.fullmatch(path.name)),
     ]

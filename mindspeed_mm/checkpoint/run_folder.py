@@ -1,4 +1,4 @@
-"""The layout of a run folder: checkpoints iter_0000100/, and a tracker file that names the last durable one.
+"""The layout of a run folder: checkpoints iter_0000100/, a tracker file that names the last durable one, best.json.
 
 A checkpoint is written into a hidden folder, synced to disk and renamed; then the tracker is replaced atomically. An
 old checkpoint is renamed to a hidden name before it is deleted. So whenever a run is killed, all visible checkpoints
@@ -7,20 +7,28 @@ are complete, and the tracker names one that exists.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from mindspeed_mm.checkpoint.best import BEST, BestCheckpoint, read_best, write_best
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.files import exchange, fsync_path, replace_file, working_file
 from mindspeed_mm.utils.log import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
+STATE = "state.json"
+#: key of state.json: no checkpoint was due, it is there as the best one of --save-best
+ONLY_BEST = "only_best"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
+#: --ckpt-step: an iteration, or the one that best.json names
+CheckpointStep = int | Literal["best"]
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _HIDDEN = re.compile(r"^\.(iter_\d{7,})\.(saving|deleting|replaced)$")
 
@@ -48,17 +56,19 @@ def working_directory(root: Path, iteration: int) -> Path:
     return _hidden(iteration_directory(root, iteration), "saving")
 
 
-def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoint:
-    """Return the checkpoint of `step`, or without it the one that the run folder's tracker names.
+def find_checkpoint(root: str | Path, step: CheckpointStep | None = None) -> FoundCheckpoint:
+    """Return the checkpoint of `step`, "best" the one that best.json names, None the one that the tracker names.
 
     Raises:
-        CheckpointError: the tracker is missing or unreadable, or the checkpoint is missing or incomplete; the message
-            lists the content of the folder.
+        CheckpointError: the tracker or best.json is missing or unreadable, or the checkpoint is missing or incomplete;
+            the message lists the content of the folder.
     """
     root = Path(root)
     if not root.is_dir():
         raise CheckpointError(f"--load '{root}' is no directory; expected a run folder that holds {TRACKER}")
-    if step is not None:
+    if step == "best":
+        word = str(_best_of(root).iteration)
+    elif step is not None:
         word = str(step)
     else:
         tracker = root / TRACKER
@@ -85,6 +95,15 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> FoundCheckpoin
             f"{_listing(root)}{advice}"
         )
     return found
+
+
+def _best_of(root: Path) -> BestCheckpoint:
+    best = read_best(root)
+    if best is None:
+        raise CheckpointError(
+            f"--ckpt-step best: '{root}' has no {BEST}, which a run with --save-best writes; it holds {_listing(root)}"
+        )
+    return best
 
 
 def has_checkpoint(root: str | Path | None) -> bool:
@@ -147,7 +166,8 @@ class RunFolder:
         if not self.root.is_dir():
             return
         try:
-            working_file(self.root / TRACKER).unlink(missing_ok=True)
+            for name in (TRACKER, BEST):
+                working_file(self.root / name).unlink(missing_ok=True)
             for path in list(self.root.iterdir()):
                 match = _HIDDEN.match(path.name)
                 if match and match[2] == "replaced" and not (self.root / match[1]).exists():
@@ -189,7 +209,7 @@ class RunFolder:
         return final
 
     def forget_old(self) -> None:
-        """Delete the checkpoints that exceed --save-total-limit, the oldest first.
+        """Delete the checkpoints that exceed --save-total-limit, the oldest first; the best one stays.
 
         Checkpoints after the iteration in the tracker are from an earlier run that this one restarted with --ckpt-step:
         they stay until this run saves the same iteration.
@@ -200,10 +220,53 @@ class RunFolder:
             named, found = self._tracked(), _iteration_folders(self.root)
             if named is not None and named.isdigit():
                 found = [(number, path) for number, path in found if number <= int(named)]
-            for _, old in reversed(found[self._keep :]):
+            best = read_best(self.root)
+            for number, old in reversed(found[self._keep :]):
+                if best is None or number != best.iteration:
+                    shutil.rmtree(hide(old, "deleting"), ignore_errors=True)
+        except (OSError, CheckpointError) as error:
+            logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
+
+    def mark_best(self, best: BestCheckpoint) -> None:
+        """Let best.json name a visible checkpoint, and delete the one before if it was saved for being the best only.
+
+        Raises:
+            OSError: best.json is as before.
+        """
+        before = read_best(self.root)
+        write_best(self.root, best)
+        if before is None or before.iteration >= best.iteration:
+            return
+        old = iteration_directory(self.root, before.iteration)
+        try:
+            if old.is_dir() and _is_only_best(old):
                 shutil.rmtree(hide(old, "deleting"), ignore_errors=True)
         except OSError as error:
-            logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
+            logger.warning(f"'{old}', which is no longer the best checkpoint, could not be deleted: {error}")
+
+    def settle_best(self, iteration: int, best: BestCheckpoint | None) -> BestCheckpoint | None:
+        """Bring best.json into agreement with the checkpoint that the run goes on from, and return its content.
+
+        A run that was killed between the two has the best checkpoint already, and not its name in best.json. A run that
+        goes back (--ckpt-step) may have the name of a checkpoint behind, which it will write over.
+
+        Args:
+            iteration: of the checkpoint that the run goes on from; 0: none.
+            best: the best evaluation up to there; None: unknown.
+        """
+        try:
+            found = read_best(self.root)
+        except CheckpointError as error:
+            logger.warning(f"{error}; it is replaced")
+            found = None
+        seen = {checkpoint.iteration for checkpoint in checkpoints(self.root)}
+        if best is None or best.iteration not in seen:
+            best = found if found is not None and found.iteration <= iteration and found.iteration in seen else None
+        if best is None:
+            (self.root / BEST).unlink(missing_ok=True)
+        elif best != found:
+            self.mark_best(best)
+        return best
 
     def _replace(self, iteration: int) -> None:
         """Replace a visible folder in two renames; in between the tracker names another checkpoint, or none."""
@@ -249,3 +312,12 @@ class RunFolder:
     def _tracked(self) -> str | None:
         tracker = self.root / TRACKER
         return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
+
+
+def _is_only_best(checkpoint: Path) -> bool:
+    """Whether a checkpoint was saved for being the best one only."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and state.get(ONLY_BEST) is True

@@ -1,8 +1,8 @@
 """Saving a snapshot as a checkpoint, in the foreground or in the background, and handling failures.
 
 The steps: snapshot → hidden folder → every rank writes its files → every rank computes their checksums → manifest →
-rename → tracker → deletion of old checkpoints. All ranks run each step together (see `agreement`): a save succeeds or
-fails on all of them, and a failed save leaves no files behind.
+rename → tracker → best.json → deletion of old checkpoints. All ranks run each step together (see `agreement`): a save
+succeeds or fails on all of them, and a failed save leaves no files behind.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mindspeed_mm.checkpoint.agreement import Agreement, RankFailure, StepFailed, first_line
+from mindspeed_mm.checkpoint.best import BestCheckpoint
 from mindspeed_mm.checkpoint.manifest import sum_files, write_manifest
 from mindspeed_mm.checkpoint.run_folder import RunFolder, find_checkpoint, iteration_directory, working_directory
 from mindspeed_mm.checkpoint.snapshot import Snapshot
@@ -47,6 +48,7 @@ class CheckpointSaver:
 
     Attributes:
         last_saved: iteration of the last visible checkpoint, as of this rank's last `poll` or `wait`.
+        best: the visible checkpoint that best.json names, likewise; None: there is none.
         asks_to_stop: whether a background save has failed and --on-save-failure is exit. A rank may notice it a step
             before another one, so all ranks must synchronize the request before they stop.
     """
@@ -60,6 +62,7 @@ class CheckpointSaver:
         exit_on_failure: bool = False,
         timeout_minutes: float = 60.0,
         last_saved: int = -1,
+        best: BestCheckpoint | None = None,
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -72,10 +75,11 @@ class CheckpointSaver:
             exit_on_failure: a failed save ends the run.
             timeout_minutes: how long ranks wait for a rank that is writing; at least an hour.
             last_saved: iteration of the checkpoint that the run resumes from.
+            best: what best.json names.
             check_folder: called on rank 0 before files are written; raises if the folder belongs to another run.
         """
         self.root = Path(root)
-        self.last_saved = last_saved
+        self.last_saved, self.best = last_saved, best
         self.asks_to_stop, self._why = False, ""
         self._in_background, self._exit_on_failure = in_background, exit_on_failure
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=max(60.0, timeout_minutes)))
@@ -83,11 +87,14 @@ class CheckpointSaver:
         self._folder, self._check_folder = RunFolder(self.root, keep), check_folder
         self._running: _Running | None = None
 
-    def save(self, iteration: int, take: TakeSnapshot, *, is_last: bool = False) -> SaveOutcome | None:
+    def save(
+        self, iteration: int, take: TakeSnapshot, *, best: BestCheckpoint | None = None, is_last: bool = False
+    ) -> SaveOutcome | None:
         """Save the snapshot that `take` returns as the checkpoint of `iteration`.
 
         Args:
             take: (detached) → snapshot; see `Backend.snapshot`.
+            best: what best.json says once the checkpoint is visible; None: it isn't the best one.
             is_last: training has ended: wait for the end of the save, and raise if it fails.
 
         Returns:
@@ -96,7 +103,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: on all ranks: the save failed, and it is the last one or --on-save-failure is exit.
         """
-        running = _Running(iteration, in_background=self._in_background and not is_last)
+        running = _Running(iteration, best, in_background=self._in_background and not is_last)
         if self._running is not None and self._running.thread.is_alive():
             notice(
                 "a checkpoint is due while the one before is still being written, and training waits for it; "
@@ -111,6 +118,19 @@ class CheckpointSaver:
             return None
         self._run(running)
         return self._conclude(running, is_last=is_last)
+
+    def is_best(self, candidate: BestCheckpoint) -> bool:
+        """Whether an evaluation is better than that of the visible checkpoint in best.json; the same on all ranks.
+
+        Waits for the background save only if it is better than the one before, as the save may fail.
+
+        Raises:
+            CheckpointError: see `wait`.
+        """
+        if not candidate.beats(self.best):
+            return False
+        self.wait()
+        return candidate.beats(self.best)
 
     def poll(self) -> SaveOutcome | None:
         """Check without waiting whether the background save has ended, and log its failure.
@@ -162,6 +182,7 @@ class CheckpointSaver:
         """Return the outcome of a save that has ended; log its failure, or raise it if it ends the run."""
         if running.failure is None:
             self.last_saved = running.iteration
+            self.best = running.best or self.best
             return SaveOutcome(running.iteration)
         sentence = self._describe(running.iteration, running.failure)
         if is_last or self._exit_on_failure:
@@ -191,7 +212,7 @@ class CheckpointSaver:
             running.failure = StepFailed("saving", [RankFailure(self._ranks.rank, first_line(error))])
         else:
             running.failure = None
-            info_rank0(f"saved checkpoint {folder} ({running.times()})")
+            info_rank0(f"saved checkpoint {folder} ({running.times()}){running.rating()}")
         running.snapshot = Future()
         if self._ranks.rank == 0:
             self._folder.discard(running.iteration) if running.failure else self._folder.forget_old()
@@ -215,10 +236,16 @@ class CheckpointSaver:
                 write_manifest(working, running.iteration, {name: s for part in sums for name, s in part.items()})
                 self._folder.publish(running.iteration)
 
+        def mark() -> None:
+            if is_first and running.best is not None:
+                self._folder.mark_best(running.best)
+
         ranks.step("preparing the save", prepare)
         names = ranks.step("writing the files", write)[ranks.rank]
         sums = ranks.step("summing the files", lambda: sum_files(working, names))
         ranks.step("making the checkpoint visible", publish)
+        if running.best is not None:
+            ranks.step("naming it in best.json", mark)
         return iteration_directory(self.root, running.iteration)
 
 
@@ -227,11 +254,13 @@ class _Running:
     """A save in progress.
 
     Attributes:
+        best: what best.json will say; None: nothing new.
         snapshot: the snapshot, or the error of taking it; released when the save has ended.
         failure: why the save failed; None: the checkpoint is visible.
     """
 
     iteration: int
+    best: BestCheckpoint | None
     in_background: bool
     snapshot: Future[Snapshot] = field(default_factory=Future)
     failure: StepFailed | None = field(default_factory=lambda: StepFailed("saving", []))
@@ -252,3 +281,7 @@ class _Running:
         total = time.perf_counter() - self.started
         blocked = self.blocked if self.in_background else total
         return f"training waited {blocked:.2f} s, {total:.2f} s in all"
+
+    def rating(self) -> str:
+        """Return a clause for the log line about the best checkpoint so far; "": this one isn't."""
+        return "" if self.best is None else f"; the best so far, {self.best.metric} {self.best.value:.6E}"

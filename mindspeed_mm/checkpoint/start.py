@@ -8,7 +8,9 @@ from pathlib import Path
 from mindspeed_mm.checkpoint.manifest import has_manifest, manifest_problems
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import (
+    STATE,
     TRACKER,
+    CheckpointStep,
     checkpoints,
     describe_older_format,
     find_checkpoint,
@@ -21,7 +23,6 @@ from mindspeed_mm.utils.errors import CheckpointError, did_you_mean
 from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
 
-STATE = "state.json"
 PEFT_CONFIG = "adapter_config.json"
 
 
@@ -42,7 +43,9 @@ class Start:
     base: str | None = None
 
 
-def find_start(load: str | None, save: str | None = None, step: int | None = None, finetune: bool = False) -> Start:
+def find_start(
+    load: str | None, save: str | None = None, step: CheckpointStep | None = None, finetune: bool = False
+) -> Start:
     """Return the starting point that `load` names.
 
     `load` may be a run folder (the tracker or `step` selects the checkpoint), a torch_dcp folder (`release/`,

@@ -305,6 +305,19 @@ class DatasetParam(Section):
         return self
 
     @property
+    def why_no_validation(self) -> str | None:
+        """A clause about the keys that give no validation rows; None: there are some."""
+        basic, corpus = self.basic_parameters, self.corpus or CorpusParameters()
+        if self.dataset_type == "corpus":
+            shares = ",".join(f"{share:g}" for share in corpus.split)
+            return None if corpus.split[1] else f"'dataset_param.corpus.split' is {shares}; expected a second share"
+        if basic.val_max_samples == 0:
+            return "'dataset_param.basic_parameters.val_max_samples' is 0; expected null or a number of rows"
+        if basic.val_dataset or basic.val_rate or basic.val_size:
+            return None
+        return "'dataset_param.basic_parameters' has no val_dataset, val_rate or val_size; give one of them"
+
+    @property
     def draws_frames(self) -> list[str]:
         """The keys given that ask for frames drawn by number, which isn't there."""
         keys = ("sampling_method", "min_num_frame", "max_num_frame")

@@ -236,6 +236,13 @@ class GenerationDatasetParam(Section):
     )
 
     @property
+    def why_no_validation(self) -> str | None:
+        """A clause about the keys that give no validation rows; None: there are some."""
+        if self.basic_parameters.val_data_path or self.basic_parameters.val_rate:
+            return None
+        return "'dataset_param.basic_parameters' has no val_data_path or val_rate; give one of them"
+
+    @property
     def tokenizer_dirs(self) -> list[str | None]:
         """`from_pretrained` of each tokenizer, in order."""
         return [item.get("from_pretrained") for item in self.tokenizer_config or []]

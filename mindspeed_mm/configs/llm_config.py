@@ -215,6 +215,12 @@ class LlmTraining(Section):
     save_steps: StepCount = Field(500, description="steps between two checkpoints; -1 = none")
     save_epochs: StepCount = Field(1, description="epochs between two checkpoints, if they have an end; -1 = none")
     save_total_limit: Count | None = Field(3, description="newest checkpoints that are kept; null = all")
+    save_best: str | None = Field(
+        None, description="ours: loss: after each evaluation with the best one so far, save a checkpoint that stays"
+    )
+    early_stop: Count | None = Field(
+        None, description="ours: evaluations in a row without a better value that end the run; null = none"
+    )
     save_only_model: Bool = Field(False, description="leave optimizer and random states out of checkpoints")
     save_async: Bool = Field(False, description="write checkpoints in the background")
     save_hf_weights: Bool = Field(True, description="export a HF directory at the end")

@@ -1,6 +1,6 @@
 """`Run`: the whole description of a launch, typed once and never changed.
 
-`configs.describe.describe` builds it from flags and files. What changes while a run trains is in `training.Progress`.
+`configs.describe.describe` builds it from flags and files. What changes while a run trains is in `progress.Progress`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,10 @@ class InferenceFlags:
         str | None,
         flag("run folder, iter folder, export or diffusers pipeline; absent = model.json's", path="directory"),
     ] = None
-    ckpt_step: Annotated[int | None, flag("this iteration of the run folder; absent = the newest", minimum=0)] = None
+    ckpt_step: Annotated[
+        int | Literal["best"] | None,
+        flag("this iteration of the run folder, or the best one of --save-best; absent = the newest", minimum=0),
+    ] = None
     ema: Annotated[
         bool | None,
         flag("averaged weights or the trained ones; absent = averaged if there are any", off_spellings=("--no-ema",)),

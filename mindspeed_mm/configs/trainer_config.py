@@ -220,6 +220,8 @@ class TrainerTraining(Section):
     log_interval: Count = Field(1, description="--log-interval")
     val_interval: Size = Field(0, description="--eval-interval")
     val_micro_batch_size: Count | None = Field(None, description="must be micro_batch_size, where there is validation")
+    save_best: str | None = Field(None, description="ours: --save-best")
+    early_stop: Count | None = Field(None, description="ours: --early-stop")
     manual_gc_interval: Size = Field(0, description="--manual-gc and --manual-gc-interval")
     lora: TrainerLora = Field(TrainerLora(), description="adapters")
     plugin: Plugins = Field([], description="plugin; the published system's own are built in")

@@ -33,6 +33,8 @@ TRAINING_FLAGS = {
     "no_save_rng": "no_save_rng",
     "log_interval": "log_interval",
     "val_interval": "eval_interval",
+    "save_best": "save_best",
+    "early_stop": "early_stop",
 }
 #: key of `training` → flag, with optimizer muon
 MUON_FLAGS = {"muon_momentum": "muon_momentum", "ns_steps": "ns_steps", "matched_adamw_rms": "matched_adamw_rms"}

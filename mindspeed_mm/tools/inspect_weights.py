@@ -31,6 +31,7 @@ def info(directory: str, all: bool = False) -> int:
         directory: the folder.
         all: list every tensor; without it, layers with the same shapes share a line.
     """
+    from mindspeed_mm.checkpoint.best import read_best
     from mindspeed_mm.checkpoint.run_folder import TRACKER, checkpoints, find_checkpoint, has_checkpoint
     from mindspeed_mm.checkpoint.sources import is_dcp
 
@@ -39,8 +40,14 @@ def info(directory: str, all: bool = False) -> int:
         tracker = path / TRACKER
         latest = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
         print(f"{path}: run folder, latest: {latest or 'unknown (no ' + TRACKER + ')'}")
+        try:
+            best = read_best(path)
+        except CheckpointError as error:
+            best = None
+            print(f"  {error}")
         for found in checkpoints(path):
-            print(f"  {found.directory.name}  {size_words(_folder_bytes(found.directory))}")
+            note = f"  best: {best.metric} {best.value:g}" if best and best.iteration == found.iteration else ""
+            print(f"  {found.directory.name}  {size_words(_folder_bytes(found.directory))}{note}")
         try:
             path = find_checkpoint(path).directory
         except CheckpointError as error:

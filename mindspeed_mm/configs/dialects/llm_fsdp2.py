@@ -99,6 +99,8 @@ _TRAINING_FLAGS = {
     "save_epochs": "save_epochs",
     "save_total_limit": "save_total_limit",
     "save_async": "async_save",
+    "save_best": "save_best",
+    "early_stop": "early_stop",
     "save_hf_weights": "save_hf",
     "resume_from_checkpoint": "load",
     "logging_steps": "log_interval",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, MetricName
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
 
@@ -26,6 +27,14 @@ class CheckpointArguments:
     save_total_limit: Annotated[int | None, flag("ours: newest checkpoints that are kept; absent = all", minimum=1)] = (
         None
     )
+    save_best: Annotated[
+        MetricName | None,
+        flag(
+            "ours: after each evaluation with the best value of this figure so far, save a checkpoint that stays; "
+            "best.json names it",
+            synonyms=METRIC_SYNONYMS,
+        ),
+    ] = None
     save_hf: Annotated[
         int | None, flag("ours: export a HF directory at the end, and every N steps if N is given", bare=0, minimum=0)
     ] = None
@@ -33,7 +42,10 @@ class CheckpointArguments:
         Literal["torch_dcp", "torch_dist", "torch"],
         flag("whatever it says, one layout is written, which both backends read: torch's distributed checkpoint"),
     ] = "torch_dcp"
-    ckpt_step: Annotated[int | None, flag("load this iteration instead of the newest", minimum=0)] = None
+    ckpt_step: Annotated[
+        int | Literal["best"] | None,
+        flag("load this iteration instead of the newest; best = the one of --save-best", minimum=0),
+    ] = None
     finetune: Annotated[bool, flag("load weights only, and start at iteration 0")] = False
     no_save_optim: Annotated[bool, flag("leave the optimizer out of checkpoints")] = False
     no_save_rng: Annotated[bool, flag("leave random states out of checkpoints")] = False

@@ -60,6 +60,9 @@ OTHER_TRAINERS_NAMES = {
     "eval-steps": "--eval-interval",
     "logging-steps": "--log-interval",
     "resume-from-checkpoint": "--load",
+    "metric-for-best-model": "--save-best",
+    "load-best-model-at-end": "--save-best",
+    "early-stopping-patience": "--early-stop",
     "dataloader-num-workers": "--num-workers",
     "cutoff-len": "--seq-length",
     "max-length": "--seq-length",
@@ -148,11 +151,14 @@ def reader(item: Flag) -> Callable[[object], FlagWord | None]:
     def read(word: object) -> FlagWord | None:
         if item.optional and (word is None or is_null_word(word) or (item.path and word == "")):
             return None
+        if isinstance(word, str) and word in item.words:
+            return word
         try:
             value = read_kind(synonyms.get(word, word) if isinstance(word, str) else word)
             _check_range(item, value)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"found {show(word)}; {error}") from None
+            others = "".join(f", or {other}" for other in item.words)
+            raise argparse.ArgumentTypeError(f"found {show(word)}; {error}{others}") from None
         return value
 
     return read

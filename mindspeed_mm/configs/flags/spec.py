@@ -21,7 +21,7 @@ BACKENDS: tuple[BackendName, ...] = ("fsdp2", "ptd")
 class Flag:
     """One flag: its spelling, type and explanation, and its effect here.
 
-    `kind`, `optional`, `many` and `choices` are read from the field's annotation.
+    `kind`, `optional`, `many`, `choices` and `words` are read from the field's annotation.
     """
 
     name: str  # of the attribute of `ParsedFlags`
@@ -32,6 +32,7 @@ class Flag:
     optional: bool = False  # None is a value of it
     many: bool = False  # takes one value or more
     choices: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()  # values in place of a number
     spellings: tuple[str, ...] = ()  # as written, the first is the name in messages and docs
     off_spellings: tuple[str, ...] = ()  # the same switch, turned off
     minimum: float | None = None
@@ -64,7 +65,9 @@ class Flag:
         if self.choices:
             words = ", ".join(str(choice) for choice in self.choices)
         else:
-            words = {int: "whole number", float: "number", str: self.path or "text"}[self.kind]
+            words = " or ".join(
+                ({int: "whole number", float: "number", str: self.path or "text"}[self.kind], *self.words)
+            )
         return f"{words} …" if self.many else words
 
 
@@ -118,9 +121,11 @@ def _flag_of(field: dataclasses.Field[Any], annotation: object, group: str) -> F
     kind, details = typing.get_args(annotation)
     optional = many = False
     choices: tuple[Any, ...] = ()
+    words: tuple[str, ...] = ()
     if typing.get_origin(kind) in (Union, types.UnionType):
         parts = [part for part in typing.get_args(kind) if part is not type(None)]
         optional, kind = len(parts) < len(typing.get_args(kind)), parts[0]
+        words = tuple(word for part in parts[1:] for word in typing.get_args(part))
     if typing.get_origin(kind) is list:
         many, kind = True, typing.get_args(kind)[0]
     if typing.get_origin(kind) is Literal:
@@ -135,6 +140,7 @@ def _flag_of(field: dataclasses.Field[Any], annotation: object, group: str) -> F
         optional=optional,
         many=many,
         choices=choices,
+        words=words,
         **{"spellings": ("--" + field.name.replace("_", "-"),), **details},
     )
 

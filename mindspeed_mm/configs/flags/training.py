@@ -39,6 +39,14 @@ class TrainingArguments:
     train_samples: Annotated[int | None, flag("rows in all", minimum=1)] = None
     exit_interval: Annotated[int | None, flag("exit after a step that is a multiple of this", minimum=1)] = None
     exit_duration_in_mins: Annotated[int | None, flag("save and exit after this many minutes", minimum=1)] = None
+    early_stop: Annotated[
+        int | None,
+        flag(
+            "ours: end the run after this many evaluations in a row without a better value of the figure of "
+            "--save-best (absent = loss)",
+            minimum=1,
+        ),
+    ] = None
     max_skipped_steps: Annotated[
         int,
         flag(

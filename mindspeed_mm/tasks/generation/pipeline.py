@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
+from mindspeed_mm.checkpoint.run_folder import CheckpointStep
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.scalars import SHORT_DTYPE_NAMES
 from mindspeed_mm.configs.sora_config import AeConfig
@@ -59,7 +60,7 @@ def build_pipeline(
     config: SoRAInferenceConfig,
     *,
     load: str | Path | None = None,
-    step: int | None = None,
+    step: CheckpointStep | None = None,
     ema: bool | None = None,
     dtype: str | None = None,
     sampler: Sampler | None = None,
@@ -72,7 +73,7 @@ def build_pipeline(
     Args:
         config: model.json.
         load: run folder, checkpoint, export, or pipeline; None: the place of the predictor in model.json.
-        step: iteration of the run folder; None: the newest.
+        step: iteration of the run folder, or "best"; None: the newest.
         ema: averaged weights or not; None: averaged ones if there are any.
         dtype: the predictor's (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
         sampler, shift: see `build_sampler`; None: model.json's.

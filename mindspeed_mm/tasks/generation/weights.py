@@ -11,7 +11,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.lazy import LazyTensor, leaf
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory, is_pipeline
-from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
+from mindspeed_mm.checkpoint.run_folder import CheckpointStep, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import (
     DcpWeights,
     WeightSource,
@@ -47,13 +47,13 @@ class AveragedWeights(DcpWeights):
         return tensors
 
 
-def locate_weights(place: str | Path, class_name: str, step: int | None = None) -> Path:
+def locate_weights(place: str | Path, class_name: str, step: CheckpointStep | None = None) -> Path:
     """Find the folder of a predictor's weights.
 
     Args:
         place: a run folder, a checkpoint in it, the directory of a whole pipeline, or that of a transformer.
         class_name: diffusers class of the predictor.
-        step: iteration of a run folder; None: the one in its tracker.
+        step: iteration of a run folder, or "best"; None: the one in its tracker.
 
     Raises:
         CheckpointError: there are none.
@@ -105,7 +105,7 @@ def load_predictor(
     place: str | Path,
     *,
     dtype: torch.dtype,
-    step: int | None = None,
+    step: CheckpointStep | None = None,
     ema: bool | None = None,
 ) -> tuple[ModelMixin, str]:
     """Build a predictor on the host and load its weights.

@@ -84,6 +84,7 @@ class GenericDCPConverter:
         fused_linear_names: list[str] | None = None,
         trust_remote_code: bool = False,
         averaged: bool = False,
+        best: bool = False,
     ) -> None:
         """Write a checkpoint's weights as a HF directory: hub names, shards with an index, tokenizer and so on.
 
@@ -100,6 +101,7 @@ class GenericDCPConverter:
             fused_linear_names: no effect, the model's class says what is stacked.
             trust_remote_code: let config.json bring Python code of its own.
             averaged: write the averages that a run with --ema-decay kept, in the place of the trained weights.
+            best: take the run folder's best checkpoint, of a run with --save-best, in the place of the newest.
         """
         tell_no_effect("--tie_weight_mapping", tie_weight_mapping, "config.json says what is tied")
         tell_no_effect("--fused_linear_names", fused_linear_names, "the model's class says what is stacked")
@@ -112,6 +114,7 @@ class GenericDCPConverter:
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             averaged=averaged,
+            best=best,
         )
 
 
@@ -182,6 +185,7 @@ def checkpoint_to_hf(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     averaged: bool = False,
+    best: bool = False,
     check: Callable[[Any, Given], None] | None = None,
 ) -> None:
     """Write the weights of a checkpoint as a HF directory.
@@ -191,6 +195,7 @@ def checkpoint_to_hf(
         assets: the HF directory with config.json and tokenizer; "": the one that the checkpoint remembers.
         dtype: of the written weights; "stored": that of each weight in the checkpoint; None: that of the assets.
         averaged: write the averages instead of the weights.
+        best: take the checkpoint that best.json names.
         check: raises if the model of config.json and the assets aren't what the converter is for.
 
     Raises:
@@ -203,7 +208,7 @@ def checkpoint_to_hf(
 
     stored = dtype == "stored"
     wanted = None if stored else _dtype_named(dtype)
-    directory = checkpoint_in(checkpoint)
+    directory = checkpoint_in(checkpoint, best=best)
     described = assets if assets.path else Given(assets.argument, _remembered_source(directory, assets.argument))
     model = structure(described, trust_remote_code)
     if check is not None:
@@ -258,15 +263,20 @@ def structure(directory: Given, trust_remote_code: bool = False) -> Any:
         return model_class._from_config(config_for(model_class, config), dtype=dtype)
 
 
-def checkpoint_in(given: Given) -> Path:
+def checkpoint_in(given: Given, *, best: bool = False) -> Path:
     """The folder of the newest checkpoint of a run folder; any other directory unchanged.
 
+    Args:
+        best: of the checkpoint that best.json names.
+
     Raises:
-        CheckpointError: the checkpoint is missing; for Megatron's torch format it says what to do with it.
+        CheckpointError: the checkpoint, or best.json, is missing; for Megatron's torch format it says what to do.
     """
     from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 
     root = Path(given.path)
+    if best:
+        return find_checkpoint(root, "best").directory
     if not has_checkpoint(root):
         return root
     try:
