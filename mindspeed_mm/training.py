@@ -127,7 +127,8 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 info_rank0(
                     nothing_is_left(run, progress.iteration, data.global_batches_per_epoch, progress.improvement)
                 )
-                if run.checkpoint.save_hf is None and data.valid is None:
+                is_evaluated = data.valid is None or _is_due(progress.iteration, run.logging.eval_interval)
+                if run.checkpoint.save_hf is None and is_evaluated:
                     return
             load_weights = start.directory is None or start.has_adapters
             model = backend.build_model(recipe.model_of(run), load_weights=load_weights, base=start.base)

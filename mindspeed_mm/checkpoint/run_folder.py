@@ -220,11 +220,11 @@ class RunFolder:
             named, found = self._tracked(), _iteration_folders(self.root)
             if named is not None and named.isdigit():
                 found = [(number, path) for number, path in found if number <= int(named)]
-            best = read_best(self.root)
+            best = self._named_best()
             for number, old in reversed(found[self._keep :]):
                 if best is None or number != best.iteration:
                     shutil.rmtree(hide(old, "deleting"), ignore_errors=True)
-        except (OSError, CheckpointError) as error:
+        except OSError as error:
             logger.warning(f"old checkpoints of '{self.root}' could not be deleted: {error}")
 
     def mark_best(self, best: BestCheckpoint) -> None:
@@ -233,7 +233,7 @@ class RunFolder:
         Raises:
             OSError: best.json is as before.
         """
-        before = read_best(self.root)
+        before = self._named_best()
         write_best(self.root, best)
         if before is None or before.iteration >= best.iteration:
             return
@@ -254,11 +254,7 @@ class RunFolder:
             iteration: of the checkpoint that the run goes on from; 0: none.
             best: the best evaluation up to there; None: unknown.
         """
-        try:
-            found = read_best(self.root)
-        except CheckpointError as error:
-            logger.warning(f"{error}; it is replaced")
-            found = None
+        found = self._named_best()
         seen = {checkpoint.iteration for checkpoint in checkpoints(self.root)}
         if best is None or best.iteration not in seen:
             best = found if found is not None and found.iteration <= iteration and found.iteration in seen else None
@@ -267,6 +263,14 @@ class RunFolder:
         elif best != found:
             self.mark_best(best)
         return best
+
+    def _named_best(self) -> BestCheckpoint | None:
+        """Return what best.json says; None, with a warning, if it can't be read."""
+        try:
+            return read_best(self.root)
+        except CheckpointError as error:
+            logger.warning(str(error))
+            return None
 
     def _replace(self, iteration: int) -> None:
         """Replace a visible folder in two renames; in between the tracker names another checkpoint, or none."""

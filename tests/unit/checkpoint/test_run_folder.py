@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.checkpoint import run_folder
+from mindspeed_mm.checkpoint.best import BEST, BestCheckpoint, read_best
 from mindspeed_mm.checkpoint.run_folder import (
     TRACKER,
     RunFolder,
@@ -243,3 +246,92 @@ def test_what_is_wrong_is_said(tmp_path: Path, tracker: str | None, words: str) 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no directory"):
         find_checkpoint(tmp_path / "nowhere")
+
+
+def best_of(iteration: int, value: float = 1.0) -> BestCheckpoint:
+    return BestCheckpoint(iteration, "loss", value)
+
+
+def put_best(root: Path, iteration: int, *, only: bool, keep: int | None = None) -> None:
+    """Bring in the best checkpoint so far, which was due (or not)."""
+    folder = RunFolder(root, keep)
+    working = folder.open(iteration)
+    for name in ("data", ".metadata"):
+        (working / name).write_text("best")
+    (working / "state.json").write_text(json.dumps({"only_best": only}))
+    folder.publish(iteration)
+    folder.mark_best(best_of(iteration))
+    folder.forget_old()
+
+
+def test_the_best_one_stays_and_the_one_before_goes(tmp_path: Path) -> None:
+    put_best(tmp_path, 1, only=True, keep=2)
+    for iteration in (2, 3, 4):
+        put(tmp_path, iteration, keep=2)
+    assert seen(tmp_path).keys() == {"iter_0000001", "iter_0000003", "iter_0000004"}
+    put_best(tmp_path, 5, only=False, keep=2)
+    assert seen(tmp_path).keys() == {"iter_0000004", "iter_0000005"}
+    assert json.loads((tmp_path / BEST).read_text()) == {"iteration": 5, "metric": "loss", "value": 1.0}
+    assert find_checkpoint(tmp_path, "best").iteration == 5
+
+
+def test_without_a_limit_those_that_were_due_stay(tmp_path: Path) -> None:
+    put_best(tmp_path, 1, only=False)
+    put_best(tmp_path, 2, only=True)
+    put(tmp_path, 3)
+    put_best(tmp_path, 4, only=True)
+    assert seen(tmp_path).keys() == {"iter_0000001", "iter_0000003", "iter_0000004"}
+
+
+def test_best_json_agrees_with_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.settle_best(0, None) is None
+    put_best(tmp_path, 1, only=True)
+    put(tmp_path, 2)
+    assert folder.settle_best(2, best_of(1)) == best_of(1) == read_best(tmp_path)
+    assert folder.settle_best(2, None) == best_of(1) == read_best(tmp_path)  # an older state, or another figure
+    # killed between a visible best checkpoint and its name in best.json
+    assert folder.settle_best(2, best_of(2, 0.5)) == best_of(2, 0.5) == read_best(tmp_path)
+    assert seen(tmp_path).keys() == {"iter_0000002"}
+    # the run goes back, to where 2 is still to come
+    put(tmp_path, 1)
+    assert folder.settle_best(1, best_of(1)) == best_of(1) == read_best(tmp_path)
+    (tmp_path / BEST).write_text(json.dumps({"iteration": 2, "metric": "loss", "value": 0.5}))
+    assert folder.settle_best(1, None) is None and not (tmp_path / BEST).exists()
+    # the best one is in another folder, from where the run went on
+    assert folder.settle_best(7, best_of(5)) is None and not (tmp_path / BEST).exists()
+    (tmp_path / BEST).write_text("{")
+    assert folder.settle_best(2, best_of(2)) == best_of(2) == read_best(tmp_path)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_killed_while_the_best_one_changes(tmp_path: Path, number: int) -> None:
+    """best.json always names a whole checkpoint, and the next run has the better one."""
+    put_best(tmp_path, 1, only=True)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            act_before_change(number, True, lambda: os._exit(KILLED))
+            RunFolder(tmp_path).mark_best(best_of(2))
+        os._exit(DONE)
+    put(tmp_path, 2)
+    os.waitpid(child, 0)
+    assert find_checkpoint(tmp_path, "best").iteration in (1, 2)
+    RunFolder(tmp_path).remove_leftovers()
+    assert RunFolder(tmp_path).settle_best(2, best_of(2)) == best_of(2)
+    assert not hidden(tmp_path) and find_checkpoint(tmp_path, "best").iteration == 2
+
+
+def test_what_is_wrong_with_best_json_is_said(tmp_path: Path) -> None:
+    put(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"--ckpt-step best: '.*' has no best.json.*it holds iter_0000003"):
+        find_checkpoint(tmp_path, "best")
+    for text in ("{", "[]", '{"iteration": "x"}', '{"iteration": 3, "metric": "los", "value": 1}'):
+        (tmp_path / BEST).write_text(text)
+        with pytest.raises(
+            CheckpointError, match=r"best.json' .*expected iteration \(a whole number\), metric \(loss\)"
+        ):
+            find_checkpoint(tmp_path, "best")
+    (tmp_path / BEST).write_text(json.dumps({"iteration": 9, "metric": "loss", "value": 1.0}))
+    with pytest.raises(CheckpointError, match="iter_0000009' is missing"):
+        find_checkpoint(tmp_path, "best")

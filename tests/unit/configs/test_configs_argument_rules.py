@@ -86,6 +86,13 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
         ),
         ("--train-iters 9 --save-hf", ["--save-hf needs --save"]),
         ("--train-iters 9 --ckpt-step 3", ["--ckpt-step needs --load"]),
+        ("--train-iters 9 --ckpt-step bes", ["found 'bes'; expected a whole number, or best"]),
+        ("--train-iters 9 --save-best los", ["found 'los'; expected one of loss; did you mean 'loss'?"]),
+        ("--train-iters 9 --save-best loss", ["--save-best loss needs --save"]),
+        ("--train-iters 9 --early-stop 0", ["--early-stop: found '0'; expected at least 1"]),
+        ("--train-iters 9 --early-stop 2 --eval-interval 0", ["--early-stop 2 needs", "--eval-interval is 0: give"]),
+        ("--train-iters 9 --early-stop 2 --eval-interval None", ["--early-stop 2 needs", "--eval-interval is 0: give"]),
+        ("--train-iters 9 --save run --save-best loss --eval-iters 0", ["--save-best loss needs", "--eval-iters is 0"]),
     ],
 )
 def test_what_does_not_fit(run_folder: Path, words: str, parts: list[str]) -> None:

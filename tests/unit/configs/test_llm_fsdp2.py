@@ -163,6 +163,8 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "data.streaming=true training.max_steps=5": ("checkpoint.save_epochs", 1, None),
     "data.packing=true training.max_steps=5": ("checkpoint.save_epochs", 1, None),
     "training.save_total_limit=None": ("checkpoint.save_total_limit", 3, None),
+    "data.val_size=2 training.save_best=loss": ("checkpoint.save_best", None, "loss"),
+    "data.val_size=2 training.early_stop=2": ("length.early_stop", None, 2),
     "training.save_only_model=true": ("checkpoint.no_save_optim", False, True),
     "training.save_async=true": ("checkpoint.async_save", False, True),
     "training.save_hf_weights=false": ("checkpoint.save_hf", 0, None),
@@ -205,6 +207,8 @@ REFUSED = {
     "data.tool_format=qwen": "'data.tool_format' is 'qwen'; tool calls are written as the chat template writes them",
     "data.data_manager_type=mg training.disable_shuffling=true": "a corpus is shuffled by training.seed",
     "training.fix_router=true": "train another model",
+    "training.save_best=los": "'training.save_best' is 'los'; expected one of loss; did you mean 'loss'?",
+    "training.save_best=loss": "'dataset_param.basic_parameters' has no val_dataset, val_rate or val_size",
     "training.optimizer=lion": "'training.optimizer' is 'lion'; expected one of adamw, muon",
 }
 IDLE = {

@@ -89,6 +89,8 @@ CHUNKED_MBS = {"features.enable_chunk_mbs": True}
 ON_LAYERS = {"features.recompute_plan.apply_modules": [LAYERS]}
 CHUNKS_OF_LAYERS = {**CHUNKED_MBS, "features.chunkmbs_plan.apply_modules": [LAYERS]}
 MUON = {"training.optimizer": "muon"}
+HELD_OUT = {"dataset_type": "huggingface", "basic_parameters": {"dataset": "held_out.json"}}
+VALIDATION = {"training.val_interval": 7, "data.val_dataset_param": HELD_OUT, "training.save": "elsewhere"}
 ONE_SCALE = [{"match": "visual.*", "scale": 0.1}, {"match": "lm_head", "scale": 0.1}]
 
 SEEN: dict[str, Seen] = {
@@ -191,6 +193,8 @@ SEEN: dict[str, Seen] = {
     "training.log_interval": flag("logging.log_interval", 7),
     "training.val_interval": flag("logging.eval_interval", 7),
     "training.val_micro_batch_size": Seen(1, {}, {"training.val_interval": 7}),  # another is a mistake, below
+    "training.save_best": Seen("eval_loss", {"checkpoint.save_best": "loss"}, VALIDATION),
+    "training.early_stop": Seen(7, {"length.early_stop": 7}, VALIDATION),
     "training.manual_gc_interval": Seen(7, {"process.manual_gc": True, "process.manual_gc_interval": 7}),
     "training.lora.enable": Seen(True, {"lora.target_modules": ("q_proj", "k_proj", "v_proj")}),
     "training.lora.rank": lora(4, "r"),
