@@ -27,8 +27,6 @@ _RECORDED = {
     "save_interval": "",
     "eval_interval": "",
     "log_interval": "",
-    "save_best": "",
-    "early_stop": "",
 }
 
 

@@ -11,6 +11,7 @@ from mindspeed_mm.configs.eval_metrics import DEFAULT_METRIC, MetricName, improv
 from mindspeed_mm.configs.evaluation_rules import asking_flags
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import notice
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,13 @@ class Improvement:
         if run.checkpoint.save_best is None and run.length.early_stop is None:
             return None
         fresh = cls(run.checkpoint.save_best or DEFAULT_METRIC)
-        if saved is None or saved["metric"] != fresh.metric:
+        if saved is None:
+            return fresh
+        if saved["metric"] != fresh.metric:
+            notice(
+                f"the best value so far begins anew: the checkpoint follows {saved['metric']}, and this run "
+                f"{fresh.metric}"
+            )
             return fresh
         value, iteration = saved["value"], saved["iteration"]
         return replace(fresh, value=value, iteration=iteration, since=int(saved["since"]))

@@ -64,10 +64,12 @@ def test_a_resumed_run_decides_as_the_unbroken_one() -> None:
     assert followed(values).ends(3) and not followed(values[:-1]).ends(3)
 
 
-def test_older_checkpoints_and_those_of_another_figure_begin_anew() -> None:
+def test_older_checkpoints_and_those_of_another_figure_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     run = run_of(save_best="loss", save="run")
     assert Improvement.of(run, None) == Improvement()
+    assert not caplog.messages
     assert Improvement.of(run, {"metric": "wer", "value": 1.0, "iteration": 3, "since": 1}) == Improvement()
+    assert "the checkpoint follows wer, and this run loss" in caplog.text
     assert Improvement.of(run_of(), followed([1.0]).state) is None  # nothing is followed
 
 
