@@ -38,7 +38,10 @@ class AnswerFlags:
         str | None,
         flag("HF directory, run folder, iter folder, export or PEFT adapter; absent = model.json's", path="directory"),
     ] = None
-    ckpt_step: Annotated[int | None, flag("this iteration of the run folder; absent = the newest", minimum=0)] = None
+    ckpt_step: Annotated[
+        int | Literal["best"] | None,
+        flag("this iteration of the run folder, or the best one of --save-best; absent = the newest", minimum=0),
+    ] = None
     ema: Annotated[bool, flag("a checkpoint's averaged weights in the place of the trained ones")] = False
     merge_adapter: Annotated[bool, flag("add a PEFT adapter to its base's weights before answering")] = False
     processor_path: Annotated[

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.run_folder import (
+    CheckpointStep,
     checkpoints,
     describe_older_format,
     find_checkpoint,
@@ -46,7 +47,7 @@ class ModelSource:
 def find_model(
     place: str | Path,
     *,
-    step: int | None = None,
+    step: CheckpointStep | None = None,
     beside: str | Path | None = None,
     named_by: str = "--load",
     complete: bool = True,
@@ -57,7 +58,7 @@ def find_model(
         place: a HF directory or an export; a run folder, of which the checkpoint that its tracker names counts, else
             its export `hf`; a checkpoint in it (`iter_0000100`, `release`); or the directory of a PEFT adapter, whose
             base is any of the others.
-        step: iteration of a run folder; None: the newest.
+        step: iteration of a run folder, or "best"; None: the newest.
         beside: HF directory of the files that `place` lacks; None: the one that a run started from, as its checkpoint
             remembers.
         named_by: flag or key that named `place`, for messages.
@@ -94,7 +95,7 @@ def find_model(
     return ModelSource(config, directory, processor, named_by=named_by)
 
 
-def _weights_of(path: Path, step: int | None, named_by: str) -> Path:
+def _weights_of(path: Path, step: CheckpointStep | None, named_by: str) -> Path:
     if has_checkpoint(path) or (step is not None and checkpoints(path)):
         return find_checkpoint(path, step).directory
     if step is not None:
