@@ -14,6 +14,7 @@ import yaml
 
 from mindspeed_mm.checkpoint.best import BestCheckpoint, read_best
 from mindspeed_mm.checkpoint.run_folder import find_checkpoint
+from mindspeed_mm.checkpoint.start import Start, find_start
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.distributed.test_saving import Trained, failing
 from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
@@ -41,7 +42,7 @@ def assert_followed(run: Path) -> int:
     assert json.loads((run / "best.json").read_text()) == {"iteration": best, "metric": "loss", "value": losses[best]}
     assert {path.name for path in run.glob("iter_*")} == {f"iter_{best:07d}", f"iter_{last:07d}"}
     assert find_checkpoint(run).iteration == last < COMMON["train_iters"]
-    assert find_checkpoint(run, "best").iteration == best
+    assert find_start(str(run), step="best") == Start(run / f"iter_{best:07d}", resumes=True)
     assert [r["iteration"] for r in read_metrics(run / "metrics.jsonl") if "loss" in r][-1] == last
     return best
 

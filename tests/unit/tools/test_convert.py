@@ -436,6 +436,17 @@ def test_a_diffusers_model_goes_there_and_back(tmp_path: Path, capsys: pytest.Ca
     assert to_hf(run, tmp_path / "averaged", "--model_assets_dir", source, "--averaged", "true") == 0
     assert_same(load_file(tmp_path / "trained/diffusion_pytorch_model.safetensors"), weights)
     assert_same(load_file(tmp_path / "averaged/diffusion_pytorch_model.safetensors"), weights | averages)
+    # the newest checkpoint of a run folder, and its best one
+    folder = tmp_path / "folder"
+    dcp.save(stored, checkpoint_id=folder / "iter_0000002")
+    dcp.save({name: tensor + 1 for name, tensor in stored.items()}, checkpoint_id=folder / "iter_0000004")
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    best = ("--model_assets_dir", source, "--best", "true")
+    assert to_hf(folder, tmp_path / "none", *best) == 1
+    assert "has no best.json" in capsys.readouterr().err
+    (folder / "best.json").write_text(json.dumps({"iteration": 2, "metric": "loss", "value": 1.25}))
+    assert to_hf(folder, tmp_path / "best", *best) == 0
+    assert_same(load_file(tmp_path / "best/diffusion_pytorch_model.safetensors"), weights)
 
 
 def test_an_unknown_diffusers_class_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,6 +178,12 @@ def test_info_of_a_checkpoint_and_of_a_run(release: Path, tmp_path: Path, capsys
     assert status == 0
     assert f"{run}: run folder, latest: 4" in printed and "iter_0000002  " in printed
     assert f"{run / 'iter_0000004'}: torch_dcp checkpoint" in printed and "consumed_samples: 32" in printed
+    (run / "best.json").write_text(json.dumps({"iteration": 2, "metric": "loss", "value": 1.25}))
+    lines = inspected(capsys, "info", run)[1].splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("best: loss 1.25")] == ["iter_0000002"]
+    (run / "best.json").write_text("{")
+    status, printed = inspected(capsys, "info", run)
+    assert status == 0 and "best.json' can't be read" in printed
     for tracker in (None, "9", "nonsense"):
         (run / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
         if tracker is not None:
