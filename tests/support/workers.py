@@ -48,6 +48,21 @@ PRELOAD = [
     "transformers.models.qwen2.tokenization_qwen2",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl",
     "transformers.models.qwen3_vl.processing_qwen3_vl",
+    # what the first function of a worker imported otherwise
+    "torch.utils.serialization",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    "transformers.models.qwen2_vl.video_processing_qwen2_vl",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.internvl.modeling_internvl",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "mindspeed_mm.data.media.media_reader",
+    "mindspeed_mm.models.transformers_model",
+    "pytest",
+    "tests.support.launch",
+    "tests.support.tiny",
+    "tests.support.preload",
 ]
 #: what the workers of the Megatron backend have beside it, of a server of their own: the others must never import it
 MEGATRON_PRELOAD = ["tests.support.megatron_preload"]
@@ -60,9 +75,9 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# Groups have threads that poll. Those of Megatron are left when the next function starts (60 threads or so until then);
-# those of device meshes stay, and a pool with more threads than this is replaced by a new one.
-MOST_THREADS = 100
+# Each group has threads. Megatron's groups are left when the next function starts; those of device meshes stay, and a
+# pool with more threads than this is replaced by a new one.
+MOST_THREADS = 250
 OUTPUT_SHOWN = 4000  # characters of a rank's own output that an error repeats
 
 
@@ -221,6 +236,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, with_group
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    _share_device_of_gloo()
     # What was imported stays: collecting after each function then looks at that function's objects only. A training run
     # must not freeze its own, though: its model and groups would stay, and with them the threads of the groups.
     freeze, gc.freeze = gc.freeze, lambda: None
@@ -272,6 +288,30 @@ def _reset_state() -> None:
     torch.use_deterministic_algorithms(False)
     forget_globals()
     _leave_groups()
+
+
+def _share_device_of_gloo() -> None:
+    """Give all gloo groups of this process one device.
+
+    Each group makes its own otherwise, whose thread wakes 100 times a second: pools that wait for their next function
+    took a fifth of two cores.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    class OnSharedDevice(c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [_device_of_gloo()], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnSharedDevice
+
+
+@functools.cache
+def _device_of_gloo() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.ProcessGroupGloo.create_device(interface=WORKER_ENV["GLOO_SOCKET_IFNAME"])
 
 
 def _leave_groups() -> None:
