@@ -26,7 +26,9 @@ from mindspeed_mm.utils.log import info_rank0, notice
 
 _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
 # prefixes of a model's names in torch_dcp folders of various programs; the best match is used
-_PREFIXES = ("model.", "", "module.", "model.module.", "model.model.", "state_dict.")
+_PREFIXES: tuple[str, ...] = ("model.", "", "module.", "model.module.", "model.model.", "state_dict.")
+# and of models inside PEFT's wrapper: published bases for LoRA
+_PREFIXES += tuple(f"{outer}base_model.model.{inner}" for outer in ("", "model.") for inner in ("", "model."))
 
 
 @dataclass

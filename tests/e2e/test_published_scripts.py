@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
+from mindspeed_mm.configs.lora import lora_options
 from mindspeed_mm.dry_run import dry_run
 from mindspeed_mm.monitor.metrics import read_metrics
+from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
 from tests.support import published_launches
 from tests.support.families import families
@@ -29,7 +31,9 @@ from tests.support.runs import described_args
 from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
-RECIPES = {"pretrain_vlm.py": VLM, "pretrain_transformers.py": TRANSFORMERS}
+RECIPES = {"pretrain_vlm.py": VLM, "pretrain_transformers.py": TRANSFORMERS, "pretrain_sora.py": SORA}
+#: parts of a pipeline that files of generation models name
+PARTS = ("vae", "text_encoder", "tokenizer")
 LAUNCHES = published_launches.names()
 #: launches whose model.json names no directory: config.json of what --load names
 BY_LOAD = {
@@ -40,13 +44,16 @@ BY_LOAD = {
 
 def prepared(name: str, launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a launch's files, with directories that hold nothing but a config.json; returns its words."""
-    for place in ("hf", "rows"):
+    for place in ("hf", "rows", *PARTS):
         (folder / place).mkdir()
+    for place in ("hf", *PARTS):
+        (folder / place / "config.json").write_text("{}")
     (folder / "hf" / "config.json").write_text(json.dumps(BY_LOAD.get(name, {})))
     variables = launch.environment | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(launch.processes)}
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     paths = {"hf": folder / "hf", "rows": folder / "rows" / "rows.json", "folder": folder / "rows"}
+    paths |= {part: folder / part for part in PARTS}
     monkeypatch.chdir(ROOT)
     return launch.write(folder / "run", **paths, cache=folder / "cache", save=folder / "save")
 
@@ -59,13 +66,15 @@ def test_it_is_described(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     args = described_args(words, RECIPES[launch.entry])
     arguments = launch.arguments()
     assert args.global_batch_size == int(arguments[launch.key("global_batch_size")])
-    assert args.clip_grad == 0 and args.lr == 1e-5 and args.seed == 42
+    for flag, otherwise in (("clip_grad", 1.0), ("lr", 1e-5), ("seed", 1234), ("lora_r", 8), ("lora_alpha", 16)):
+        assert getattr(args, flag) == float(arguments.get(launch.key(flag), otherwise)), flag
     assert args.data_parallel_size * args.tensor_model_parallel_size * args.pipeline_model_parallel_size == (
         launch.processes
     )
     if launch.fsdp2 is not None:
         config = load_fsdp2_config(args.fsdp2_config_path)
         assert (config.param_dtype, config.reduce_dtype) == ("bf16", launch.fsdp2["reduce_dtype"])
+    assert bool(lora_options(args)) == name.partition(" LoRA")[1].startswith(" LoRA")
 
 
 def test_it_is_planned_at_its_own_world_size(

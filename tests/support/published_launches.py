@@ -52,7 +52,7 @@ class Launch:
         """Write the files into a folder; returns the words after the entry script's name.
 
         Args:
-            paths: what stands in the place of `{hf}`, `{rows}`, `{folder}`, `{cache}` and `{save}`.
+            paths: what stands in the place of `{hf}`, `{rows}`, `{folder}`, `{cache}`, `{save}`, `{vae}` …
         """
         folder.mkdir(parents=True, exist_ok=True)
         known = {name: str(path) for name, path in paths.items()}
@@ -63,7 +63,8 @@ class Launch:
             Path(known["fsdp2"]).write_text(yaml.safe_dump(nested(put(self.fsdp2))))
         words = []
         for name, value in put(self.flags).items():
-            words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+            values = value if isinstance(value, list) else [value]
+            words += ["--" + name.replace("_", "-"), *([] if value is True else map(str, values))]
         if self.run is None:
             for name in ("model", "data"):
                 Path(known[name]).write_text(json.dumps(nested(put(getattr(self, name)))))
@@ -76,6 +77,8 @@ class Launch:
 def _placed(paths: Mapping[str, str], values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _placed(paths, value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_placed(paths, value) for value in values]
     if isinstance(values, str) and values.startswith("{"):
         return paths[values.strip("{}")]
     return values

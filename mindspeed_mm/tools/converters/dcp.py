@@ -12,7 +12,6 @@ from mindspeed_mm.tools.converters.generic import (
     tell_no_effect,
 )
 from mindspeed_mm.tools.converters.layouts import require_type
-from mindspeed_mm.tools.converters.refused import LORA
 from mindspeed_mm.utils.errors import ConfigError
 
 _HEAD = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -35,11 +34,10 @@ class _DcpConverter:
             hf_dir: HF directory with config.json and weights.
             dcp_dir: receives release/ and latest_checkpointed_iteration.txt.
             tie_weight: no effect, config.json says what is tied; refused if the files hold an output layer of its own.
-            is_lora_base: refused, as LoRA is not there yet.
+            is_lora_base: no effect, a run with adapters starts from the same weights under the same names.
             trust_remote_code: let config.json bring Python code of its own.
         """
-        if is_lora_base:
-            raise ConfigError(f"--is_lora_base is true; {LORA}; without it, weights are converted")
+        tell_no_effect("--is_lora_base", is_lora_base, "a run with adapters starts from the same weights")
         source = Given("--hf_dir", hf_dir)
         model = structure(source, trust_remote_code)
         require_type(model, source, self.model_types)

@@ -310,7 +310,13 @@ def vl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.
     return hf_dir, load_file(hf_dir / "model.safetensors"), reference_tensors(hf_dir)
 
 
-@pytest.mark.parametrize("prefix", ["model.", "", "module.", "model.module.", "model.model.", "state_dict."])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("model.", "", "module.", "model.module.", "model.model.", "state_dict."),
+        *("base_model.model.model.", "model.base_model.model.model."),  # of published bases for LoRA
+    ],
+)
 @pytest.mark.parametrize("layout", ["older", "nested"])
 def test_both_layouts_of_a_torch_dcp_folder_load_under_any_prefix(
     tmp_path: Path, vl: tuple[Path, dict[str, Any], dict[str, Any]], layout: str, prefix: str

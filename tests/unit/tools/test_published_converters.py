@@ -105,7 +105,7 @@ CONVERSIONS = [
         "hf_to_dcp --hf_dir HF --save_dir DCP",
         "dcp_to_hf --hf_dir HF --dcp_dir DCP/release --save_dir OUT --dcp_prefix= ",
     ),
-    ("Mistral3Converter", "mistral3", _DCP, _BACK),
+    ("Mistral3Converter", "mistral3", _DCP + " --is_lora_base true", _BACK),
     pytest.param("Qwen2VLConverter", "qwen2_vl", _TO_MM, _TO_HF, marks=pytest.mark.full),
     pytest.param("GlmConverter", "glm4v", _TO_MM, _TO_HF, marks=pytest.mark.full),
     (
@@ -196,7 +196,6 @@ REFUSED = [
     ("Qwen2_5_VLConverter lora_hf_to_mm --cfg.common_model_config.model_prefix base_model.model.", _LORA),
     ("Qwen2_5_VLConverter lora_mm_to_hf --cfg.mm_dir x", _LORA),
     ("Qwen3VLConverter lora_hf_to_dcp --hf_dir x", _LORA),
-    ("Qwen3VLConverter hf_to_dcp --hf_dir x --dcp_dir y --is_lora_base true", f"--is_lora_base is true; {_LORA}"),
     ("Qwen3VLConverter resplit --cfg.source_dir x", "a checkpoint fits every layout; pass the folder as it is"),
     ("Mistral3Converter hf_to_mm --cfg.mm_dir x", "writes torch_dcp, which every backend starts from"),
     ("Qwen2_5VLConverter hf_to_mm", "is no command of mm-convert; did you mean 'Qwen2_5_VLConverter'"),
