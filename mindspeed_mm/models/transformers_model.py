@@ -28,7 +28,7 @@ from mindspeed_mm.models.common.family import (
     require_packed_positions,
 )
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
-from mindspeed_mm.models.common.head_loss import HeadLoss, refuse_changed_logits
+from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import (
     LossOptions,
@@ -100,8 +100,8 @@ class TransformersModel(MultiModalModule):
             compute_mode=described.loss_cfg.compute_mode,
             chunk_size=described.loss_cfg.effective_chunk_size,
         )
-        refuse_changed_logits(self.model.config.get_text_config(), type(self.model).__name__)
-        self._head_loss = HeadLoss(self.model.get_output_embeddings())
+        cap = cap_of_logits(self.model.config.get_text_config(), type(self.model).__name__)
+        self._head_loss = HeadLoss(self.model.get_output_embeddings(), cap)
         self._router_loss = _router_loss(self.model, described)
         self._expert_load = ExpertLoad(self.model)
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
@@ -151,8 +151,8 @@ class TransformersModel(MultiModalModule):
             batch["sample_shares"] = SampleShares.of(batch["targets"], batch["input_ids"], mask, documents)
         if self._context is not None:
             self._split_tokens(self._context, batch, documents)
-        if self.traits.one_tower_pass is not None:
-            batch = self.traits.one_tower_pass(self.model, batch)
+        if self.traits.prepare_batch is not None:
+            batch = self.traits.prepare_batch(self.model, batch)
         if self._media is not None:
             batch["media_shards"] = self._media.cut(batch)
         return batch
@@ -226,8 +226,8 @@ class TransformersModel(MultiModalModule):
             self._expert_load.expect(None if is_token is None else is_token > 0)
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
-        of_head = self.model(input_ids=input_ids, use_cache=False, **batch).logits
-        self._head_loss.check_output(of_head, type(self.model).__name__)
+        logits = self.model(input_ids=input_ids, use_cache=False, **batch).logits
+        of_head = self._head_loss.read(logits, type(self.model).__name__)
         loss_sum = weighted_sum(of_head, targets.weights) if outputs else of_head
         metrics: dict[str, Any] = {}
         if (routed := self._expert_load.take()) is not None:

@@ -34,8 +34,9 @@ class FamilyTraits:
         packed_masks: (transformers model, micro-batch of packed rows with its position_ids, and their boundaries
             `packed_rows`) → the model's `attention_mask` for them. None: the model computes it itself, from the
             positions.
-        one_tower_pass: (transformers model, micro-batch) → the micro-batch, changed so that each tower runs once
-            whatever modalities it contains. None: each tower runs once anyway.
+        prepare_batch: (transformers model, micro-batch) → the micro-batch as the model takes it, on the host: changed
+            so that each tower runs once whatever modalities it contains, or with fields that the data doesn't have.
+            None: the model takes it as it is.
         attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens
             see those before them in their sample, all or a sliding window of them: what context parallelism computes.
             None: not known to be so.
@@ -48,7 +49,7 @@ class FamilyTraits:
     towers: tuple[Tower, ...] = ()
     packed_positions: PackedPositions | None = None
     packed_masks: PackedMasks | None = None
-    one_tower_pass: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
+    prepare_batch: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     attention: Literal["causal"] | None = None
     tensor: TensorPlan = field(default_factory=TensorPlan)
 

@@ -9,38 +9,76 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.models.common.log_probabilities import ChunkedLogProbabilities, target_log_probabilities
+from mindspeed_mm.models.common.log_probabilities import (
+    ChunkedLogProbabilities,
+    soft_cap,
+    target_log_probabilities,
+)
 from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, Targets, weighted_cross_entropy
 from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.tensor import own_part, rank_set
 from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.errors import ConfigError
 
-#: keys of config.json by which models change their logits after the output layer, and the value that changes nothing
-_AFTER_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
+#: keys of config.json by which models scale their logits after the output layer
+_AFTER_THE_HEAD = ("logits_scaling", "logit_scale")
+#: the key by which they cap them, as `soft_cap` does
+_CAP = "final_logit_softcapping"
 
 
-def refuse_changed_logits(text_config: Any, name: str) -> None:
-    """Refuse a model whose configuration changes its logits after the output layer.
+def cap_of_logits(text_config: Any, name: str) -> float | None:
+    """Return the cap that a model applies to its logits after the output layer; None: it changes nothing.
 
     Args:
         text_config: configuration of its language model.
         name: name of the model's class, for the message.
 
     Raises:
-        ConfigError: it caps or scales them.
+        ConfigError: it scales them.
     """
-    for key, nothing in _AFTER_THE_HEAD.items():
+    for key in _AFTER_THE_HEAD:
         found = getattr(text_config, key, None)
-        if found not in (None, nothing):
+        if found not in (None, 1):
             raise _changed_logits(name, f"{key} {found:g} of config.json")
+    return getattr(text_config, _CAP, None) or None
 
 
 def _changed_logits(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{name} caps or scales its logits after its output layer ({what}), which the loss here doesn't compute, so it "
-        "can't be trained"
+        f"{name} changes its logits after its output layer ({what}), which the loss here doesn't compute, so it can't "
+        "be trained"
     )
+
+
+class _Carried(torch.autograd.Function):
+    """Return zeros in the place of a loss; the loss gets their gradient.
+
+    A cap leaves zeros as they are, and its slope there is 1: they carry the loss through a model that caps its logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """A tensor of any shape → zeros."""
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the gradient."""
+        return grad
+
+
+class _Received(torch.autograd.Function):
+    """Return the loss that zeros have carried; its gradient goes to them."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Two tensors of the same shape → the second."""
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Return the gradient for the zeros."""
+        return grad, None
 
 
 class HeadLoss:
@@ -49,9 +87,18 @@ class HeadLoss:
     It works through hooks inside the head's own call, where the weight is gathered even if the head is an FSDP unit. It
     must be created before the model is wrapped, so that the hooks run between FSDP's gather and free. Of a head that
     tensor parallelism splits by vocabulary, the logits are never gathered.
+
+    The loss passes through what the model does with its logits, so that the model's output is what backward begins at:
+    a cap there is applied to the logits here, and not to the loss.
     """
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, cap: float | None = None) -> None:
+        """
+        Args:
+            head: the output layer.
+            cap: what the model caps its logits at after the output layer (`soft_cap`); None: it doesn't.
+        """
+        self._cap = cap
         self._targets: Targets | None = None
         self._chunk: int | None = None
         self._factor: float | torch.Tensor | None = None
@@ -80,23 +127,34 @@ class HeadLoss:
         """
         self._targets, self._chunk, self._factor, self._each = targets, chunk, factor, each
 
-    def check_output(self, output: torch.Tensor, name: str) -> None:
-        """Check once that the model has returned what the head did: some cap or scale their logits after it.
+    def read(self, output: torch.Tensor, name: str) -> torch.Tensor:
+        """Return what the head has computed; once, check what the model does with its logits after the head.
 
         Args:
             output: the `logits` of the model's output, after a call that `expect` has announced.
             name: name of the model's class, for the message.
 
         Raises:
-            ConfigError: the model has changed it, which would change the loss instead of the logits.
+            ConfigError: the model changes them in another way than by the cap, which would change the loss instead.
         """
         returned, self._returned = self._returned, None
-        if self._is_checked or returned is None:
+        if returned is None:
+            return output
+        if not self._is_checked:
+            self._check(output.detach(), returned.detach(), name)
+        return output if self._cap is None else _Received.apply(output[:-1].view_as(returned), returned.detach())
+
+    def _check(self, output: torch.Tensor, returned: torch.Tensor, name: str) -> None:
+        if self._cap is not None:
+            expected = soft_cap(torch.tensor(self._cap), self._cap)
+            if not torch.allclose(output[-1].float().cpu(), expected, rtol=1e-2):
+                raise _changed_logits(name, f"found in its first forward pass, beside {_CAP} of config.json")
+            self._is_checked = True
             return
-        expected = returned.detach().nan_to_num()
-        if not torch.equal(output.detach().nan_to_num(), expected):
+        returned = returned.nan_to_num()
+        if not torch.equal(output.nan_to_num(), returned):
             raise _changed_logits(name, "found in its first forward pass")
-        self._is_checked = bool(expected.any())
+        self._is_checked = bool(returned.any())
 
     def _before(self, head: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         if self._targets is None:
@@ -112,8 +170,10 @@ class HeadLoss:
         if targets is None:
             return None
         hidden, self._hidden = self._hidden, None
-        self._returned = self._loss_of(head, logits, hidden, targets)
-        return self._returned
+        self._returned = loss = self._loss_of(head, logits, hidden, targets)
+        if self._cap is None:
+            return loss
+        return torch.cat([_Carried.apply(loss).flatten(), loss.new_full((1,), self._cap)])  # the cap itself is checked
 
     def _loss_of(self, head: Any, logits: torch.Tensor, hidden: torch.Tensor | None, targets: Targets) -> torch.Tensor:
         if hidden is None:
@@ -130,12 +190,13 @@ class HeadLoss:
         if self._chunk is None:
             return self._of_logits(F.linear(hidden, weight, bias), targets, ranks)
         if self._each:
-            return ChunkedLogProbabilities.apply(hidden, weight, bias, targets.tokens, self._chunk, ranks)
+            return ChunkedLogProbabilities.apply(hidden, weight, bias, targets.tokens, self._chunk, ranks, self._cap)
         return ChunkedCrossEntropy.apply(
-            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks
+            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks, self._cap
         )
 
     def _of_logits(self, logits: torch.Tensor, targets: Targets, ranks: RankSet | None) -> torch.Tensor:
+        logits = soft_cap(logits, self._cap)
         if self._each:
             return target_log_probabilities(logits, targets.tokens, ranks)
         return weighted_cross_entropy(logits, targets.tokens, targets.weights, ranks)

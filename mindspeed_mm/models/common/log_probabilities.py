@@ -39,6 +39,26 @@ class Normalized(NamedTuple):
         return gradient
 
 
+def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return `cap * tanh(logits / cap)` in float32, which lies between -cap and cap; the logits for a cap of None.
+
+    Source: the capping of final logits in Gemma 2 (arXiv 2408.00118, 2), as in transformers' models with
+    `final_logit_softcapping`.
+    """
+    return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+
+
+def before_soft_cap(gradient: torch.Tensor, capped: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return the gradient with respect to logits before `soft_cap`, in place.
+
+    Args:
+        gradient: [n, vocabulary] float32, that with respect to the capped logits.
+        capped: [n, vocabulary] float32, the capped logits.
+        cap: as it was applied; None: not at all.
+    """
+    return gradient if cap is None else gradient.mul_(1 - (capped / cap).square())
+
+
 def normalize(logits: torch.Tensor, tokens: torch.Tensor, ranks: RankSet | None = None) -> Normalized:
     """Return log-probabilities, without graph for split logits.
 
@@ -112,12 +132,16 @@ class ChunkedLogProbabilities(torch.autograd.Function):
         tokens: torch.Tensor,
         chunk: int,
         ranks: RankSet | None = None,
+        cap: float | None = None,
     ) -> torch.Tensor:
-        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n] → [n] float32; of a split head, v is its part."""
+        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n] → [n] float32; of a split head, v is its part.
+
+        The logits are capped (`soft_cap`) if there is a `cap`.
+        """
         ctx.save_for_backward(hidden, weight, bias, tokens)
-        ctx.chunk, ctx.ranks = chunk, ranks
+        ctx.chunk, ctx.ranks, ctx.cap = chunk, ranks, cap
         parts = [
-            normalize(F.linear(hidden[part], weight, bias).float(), tokens[part], ranks).of_targets
+            normalize(soft_cap(F.linear(hidden[part], weight, bias).float(), cap), tokens[part], ranks).of_targets
             for part in chunks(len(tokens), chunk)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=hidden.device)
@@ -130,8 +154,9 @@ class ChunkedLogProbabilities(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
         grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
         for part in chunks(len(tokens), ctx.chunk):
-            logits = F.linear(hidden[part], weight, bias).float()
+            logits = soft_cap(F.linear(hidden[part], weight, bias).float(), ctx.cap)
             gradient = normalize(logits, tokens[part], ctx.ranks).logit_gradient() * -grad_output[part, None]
+            gradient = before_soft_cap(gradient, logits, ctx.cap)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
@@ -143,6 +168,7 @@ class ChunkedLogProbabilities(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

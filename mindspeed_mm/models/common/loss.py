@@ -25,7 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed_mm.configs.model_config import LossType
-from mindspeed_mm.models.common.log_probabilities import chunks, normalize, target_log_probabilities
+from mindspeed_mm.models.common.log_probabilities import (
+    before_soft_cap,
+    chunks,
+    normalize,
+    soft_cap,
+    target_log_probabilities,
+)
 from mindspeed_mm.parallel.sequence import FILL, SequenceShard
 from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.labels import IGNORE_INDEX
@@ -182,11 +188,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         factor: float | torch.Tensor | None = None,
         ranks: RankSet | None = None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum.
 
         Of a head that the `ranks` split, v is this rank's part of the vocabulary, and the gradient of `hidden`
-        this rank's part of a sum.
+        this rank's part of a sum. The logits are capped (`soft_cap`) if there is a `cap`.
         """
         ctx.factor = factor
         needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
@@ -195,11 +202,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
         for part in chunks(len(tokens), chunk):
-            normalized = normalize(F.linear(hidden[part], weight, bias).float(), tokens[part], ranks)
+            logits = soft_cap(F.linear(hidden[part], weight, bias).float(), cap)
+            normalized = normalize(logits, tokens[part], ranks)
             total += weighted_sum(normalized.of_targets, None if weights is None else weights[part])
             if not any(needs):
                 continue
-            grad_logits = normalized.logit_gradient()
+            grad_logits = before_soft_cap(normalized.logit_gradient(), logits, cap)
             if weights is not None:
                 grad_logits *= weights[part, None]
             if factor is not None:
@@ -223,7 +231,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Scale the gradients computed in forward."""
         left = grad_output if ctx.factor is None else grad_output / ctx.factor
         scaled = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 class LossOutput(TypedDict):

@@ -155,30 +155,66 @@ def test_chunk_sizes() -> None:
     assert LossOptions(compute_mode="dynamic_chunk", chunk_size=1).positions_per_chunk(3) == 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [("Gemma2", {"final_logit_softcapping": 5.0, "head_dim": 8}), ("Granite", {"logits_scaling": 8.0})],
-)
-def test_models_that_change_their_logits_are_refused(
-    kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the cap or the scale would apply to the loss: by a key that is known, or in the first forward pass."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "pad_token_id": None}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None}
-    plain = {**fields, "final_logit_softcapping": None, "logits_scaling": 1.0}
-    for name, changed in (("changed", fields), ("plain", plain)):
-        config = getattr(transformers, f"{kind}Config")(**sizes, **changed)
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / name)
+_SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "pad_token_id": None}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None}
+
+
+def save_tiny(kind: str, path: Path, **fields: Any) -> Path:
+    """A text model of a few weights, large enough that a cap of 5 matters."""
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**_SIZES, **fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(path)
+    return path
+
+
+def test_models_that_scale_their_logits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the scale would apply to the loss: by a key that is known, or in the first forward pass."""
+    scaled, plain = (save_tiny("Granite", tmp_path / str(scale), logits_scaling=scale) for scale in (8.0, 1.0))
     with pytest.raises(
-        ConfigError, match=rf"^{kind}ForCausalLM caps or scales its logits .*\(\w+ [58] of config.json\)"
+        ConfigError, match=r"^GraniteForCausalLM changes its logits .*\(logits_scaling 8 of config.json"
     ):
-        TransformersModel({"init_from_hf_path": str(tmp_path / "changed")})
-    monkeypatch.setattr(head_loss, "_AFTER_THE_HEAD", {})
-    for name in ("plain", "changed"):
-        model = TransformersModel({"init_from_hf_path": str(tmp_path / name)})
+        TransformersModel({"init_from_hf_path": str(scaled)})
+    monkeypatch.setattr(head_loss, "_AFTER_THE_HEAD", ())
+    for folder in (plain, scaled):
+        model = TransformersModel({"init_from_hf_path": str(folder)})
         batch = model.prepare({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
-        if name == "plain":
+        if folder is plain:
             assert model(**batch)["loss"] > 0
             continue
-        with pytest.raises(ConfigError, match=f"^{kind}ForCausalLM caps or scales its logits .*first forward pass"):
+        with pytest.raises(ConfigError, match=r"^GraniteForCausalLM changes its logits .*first forward pass"):
             model(**batch)
+
+
+@pytest.mark.parametrize("mode", ["default", "chunk"])
+@pytest.mark.parametrize("each", [False, True])
+def test_capped_logits_are_those_of_transformers(mode: str, each: bool, tmp_path: Path) -> None:
+    """Loss and every gradient, of all logits and of chunks, as a sum and for each token."""
+    folder = save_tiny("Gemma2", tmp_path / "hf", final_logit_softcapping=5.0, head_dim=8)
+    ids = torch.arange(24).view(2, 12)
+    plain = transformers.Gemma2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = plain(input_ids=ids).logits
+    assert 4.9 < logits.abs().max() <= 5.0
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    expected.sum().backward()
+    cfg = {"compute_mode": mode, "chunk_size": 3}
+    model = TransformersModel({"init_from_hf_path": str(folder), "loss_cfg": cfg})
+    output: Any = model(**model.prepare({"input_ids": ids, "labels": ids}), outputs=each)
+    assert float(output["loss"].detach()) == pytest.approx(float(expected.detach().sum()), rel=1e-6)
+    if each:
+        assert torch.allclose(output["log_probabilities"], -expected, rtol=1e-5)
+    output["loss"].backward()
+    for (name, found), wanted in zip(model.model.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None
+        assert (found.grad - wanted.grad).abs().max() <= 1e-5 * wanted.grad.abs().max(), name
+
+
+def test_another_cap_than_that_of_config_is_refused(tmp_path: Path) -> None:
+    """A model that caps its logits in its own way would be trained with another loss."""
+    folder = save_tiny("Gemma2", tmp_path / "hf", final_logit_softcapping=5.0, head_dim=8)
+    model = TransformersModel({"init_from_hf_path": str(folder)})
+    model.model.config.final_logit_softcapping = 7.0
+    batch = model.prepare({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
+    with pytest.raises(ConfigError, match=r"beside final_logit_softcapping of config\.json"):
+        model(**batch)

@@ -104,7 +104,7 @@ def test_positions_with_fractions_reach_the_language_model_as_they_are() -> None
 def test_media_that_do_not_fit_the_tokens_are_named(model: Any) -> None:
     batch = {"input_ids": torch.tensor([row(model, "vv")]), **grids("v")}
     with pytest.raises(DataError, match=r"video_grid_thw.*0 sounds\) don't fit its media tokens"):
-        model.traits.one_tower_pass(model, batch)
+        model.traits.prepare_batch(model, batch)
 
 
 def test_each_clip_is_told_its_own_rate(hf_dir: Path) -> None:

@@ -18,5 +18,5 @@ TRAITS = FamilyTraits(
     towers=(GRID_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
-    one_tower_pass=glm4v_tower_pass,
+    prepare_batch=glm4v_tower_pass,
 )

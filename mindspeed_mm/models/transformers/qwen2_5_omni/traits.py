@@ -43,5 +43,5 @@ TRAITS = FamilyTraits(
     ),
     packed_positions=omni_packed_positions,
     attention="causal",
-    one_tower_pass=omni_tower_pass,
+    prepare_batch=omni_tower_pass,
 )

@@ -46,5 +46,5 @@ TRAITS = FamilyTraits(
     towers=(GRID_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
-    one_tower_pass=one_tower_pass,
+    prepare_batch=one_tower_pass,
 )

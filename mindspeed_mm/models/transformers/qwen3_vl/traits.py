@@ -51,6 +51,6 @@ TRAITS = FamilyTraits(
     towers=(DEEPSTACK_TOWER,),
     packed_positions=packed_positions,
     attention="causal",
-    one_tower_pass=one_tower_pass,
+    prepare_batch=one_tower_pass,
     tensor=DEEPSTACK,
 )
