@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -92,7 +93,7 @@ def _target(model: Any, traits: FamilyTraits) -> TensorTarget:
         layers = None
     text = model.config.get_text_config()
     heads = {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
-    sizes = {what: getattr(text, key, None) for what, key in heads.items()}
+    sizes = {what: _number_of(text, key) for what, key in heads.items()}
     return TensorTarget(
         model,
         name,
@@ -101,3 +102,11 @@ def _target(model: Any, traits: FamilyTraits) -> TensorTarget:
         sizes={what: size for what, size in sizes.items() if size is not None},
         plan=traits.tensor,
     )
+
+
+def _number_of(text_config: Any, key: str) -> int | None:
+    """Return a number of heads; where layers have different ones, the largest that divides all of them."""
+    if not getattr(text_config, "is_heterogeneous", False):
+        return getattr(text_config, key, None)
+    layers = range(text_config.num_hidden_layers)
+    return math.gcd(*(getattr(text_config.per_layer_config[number], key) for number in layers))
