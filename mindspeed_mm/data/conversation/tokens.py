@@ -83,6 +83,11 @@ class Tokenizer:
         self._backend = self.tokenizer.backend_tokenizer
         self._media_tokens: dict[MediaKind, Any] = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         spelt_out = {token for token in self._media_tokens.values() if isinstance(token, str)}
+        spelt_out |= {
+            self.tokenizer.convert_ids_to_tokens(number)
+            for kind in self.reads
+            for number in media_token_ids(processor, kind)
+        }
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         ordered = sorted(spelt_out | special, key=len, reverse=True)
         self._private = {literal: chr(_FIRST_PRIVATE + number) for number, literal in enumerate(ordered)}
