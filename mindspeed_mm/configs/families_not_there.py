@@ -24,13 +24,6 @@ _FAMILIES: Mapping[str, str] = {
         "LTX-2 makes videos: it waits for training of its diffusers class (LTX2VideoTransformer3DModel) in "
         "pretrain_sora.py",
     ),
-    # classes of transformers that can't be trained as one without a family
-    "ernie4_5_vl_moe": "the experts of Ernie4_5_VLMoeForConditionalGeneration are chosen by kinds of tokens "
-    "(moe_mm_token_type_ids) that no family here writes, so all tokens of images would go to those of texts",
-    "gemma4": "Gemma4ForConditionalGeneration caps its logits after its output layer, and no family here computes the "
-    "loss so",
-    "llama4": "Llama4ForConditionalGeneration of transformers 5.24 can't run (its forward pass asks the output of its "
-    "language model for 'image_outputs', which that doesn't have), and no family here runs it otherwise",
 }
 #: `model_type` in config.json → published model_id, where they differ
 _MODEL_TYPES: Mapping[str, str] = {"step_robotics": "step3_vl", "mimo_v2": "mimo_v25", "mimo_v2_omni": "mimo_v25"}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from mindspeed_mm.configs.data_config import DatasetParam
@@ -232,6 +233,17 @@ def test_packed_steps_equal_transformers(name: str, ranks1: RankPool, tmp_path: 
     losses, norms, _ = train_reference(
         case.hf_dir, case.inputs(), STEPS, rows_of=lambda step: rows[step], outputs=case.family.outputs
     )
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1] == pytest.approx(norms, rel=1e-5)
+
+
+def test_recomputed_layers_pass_on_their_keys(ranks1: RankPool, tmp_path: Path) -> None:
+    """Gemma 4, reentrant recompute: keys and values that later layers take keep their gradients."""
+    case = case_of("gemma4")
+    keys = {"recompute_modules": ["model.language_model.layers.{*}"], "use_reentrant": True}
+    (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(keys))
+    losses, norms, _ = train_reference(case.hf_dir, case.inputs(), STEPS)
+    found = case.run(ranks1, tmp_path / "run", STEPS, fsdp2_config_path=tmp_path / "fsdp2.yaml")
     assert found[0] == pytest.approx(losses, rel=1e-6)
     assert found[1] == pytest.approx(norms, rel=1e-5)
 

@@ -35,6 +35,8 @@ SEEING = {
     "mistral3",
     "deepseek_vl",
     "deepseek_vl_hybrid",
+    "gemma4_moe",
+    "ernie4_5_vl_moe",
 }
 
 

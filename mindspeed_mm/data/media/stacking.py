@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from mindspeed_mm.utils.errors import DataError
@@ -41,9 +42,11 @@ def stack_media(parts: Sequence[Tensors], keys: Iterable[str], padded: Iterable[
 
 
 def as_tensor(value: object) -> torch.Tensor:
-    """Return a processor's output as a tensor; a list of pictures is stacked on dim 0."""
+    """Return a processor's output as a tensor; a list of pictures or of sounds is stacked on dim 0."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
         return torch.stack(list(value))
+    if isinstance(value, list | tuple) and value and isinstance(value[0], np.ndarray):
+        return torch.from_numpy(np.stack(value))
     return torch.as_tensor(value)
 
 
