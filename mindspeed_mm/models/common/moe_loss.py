@@ -14,9 +14,11 @@ denominator is the token loss's own.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,9 @@ from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+#: of transformers' formula; another one (Doge's, over pairs of keys) has others
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 @dataclass
@@ -144,7 +149,7 @@ class RouterLoss:
         """
         self.coefficient = coefficient
         self._name = type(model).__name__
-        self._routers = _routers(model) if has_balance_loss(model) else []
+        self._routers = _routers(model) if has_balance_loss(model) else {}
         self._top_k: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
         if not self._routers or not self._top_k:
             raise ConfigError(
@@ -153,8 +158,8 @@ class RouterLoss:
                 "the key out"
             )
         self._collected: dict[int, list[torch.Tensor]] | None = None
-        for router in self._routers:
-            router.register_forward_hook(self._keep)
+        for router, index in self._routers.items():
+            router.register_forward_hook(functools.partial(self._keep, index))
 
     def expect(self) -> None:
         """Record the routers' outputs in the next forward pass of the model."""
@@ -190,16 +195,17 @@ class RouterLoss:
             )
         return balance_loss(collected, self._top_k, shares, context)
 
-    def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _keep(self, index: int, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._collected is not None:  # None: a layer that runs again in backward
-            logits = output[0] if isinstance(output, tuple) else output
+            logits = output[index] if isinstance(output, tuple) else output
             self._collected.setdefault(id(router), []).append(logits.flatten(0, -2))
 
 
 def has_balance_loss(model: PreTrainedModel) -> bool:
-    """Whether transformers adds a load-balancing loss to this model's own loss."""
+    """Whether transformers adds a load-balancing loss to this model's own loss, by the formula above."""
     modules = [sys.modules.get(base.__module__) for base in type(model).__mro__]
-    return any(hasattr(module, "load_balancing_loss_func") for module in modules)
+    formulas = [vars(module).get("load_balancing_loss_func") for module in modules if module is not None]
+    return any(formula is not None and [*signature(formula).parameters] == _ARGUMENTS for formula in formulas)
 
 
 def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> float:
@@ -216,15 +222,21 @@ def chosen_coefficient(stated: float | None, hf_config: PretrainedConfig) -> flo
     return float(getattr(text, "router_aux_loss_coef", 0.0)) if getattr(text, "output_router_logits", False) else 0.0
 
 
-def _routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of the decoder whose first output transformers records as `router_logits`."""
-    classes = set()
+def _routers(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """Return the modules of the decoder whose output transformers records as `router_logits`, with its place in it."""
+    classes: dict[type, int] = {}
     for part in model.modules():
         recorded = getattr(part, "_can_record_outputs", None) or {}
         for recorder in _as_list(recorded.get("router_logits")):
-            if isinstance(recorder, OutputRecorder) and recorder.index == 0:
-                classes.add(recorder.target_class)
-    return [m for m in model.get_decoder().modules() if isinstance(m, tuple(classes))]
+            if isinstance(recorder, OutputRecorder):
+                classes[recorder.target_class] = recorder.index
+    found = (
+        (module, index)
+        for module in model.get_decoder().modules()
+        for c, index in classes.items()
+        if isinstance(module, c)
+    )
+    return dict(found)
 
 
 def _as_list(value: object) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, balance_loss, chosen_coefficient
+from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.families import ernie4_5_vl_moe
 
 EXPERTS, TOP_K, LAYERS = 6, 2, 3
 LENGTHS = (5, 9, 1, 7)
@@ -133,3 +136,27 @@ def test_layers_recomputed_without_a_graph_are_refused() -> None:
     loss.expect()
     with pytest.raises(ConfigError, match=r"ran on \[\] positions, expected 5"):
         loss.take(shares)
+
+
+def test_routers_are_read_as_transformers_records_them(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL: the second output of a block, which runs other experts for the tokens of images."""
+    from transformers import Ernie4_5_VLMoeForConditionalGeneration as Ernie
+
+    folder = ernie4_5_vl_moe.make(tmp_path / "hf")
+    plain = Ernie.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(10, 22)[None]
+    ids[0, 4] = plain.config.image_start_token_id
+    types = (ids == plain.config.image_start_token_id).long()
+    expected = plain(input_ids=ids, moe_mm_token_type_ids=types, output_router_logits=True).aux_loss
+    expected.backward()
+    cfg = {"router_aux_loss_coef": 1.0}
+    model = TransformersModel({"init_from_hf_path": str(folder), "loss_cfg": cfg})
+    output: Any = model(**model.prepare({"input_ids": ids, "labels": ids}))
+    found, weight = output["metrics"]["router_aux_loss"]
+    assert float(found / weight) == pytest.approx(float(expected.detach()), rel=1e-6)
+    (output["loss"] / weight).backward()
+    name = "model.language_model.layers.0.mlp.vision_moe.gate.weight"
+    gradient = plain.get_parameter(name).grad
+    token_loss: Any = plain(input_ids=ids, moe_mm_token_type_ids=types).logits[0, :-1]
+    torch.nn.functional.cross_entropy(token_loss, ids[0, 1:]).backward()
+    assert torch.allclose(model.model.get_parameter(name).grad, gradient, rtol=1e-5, atol=1e-8)
