@@ -13,6 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.utils.errors import ConfigError
 from tests.parity.test_families import case_of
 from tests.support.families import families
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
@@ -186,7 +190,22 @@ def test_images_and_videos(layout: str, pool_of: Callable[[int], RankPool]) -> N
     check(pool_of(world).run(step_on_ranks, str(hf_dir), batches, flags, None, fsdp2, timeout=120)[0], expected)
 
 
-CAUSAL = [name for name, family in families().items() if family.outputs is None and name != "gemma3"]
+# with images that see themselves whole, chunks of attention, layers of linear attention or that share keys
+REFUSED = ("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_moe", "llama4", "qwen3_5", "qwen3_5_moe", "step3p7")
+CAUSAL = [name for name, family in families().items() if family.outputs is None and name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma3" else pytest.mark.full) for n in REFUSED])
+def test_what_is_not_known_to_be_causal_is_refused(name: str) -> None:
+    """Before the model is built, in one sentence."""
+    content = {"init_from_hf_path": str(case_of(name).hf_dir)}
+    with (
+        build_context(BuildContext(load_weights=False, defer_weights=True, dims=Dims(ring=2))),
+        pytest.raises(
+            ConfigError, match=r"^--context-parallel-size 2: \w+ has attention that isn't known to be causal"
+        ),
+    ):
+        TransformersModel(content)
 
 
 @pytest.mark.parametrize(

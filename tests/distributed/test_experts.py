@@ -40,6 +40,8 @@ MODELS = (
     "qwen3_omni_moe",
     "qwen3_5_moe",
     "kimi_k25",
+    "ernie4_5_vl_moe",
+    "gemma4_moe",
 )
 
 

@@ -156,6 +156,11 @@ FAMILIES = {
     "internvl, TP2, SP": (OfFamily("internvl", flags=SEQUENCE), full),
     "qwen3_omni_moe, TP2": (OfFamily("qwen3_omni_moe"), full),
     "gemma3_text, TP2, SP": (OfFamily("gemma3_text", flags=SEQUENCE), full),
+    "gemma4_moe, TP2": (OfFamily("gemma4_moe"), full),  # capped logits of a head that ranks split
+    "ernie4_5_vl_moe, TP2": (OfFamily("ernie4_5_vl_moe"), full),
+    "ernie4_5_vl_moe, TP2, SP": (OfFamily("ernie4_5_vl_moe", flags=SEQUENCE), full),
+    "llama4, TP2": (OfFamily("llama4"), full),
+    "llama4, TP2, SP": (OfFamily("llama4", flags=SEQUENCE), full),
 }
 
 

@@ -150,7 +150,8 @@ class PlainModel:
         gradients = {
             n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)
         }
-        norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
+        # in float32 the sum of so many squares would be off by 1e-5
+        norm = torch.cat([g.flatten() for g in gradients.values()]).double().norm()
         return Step(float(loss.detach()), float(norm), gradients)
 
 
