@@ -26,6 +26,7 @@ from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
 from mindspeed_mm.checkpoint.tensors import local_part, trained_tensors
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.models.common.adapters import AdapterPlan, peft_config
+from mindspeed_mm.models.common.expert_adapters import from_peft, to_peft
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.files import fsync_path
@@ -165,6 +166,9 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
     stored = SafetensorsWeights(directory, [directory / WEIGHTS]).tensors()
     stored = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
     wanted = trained_tensors(model)
+    plan = as_trainable(model).adapter_plan
+    parameters = () if plan is None else plan.parameters
+    stored = {n: from_peft(n, t, parameters, wanted[n].shape) if n in wanted else t for n, t in stored.items()}
     shapes = {name: tuple(t.shape) for name, t in wanted.items()}
     refuse_adapter_misfits(stored, shapes, directory)
     for name, target in wanted.items():
@@ -244,11 +248,13 @@ def export_adapters(
     """
     agreement = Agreement(group, directory.parent)
     working = working_folder(directory)
+    parameters = config.get("target_parameters") or ()
 
     def write() -> None:
         make_empty(working, working)
         tensors = fetcher.tensors()
-        values = {_PREFIX + n: tensors[n].node.read(whole(tensors[n].shape)).contiguous().clone() for n in names}
+        values = {n: tensors[n].node.read(whole(tensors[n].shape)) for n in names}
+        values = {_PREFIX + n: to_peft(n, t, parameters).contiguous().clone() for n, t in values.items()}
         save_file(values, working / WEIGHTS, metadata={"format": "pt"})
         fsync_path(working / WEIGHTS)
         (working / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

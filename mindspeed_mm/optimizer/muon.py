@@ -19,6 +19,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import local_tensor
 from mindspeed_mm.optimizer.whole_matrices import MatrixPart, MatrixRanks, RankGroups, SplitMatrix
 from mindspeed_mm.parallel.experts import find_experts
+from mindspeed_mm.utils.adapter_names import is_adapter
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -29,7 +30,8 @@ _HEADS = ("lm_head", "output_layer")
 def matrix_names(model: nn.Module, head: nn.Module | None = None) -> set[str]:
     """Return the names of the trained parameters of `model` that Muon orthogonalises.
 
-    These are the weights of two dimensions, and the weights [experts, rows, columns] of stacked experts. Not among them
+    These are the weights of two dimensions, A and B of LoRA adapters among them, and the weights
+    [experts, rows, columns] of stacked experts and of their adapters. Not among them
     are embeddings, recognised by class or by "embed" in their path, the output layer, and the kernels of convolutions:
     they embed pixels or sound, or are of one channel each. A parameter with several names, a tied one, must be a matrix
     by all of them.
@@ -47,7 +49,8 @@ def matrix_names(model: nn.Module, head: nn.Module | None = None) -> set[str]:
             "embed" in word.lower() or word in _HEADS for word in words
         )
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            is_weight = param.dim() == 2 and name.endswith("weight")
+            # of three dimensions are the adapters of stacked experts
+            is_weight = param.dim() in ((2, 3) if is_adapter(path) else (2,)) and name.endswith("weight")
             if is_other or not (is_weight or id(param) in stacked):
                 others.add(id(param))
             elif param.requires_grad:

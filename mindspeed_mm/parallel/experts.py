@@ -5,8 +5,9 @@ replaces the module's forward method with two all-to-alls around it. The gradien
 tokens of all ranks among which its layer is split, and `fully_shard` sums them over the ranks that have the same
 experts. Gradients of tokens and routing weights return through the all-to-alls. No factor is needed anywhere.
 
-Each rank's experts are sharded further along dim 1, over the ranks that have the same experts. Along dim 0 both meshes
-would split the same dim, and parts of a parameter would no longer be rectangles in the order of ranks.
+Each rank's experts are sharded further along dim 1, and A of their adapters along dim 2, over the ranks that have the
+same experts. Along dim 0 both meshes would split the same dim, and parts of a parameter would no longer be rectangles
+in the order of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mindspeed_mm.configs.parallel_checks import expert_rows_over_shards, expert
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.parallel.fsdp2 import ShardPlan
 from mindspeed_mm.parallel.meshes import Meshes, own_mesh
-from mindspeed_mm.parallel.patterns import containing_path
+from mindspeed_mm.parallel.patterns import containing_path, join_paths
+from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -44,6 +46,8 @@ def plan_experts(
 ) -> dict[str, nn.Module]:
     """Return the experts modules to split over ranks, by path; the model may be on the meta device.
 
+    Of experts with LoRA adapters, it is PEFT's layer around them, which holds both.
+
     Args:
         root: the model.
         named: modules that `moe_modules` names, by path; None: all experts modules.
@@ -54,7 +58,7 @@ def plan_experts(
     Raises:
         ConfigError: there are no experts to split, or sizes that don't divide.
     """
-    found = find_experts(root)
+    found = {(path := stored_name(inner)): root.get_submodule(path) for inner in find_experts(root)}
     if not found:
         raise ConfigError(
             f"expert_parallel_size is {dims.ep}, but {type(root).__name__} has no experts that transformers can split "
@@ -88,15 +92,35 @@ def plan_experts(
 
 
 def _check_sizes(path: str, module: nn.Module, dims: Dims) -> None:
-    for name, param in module.named_parameters():
-        if "." in name or param.dim() < 2:
+    experts = _inner(module)[1]
+    own = {id(param): name for name, param in experts.named_parameters(recurse=False)}
+    for long_name, param in module.named_parameters():
+        name, is_of_adapter = stored_name(long_name), is_adapter(long_name)
+        if is_of_adapter and param.dim() != 3:
+            raise ConfigError(
+                f"expert_parallel_size is {dims.ep}, but '{path}.{name}' {list(param.shape)} is of the adapters of a "
+                "parameter of two dimensions, which are shared by all experts; leave it out of "
+                "--lora-target-parameters, or write 1"
+            )
+        if not is_of_adapter and (id(param) not in own or param.dim() < 2):
             raise ConfigError(
                 f"expert_parallel_size is {dims.ep}, but '{path}.{name}' {list(param.shape)} is shared by all experts "
-                f"of {type(module).__name__}, which transformers can't split over ranks; write 1"
+                f"of {type(experts).__name__}, which transformers can't split over ranks; write 1"
             )
-        number, rows = param.shape[:2]
-        raise_all(experts_over_ranks(f"'{path}'", number, dims))
-        raise_all(expert_rows_over_shards(f"dim 1 of '{path}.{name}' {list(param.shape)}", rows, dims))
+        dim = _sharded_dim(long_name)
+        raise_all(experts_over_ranks(f"'{path}'", param.shape[0], dims))
+        raise_all(expert_rows_over_shards(f"dim {dim} of '{path}.{name}' {list(param.shape)}", param.shape[dim], dims))
+
+
+def _inner(module: nn.Module) -> tuple[str, nn.Module]:
+    """Return the experts module inside of PEFT's layers around it, which may be none, with its path in `module`."""
+    ((path, experts),) = find_experts(module).items()
+    return path, experts
+
+
+def _sharded_dim(name: str) -> int:
+    """Return the dim of a parameter of experts that is sharded further: of A [experts, rank, in] not the rank."""
+    return 2 if "lora_A" in name else 1
 
 
 def _shown(paths: Iterable[str]) -> str:
@@ -107,7 +131,7 @@ def _shown(paths: Iterable[str]) -> str:
 def split_experts(root: nn.Module, experts: Mapping[str, nn.Module], meshes: Meshes) -> None:
     """Split `experts` over `meshes.experts`, in place; parameters keep their `requires_grad`.
 
-    A parameter [experts, rows, columns] becomes a DTensor with the placement Shard(0).
+    A parameter [experts, rows, columns], of adapters too, becomes a DTensor with the placement Shard(0).
 
     Args:
         root: the model; it may be on the meta device.
@@ -119,8 +143,9 @@ def split_experts(root: nn.Module, experts: Mapping[str, nn.Module], meshes: Mes
     assert meshes.experts is not None
     styles: dict[str, str] = {}
     for path, module in experts.items():
-        styles |= {f"{path}.{name}": "grouped_gemm" for name, _ in module.named_parameters(recurse=False)}
-        styles[path] = "ep_dispatch_experts"  # after its parameters: it takes the number of experts of this rank
+        styles |= {f"{path}.{name}": "grouped_gemm" for name, _ in module.named_parameters()}
+        # after its parameters: it takes the number of experts of this rank
+        styles[join_paths(path, _inner(module)[0])] = "ep_dispatch_experts"
     same_tokens = own_mesh(meshes.parameters) if meshes.tensor is None else meshes.tensor
     apply_expert_parallelism(root, meshes.experts, same_tokens, styles, DISPATCH)
 
@@ -145,4 +170,5 @@ def shard_experts(experts: Mapping[str, nn.Module], plan: ShardPlan, mesh: Devic
         kwargs["mp_policy"] = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         # a number of ranks that the parameters are resharded over is one for the mesh of the other units
         kwargs["reshard_after_forward"] = kwargs["reshard_after_forward"] is not False
-        fully_shard(module, **kwargs, shard_placement_fn=lambda parameter: Shard(1))
+        dims = {id(param): _sharded_dim(name) for name, param in module.named_parameters()}
+        fully_shard(module, **kwargs, shard_placement_fn=lambda parameter, dims=dims: Shard(dims[id(parameter)]))

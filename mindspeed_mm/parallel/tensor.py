@@ -23,6 +23,7 @@ from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.tensor_plan import TensorSplit
 from mindspeed_mm.parallel.tensor_sequence import RowCut, SequenceRegions, change_input, join_rows_around
 from mindspeed_mm.parallel.world import RankSet
+from mindspeed_mm.utils.adapter_names import ADAPTER
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,15 +49,19 @@ def apply_tensor_parallel(
     for path, layer in split.columns.items():
         parameters.shard(layer, "weight", 0)
         parameters.shard(layer, "bias", 0)
+        run_on_local_parameters(layer)
+        if path in split.adapted:
+            _split_adapters_of_columns(split.adapted[path], parameters, ranks)
         before = None if path.rpartition(".")[0] in split.blocks else copy
         after = functools.partial(collectives.gather, ranks=ranks, dim=-1, is_partial=False)
-        run_on_local_parameters(layer, before, after if path in split.gathered else None)
+        change_input(split.adapted.get(path, layer), before, after if path in split.gathered else None)
     for path, layer in split.rows.items():
         parameters.shard(layer, "weight", 1)
+        if path in split.adapted:
+            _split_adapters_of_rows(split.adapted[path], parameters, ranks)
         returns_cut = path.rpartition(".")[0] in cut
-        _combine_rows(layer, rows.sum_and_cut if returns_cut else functools.partial(collectives.total, ranks=ranks))
-        if returns_cut and layer.bias is not None:
-            sum_gradients_of(layer, ranks, "bias")
+        combine = rows.sum_and_cut if returns_cut else functools.partial(collectives.total, ranks=ranks)
+        _combine_rows(split.adapted.get(path, layer), layer, combine, copy if returns_cut else None)
     for embedding in split.embeddings.values():
         _split_vocabulary(embedding, mesh)
     for path, names in split.head_parameters.items():
@@ -107,32 +112,21 @@ class _Parameters:
             owner._parameters[own_name] = parameter
 
 
-def run_on_local_parameters(module: nn.Module, before: Step | None = None, after: Step | None = None) -> None:
-    """Let the forward method of `module` compute with this rank's parts of its own parameters.
-
-    Args:
-        before: applied to the first input.
-        after: applied to the output.
-    """
+def run_on_local_parameters(module: nn.Module) -> None:
+    """Let the forward method of `module` compute with this rank's parts of its own parameters."""
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            args = (before(args[0]), *args[1:])
         local = {name: own_part(p) for name, p in module._parameters.items() if p is not None}
         with replaced_parameters(module, local):
-            output = forward(*args, **kwargs)
-        return output if after is None else after(output)
+            return forward(*args, **kwargs)
 
     module.forward = run
 
 
-def sum_gradients_of(module: nn.Module, ranks: RankSet, *names: str) -> None:
+def sum_gradients_of(module: nn.Module, ranks: RankSet) -> None:
     """Sum the gradients of the parameters of `module` itself over ranks that apply it to different parts.
-
-    Args:
-        names: only these parameters; none: all.
 
     The sum is on the path of each parameter into a forward pass. (A hook of the accumulated gradient would sum the
     gradients of earlier micro-batches again.)
@@ -141,11 +135,7 @@ def sum_gradients_of(module: nn.Module, ranks: RankSet, *names: str) -> None:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        used = {
-            name: collectives.copy(p, ranks)
-            for name, p in module._parameters.items()
-            if p is not None and (not names or name in names)
-        }
+        used = {name: collectives.copy(p, ranks) for name, p in module._parameters.items() if p is not None}
         with replaced_parameters(module, used):
             return forward(*args, **kwargs)
 
@@ -163,18 +153,42 @@ def replaced_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor | 
         module._parameters.update(kept)
 
 
-def _combine_rows(layer: nn.Linear, combine: Step) -> None:
-    """Let a row-parallel layer compute `combine(x @ weight.T) + bias`: the bias is added once, not by every rank."""
-    forward = layer.forward
+def _split_adapters_of_columns(adapted: nn.Module, parameters: _Parameters, ranks: RankSet) -> None:
+    """Split B as the rows of the weight that B A is added to; every rank applies A to the same tokens, for its part."""
+    down, up = (adapted.get_submodule(f"{name}.{ADAPTER}") for name in ("lora_A", "lora_B"))
+    parameters.shard(up, "weight", 0)
+    run_on_local_parameters(up)
+    sum_gradients_of(down, ranks)
+
+
+def _split_adapters_of_rows(adapted: nn.Module, parameters: _Parameters, ranks: RankSet) -> None:
+    """Split A as the columns of the weight that B A is added to; every rank applies B to its part of a sum."""
+    down, up = (adapted.get_submodule(f"{name}.{ADAPTER}") for name in ("lora_A", "lora_B"))
+    parameters.shard(down, "weight", 1)
+    run_on_local_parameters(down)
+    sum_gradients_of(up, ranks)
+
+
+def _combine_rows(outer: nn.Module, layer: nn.Linear, combine: Step, copy_bias: Step | None) -> None:
+    """Let a row-parallel layer compute `combine(x @ weight.T) + bias`: the bias is added once, not by every rank.
+
+    Args:
+        outer: what the model calls, PEFT's layer around `layer` with its adapters, or `layer` itself.
+        copy_bias: applied to the bias if each rank adds it to other tokens.
+    """
+    forward = outer.forward
 
     @functools.wraps(forward)
     def run(x: torch.Tensor) -> torch.Tensor:
+        bias = layer.bias
         with replaced_parameters(layer, {"weight": own_part(layer.weight), "bias": None}):
             output = forward(x)
         output = combine(output)
-        return output if layer.bias is None else output + layer.bias
+        if bias is None:
+            return output
+        return output + (bias if copy_bias is None else copy_bias(bias))
 
-    layer.forward = run
+    outer.forward = run
 
 
 def _split_vocabulary(embedding: nn.Embedding, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.parallel_checks import parts_over_tensor_ranks
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.parallel.patterns import join_paths
+from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 from mindspeed_mm.utils.errors import ConfigError
 
 #: names of linear layers that no pattern may split, and the reason
@@ -89,6 +90,7 @@ class TensorSplit:
         embeddings: embeddings that share their weight with a layer of `columns`: split over the vocabulary.
         head_norms: norms of single heads.
         head_parameters: attention modules → names of their parameters with one value for each head.
+        adapted: those of `columns` and `rows` with LoRA adapters → PEFT's layer around the linear layer.
     """
 
     columns: Mapping[str, nn.Linear] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class TensorSplit:
     embeddings: Mapping[str, nn.Embedding] = field(default_factory=dict)
     head_norms: Mapping[str, nn.Module] = field(default_factory=dict)
     head_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    adapted: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -154,7 +157,7 @@ def _layers_of_family(target: TensorTarget, where: str) -> tuple[dict[str, nn.Mo
     columns: dict[str, nn.Module] = {}
     rows: dict[str, nn.Module] = {}
     problems = []
-    for below, module in model.get_submodule(target.layers).named_modules():
+    for below, module in own_modules(model.get_submodule(target.layers)).items():
         path, name = join_paths(target.layers, below), below.rpartition(".")[2]
         if "experts" in below.split(".")[:-1] or not isinstance(module, nn.Linear) or name in plan.whole:
             continue
@@ -177,12 +180,19 @@ def _layers_of_family(target: TensorTarget, where: str) -> tuple[dict[str, nn.Mo
             f"{', '.join(plan.columns)}; name the layers to split in {where}'s tp_colwise and tp_rowwise"
         )
     if target.head is not None:
-        columns[target.head] = model.get_submodule(target.head)
+        columns[target.head] = own_modules(model)[target.head]
     return columns, rows
+
+
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by the paths that they have without adapters: its own, not those of PEFT around them."""
+    return {stored_name(path): module for path, module in model.named_modules() if not is_adapter(path)}
 
 
 def _collect(target: TensorTarget, chosen: Mapping[str, Mapping[str, nn.Module]], where: str) -> TensorSplit:
     problems = []
+    own = own_modules(target.model)
+    chosen = {key: {path: own[path] for path in modules} for key, modules in chosen.items()}
     for key, modules in chosen.items():
         for path, module in modules.items():
             name = path.rpartition(".")[2]
@@ -196,11 +206,13 @@ def _collect(target: TensorTarget, chosen: Mapping[str, Mapping[str, nn.Module]]
     columns, rows = ({p: m for p, m in modules.items() if isinstance(m, nn.Linear)} for modules in chosen.values())
     parents = {path.rpartition(".")[0] for path in rows}
     weights = {id(layer.weight) for layer in columns.values()}
-    tied = {path: m for path, m in target.model.named_modules() if id(m._parameters.get("weight")) in weights}
+    tied = {path: m for path, m in own.items() if id(m._parameters.get("weight")) in weights}
     embeddings = {path: m for path, m in tied.items() if isinstance(m, nn.Embedding)}
     for path, module in tied.items():
         if path not in columns and path not in embeddings:
             problems.append(f"'{path}' ({type(module).__name__}) shares the weight of a layer that is split")
+    adapted = _with_adapters(target.model)
+    problems += _refuse_adapters(adapted, (*columns, *rows), embeddings)
     raise_all(problems)
     attention = {path.rpartition(".")[0] for path in columns if path != target.head}
     norms = {
@@ -216,7 +228,31 @@ def _collect(target: TensorTarget, chosen: Mapping[str, Mapping[str, nn.Module]]
     }
     gathered = frozenset(path for path in columns if path.rpartition(".")[0] not in parents)
     blocks = {parent: target.model.get_submodule(parent) for parent in sorted(parents) if _is_in_layer(parent, target)}
-    return TensorSplit(columns, rows, gathered, blocks, embeddings, norms, of_heads)
+    adapted = {path: layer for path, layer in adapted.items() if path in columns or path in rows}
+    return TensorSplit(columns, rows, gathered, blocks, embeddings, norms, of_heads, adapted)
+
+
+def _with_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """Return PEFT's layers by the paths of the layers inside of them."""
+    inside = [path for path, _ in model.named_modules() if path.endswith(".base_layer") and not is_adapter(path)]
+    return {stored_name(path): model.get_submodule(path.removesuffix(".base_layer")) for path in inside}
+
+
+def _refuse_adapters(adapted: Mapping[str, nn.Module], layers: Iterable[str], embeddings: Iterable[str]) -> list[str]:
+    problems = [
+        f"--tensor-model-parallel-size: '{path}' shares its weight with the output layer, so it is split by "
+        "vocabulary, which its adapters (--lora-target-modules) are not; write 1, or leave it out of the targets"
+        for path in embeddings
+        if path in adapted
+    ]
+    for path in layers:
+        if path in adapted and any("lora_magnitude_vector" in name for name, _ in adapted[path].named_parameters()):
+            problems.append(
+                f"--lora-use-dora: the magnitudes of '{path}' are those of whole weights, and "
+                "--tensor-model-parallel-size splits it; write 1, or leave --lora-use-dora out"
+            )
+            break
+    return problems
 
 
 def _is_in_layer(path: str, target: TensorTarget) -> bool:
@@ -232,11 +268,11 @@ def _present(module: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
 def _refuse_unmatched(target: TensorTarget, split: TensorSplit, where: str) -> list[str]:
     """Report linear layers beside split ones that no pattern matches: they would receive parts, or their input's."""
     problems = []
-    split_layers = {**split.columns, **split.rows}
+    split_layers, own = {**split.columns, **split.rows}, own_modules(target.model)
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in split.rows):
-        for name, child in target.model.get_submodule(parent).named_children():
+        for name, _ in target.model.get_submodule(parent).named_children():
             path = join_paths(parent, name)
-            if isinstance(child, nn.Linear) and path not in split_layers and name not in target.plan.whole:
+            if isinstance(own[path], nn.Linear) and path not in split_layers and name not in target.plan.whole:
                 problems.append(
                     f"{where}: '{path}' is beside layers that are split, and neither tp_colwise nor tp_rowwise matches "
                     "it; add it to one of them"

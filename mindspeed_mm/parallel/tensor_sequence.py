@@ -132,13 +132,16 @@ def join_rows_around(regions: SequenceRegions, cut: RowCut) -> None:
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def change_input(module: nn.Module, before: Change, after: Change | None = None) -> None:
+def change_input(module: nn.Module, before: Change | None, after: Change | None = None) -> None:
     """Apply `before` to the hidden states that `module` receives, and `after` to those that it returns."""
+    if before is None and after is None:
+        return
     forward = module.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_first_input(args, kwargs, before)
+        if before is not None:
+            args, kwargs = _with_first_input(args, kwargs, before)
         output = forward(*args, **kwargs)
         return output if after is None else _with_first_output(output, after)
 

@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.lora_case import LoraCase, Targets
+from tests.support.parallel_case import ParallelCase, differences
+from tests.support.parallel_models import LAYOUTS, MODELS
 from tests.support.reference import load_plain, rows_as_inputs, train_reference
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
 
@@ -124,3 +127,66 @@ def test_equals_peft(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     for key, value in adapters.items():
         torch.testing.assert_close(written[key], value, rtol=WEIGHT_TOLERANCE, atol=1e-7)
     assert json.loads((tmp_path / "run/hf/adapter_config.json").read_text())["r"] == 4
+
+
+ATTENTION = Targets(("q_proj", "k_proj", "v_proj", "o_proj"))
+LAYERS = Targets((*ATTENTION.modules, "gate_proj", "up_proj", "down_proj"))
+EXPERTS = Targets(parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+BOTH = Targets(ATTENTION.modules, EXPERTS.parameters)
+TARGETS = {"attention": ATTENTION, "layers": LAYERS, "experts": EXPERTS, "both": BOTH}
+Row = tuple[str, str, str, str]
+#: (model, what has adapters, layout, form of the rows): each kind of parallelism once
+ROWS_OF_LAYOUTS: list[Row] = [
+    ("qwen3", "layers", "FSDP2", "packed"),
+    ("qwen3", "layers", "CP2 Ulysses", "packed"),
+    ("qwen3", "layers", "CP2 ring", "packed"),
+    ("qwen3", "layers", "TP2", "padded"),
+    ("qwen3", "layers", "TP2 SP", "packed"),
+    ("qwen3_moe", "attention", "EP2", "padded"),
+    ("qwen3_moe", "experts", "FSDP2", "padded"),
+    ("qwen3_moe", "both", "EP2", "packed"),
+]
+REST_OF_LAYOUTS: list[Row] = [
+    *[("qwen2_5_vl", "layers", layout, "packed") for layout in ("FSDP2", "CP2 Ulysses", "CP2 ring", "TP2", "TP2 SP")],
+    *[("qwen3_moe", "both", layout, "padded") for layout in ("HSDP 2x2", "CP2 Ulysses", "CP2 ring", "TP2", "TP2 SP")],
+    *[("gpt_oss", "both", layout, "packed") for layout in ("FSDP2", "EP2", "EP2 x FSDP2", "TP2, EP2")],
+    *[("qwen3_vl_moe", "both", layout, "padded") for layout in ("EP2 x FSDP2", "CP2 Ulysses, EP2")],
+    ("deepseek_v3", "experts", "EP2, 2 copies", "padded"),
+    ("qwen3", "layers", "TP2 x FSDP2", "padded"),
+    ("qwen3", "layers", "TP2 SP x FSDP2", "packed"),
+    ("qwen3", "layers", "TP2, CP2 Ulysses", "padded"),
+    ("qwen3", "layers", "TP2, CP2 ring", "packed"),
+    ("qwen3_moe", "both", "EP4", "padded"),
+    ("qwen3_moe", "both", "EP2 x FSDP2", "packed"),
+    ("qwen3_moe", "both", "CP2 ring, EP2 x FSDP2", "packed"),
+    ("qwen3_moe", "both", "CP2 Ulysses, TP2, EP2", "padded"),
+    ("qwen3_moe", "both", "CP2 Ulysses, TP2, EP4", "packed"),
+]
+
+
+@pytest.fixture(scope="session")
+def lora_cases(pools: dict[int, Any]) -> Any:
+    """(model, what has adapters) → its case."""
+    case = functools.cache(lambda name: ParallelCase(name, MODELS[name], workspace() / name, pools))
+    return functools.cache(lambda name, kind: LoraCase(case(name), TARGETS[kind], workspace() / f"{name}-{kind}"))
+
+
+def assert_layout_equals_peft(row: Row, cases: Any, folder: Path, **changes: Any) -> None:
+    name, kind, layout, form = row
+    case = cases(name, kind)
+    found = case.run(LAYOUTS[layout], form, folder / "case", **changes)
+    plain = case.plain(form)
+    assert found.gradients.keys() == plain.gradients.keys()
+    assert differences(found, plain).problems() == []
+    assert differences(found, case.alone(form)).problems() == []
+
+
+@pytest.mark.parametrize("row", ROWS_OF_LAYOUTS, ids=", ".join)
+def test_layout_equals_peft(row: Row, lora_cases: Any, tmp_path: Path) -> None:
+    assert_layout_equals_peft(row, lora_cases, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", REST_OF_LAYOUTS, ids=", ".join)
+def test_rest_of_layouts(row: Row, lora_cases: Any, tmp_path: Path) -> None:
+    assert_layout_equals_peft(row, lora_cases, tmp_path)

@@ -96,6 +96,7 @@ def train_plainly(
     coefficient: float = 0.0,
     outputs: Outputs | None = None,
     frozen: Callable[[str], bool] = lambda name: False,
+    model: Any = None,
 ) -> PlainRun:
     """Train with SGD, each row alone; the loss is the mean over all target tokens of a step.
 
@@ -106,8 +107,9 @@ def train_plainly(
         coefficient: of transformers' load-balancing loss; each row's weighs what its targets do.
         outputs: None: those of a causal model.
         frozen: parameter name → not trained.
+        model: trained in the place of the directory's, as it is; `frozen` says nothing of it.
     """
-    model = load_plain(hf_dir, frozen)
+    model = load_plain(hf_dir, frozen) if model is None else model
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, found = torch.optim.SGD(trained.values(), lr=lr), PlainRun()
     for step in range(steps):

@@ -18,10 +18,12 @@ from torch import nn
 
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.models.common.expert_adapters import from_peft, stack_by_expert, to_peft
 from mindspeed_mm.models.common.paths import find_modules
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.parallel.materialize import copy_whole
 from mindspeed_mm.parallel.patterns import containing_path, join_paths
+from mindspeed_mm.parallel.tensor import own_part
 from mindspeed_mm.utils.adapter_names import ADAPTER, is_adapter, stored_name
 from mindspeed_mm.utils.errors import ConfigError, nearest_names
 from mindspeed_mm.utils.log import info_rank0
@@ -107,6 +109,7 @@ def inject_adapters(
     config.target_modules = "|".join(map(re.escape, plan.modules)) or None
     with _without_config(model):
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    stack_by_expert(model)
     model.adapter_plan = plan  # type: ignore[assignment]
     for name, param in model.named_parameters():
         param.requires_grad_(is_adapter(name) or stored_name(name) in plan.whole)
@@ -140,6 +143,25 @@ def has_adapters(model: nn.Module) -> bool:
     return as_trainable(model).adapter_plan is not None
 
 
+def is_adapted(layer: nn.Module) -> bool:
+    """Whether a module is PEFT's layer around one that has adapters."""
+    return "base_layer" in layer._modules
+
+
+def low_rank_parts(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a linear layer's adapter adds to its output, as factors: `low @ up.T`.
+
+    Args:
+        layer: PEFT's layer around it.
+        x: [..., in], the layer's input.
+
+    Returns:
+        low [..., rank], A x times the adapter's factor, and up, this rank's part of B [out, rank].
+    """
+    down, up = layer.lora_A[ADAPTER], own_part(layer.lora_B[ADAPTER].weight)
+    return down(layer.lora_dropout[ADAPTER](x.to(down.weight.dtype))) * layer.scaling[ADAPTER], up
+
+
 def keep_frozen_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Store the frozen weights of a model that isn't sharded yet in `dtype`, in which they compute; None: as is."""
     for param in model.parameters():
@@ -158,19 +180,22 @@ def draw_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
     Args:
         model: with its own weights loaded, sharded or not.
     """
+    plan = as_trainable(model).adapter_plan
+    parameters = () if plan is None else plan.parameters
     for name, param in model.named_parameters():
         if not is_adapter(name) or "lora_magnitude_vector" in name:
             continue
-        whole = torch.zeros(param.shape, dtype=torch.float32)
-        with seeded(seed, stored_name(name)):
+        own_name = stored_name(name)
+        drawn = torch.zeros(to_peft(own_name, torch.empty(param.shape, device="meta"), parameters).shape)
+        with seeded(seed, own_name):
             is_random = options.init == "random"
             if ".lora_embedding_B." in name or (is_random and ".lora_embedding_A." in name):
-                nn.init.normal_(whole)
+                nn.init.normal_(drawn)
             elif ".lora_A." in name and options.init == "gaussian":
-                nn.init.normal_(whole, std=1 / options.r)
+                nn.init.normal_(drawn, std=1 / options.r)
             elif ".lora_A." in name or (is_random and ".lora_B." in name):
-                nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-        copy_whole(param, whole.to(param.dtype))
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+        copy_whole(param, from_peft(own_name, drawn, parameters, param.shape).to(param.dtype))
     if options.use_dora:
         _draw_magnitudes(model)
 

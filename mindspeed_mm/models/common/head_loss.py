@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.models.common.adapters import is_adapted, low_rank_parts
 from mindspeed_mm.models.common.log_probabilities import (
     ChunkedLogProbabilities,
+    HeadInputs,
     soft_cap,
     target_log_probabilities,
 )
@@ -181,18 +182,20 @@ class HeadLoss:
         ranks = _ranks_of(head)
         hidden = hidden if ranks is None else collectives.copy(hidden, ranks)
         weight, bias = (None if p is None else own_part(p) for p in (head.weight, getattr(head, "bias", None)))
+        low, up = low_rank_parts(head, hidden) if is_adapted(head) else (None, None)
         # the empty projection keeps the head's hooks in the graph although the loss below computes its own gradients
-        return self._of_hidden(hidden, weight, bias, targets, ranks) + logits.sum().float()
+        return self._of_hidden(HeadInputs(hidden, weight, bias, low, up), targets, ranks) + logits.sum().float()
 
-    def _of_hidden(
-        self, hidden: torch.Tensor, weight: Any, bias: Any, targets: Targets, ranks: RankSet | None
-    ) -> torch.Tensor:
+    def _of_hidden(self, inputs: HeadInputs, targets: Targets, ranks: RankSet | None) -> torch.Tensor:
         if self._chunk is None:
-            return self._of_logits(F.linear(hidden, weight, bias), targets, ranks)
+            return self._of_logits(inputs.logits(slice(None)), targets, ranks)
+        hidden, weight, bias, *adapter = inputs
         if self._each:
-            return ChunkedLogProbabilities.apply(hidden, weight, bias, targets.tokens, self._chunk, ranks, self._cap)
+            return ChunkedLogProbabilities.apply(
+                hidden, weight, bias, targets.tokens, self._chunk, ranks, self._cap, *adapter
+            )
         return ChunkedCrossEntropy.apply(
-            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks, self._cap
+            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks, self._cap, *adapter
         )
 
     def _of_logits(self, logits: torch.Tensor, targets: Targets, ranks: RankSet | None) -> torch.Tensor:

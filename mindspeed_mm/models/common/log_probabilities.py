@@ -7,6 +7,7 @@ reduced over the ranks, never the logits. Source: the parallel cross entropy of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +117,68 @@ class _SplitLogProbabilities(torch.autograd.Function):
         return gradient * -grad_output[:, None], None, None
 
 
+class HeadInputs(NamedTuple):
+    """What logits are projected from: `hidden @ weight.T + bias`, and `low @ up.T` of an adapter of the head.
+
+    Attributes:
+        hidden, weight, bias: [n, h], [v, h], [v] or None.
+        low, up: [n, r] and [v, r], an adapter's A x times its factor, and its B; None: it has none.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    low: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """Return the logits of some positions, [n of the part, v] float32."""
+        logits = F.linear(self.hidden[part], self.weight, self.bias)
+        if self.low is not None and self.up is not None:
+            logits = logits + F.linear(self.low[part], self.up)
+        return logits.float()
+
+
+class HeadGradients:
+    """The gradients of `HeadInputs`, chunk by chunk; those of weights are summed in float32."""
+
+    def __init__(self, inputs: HeadInputs, needs: Sequence[bool]) -> None:
+        """
+        Args:
+            needs: of each input, whether its gradient is wanted; False for an input that is None.
+        """
+        self._inputs = inputs
+        rows = {0, 3}  # one row for each position
+        self._sums = [
+            torch.zeros_like(value, dtype=None if i in rows else torch.float32)
+            if value is not None and wanted
+            else None
+            for i, (value, wanted) in enumerate(zip(inputs, needs, strict=True))
+        ]
+
+    def add(self, part: slice, of_logits: torch.Tensor) -> None:
+        """Add what the positions of `part` contribute.
+
+        Args:
+            of_logits: gradient of their logits, float32.
+        """
+        of_hidden, of_weight, of_bias, of_low, of_up = self._sums
+        hidden, weight, _, low, up = self._inputs
+        if of_bias is not None:
+            of_bias += of_logits.sum(0)
+        of_logits = of_logits.to(hidden.dtype)
+        for sums, rows, matrix_sums, matrix in ((of_hidden, hidden, of_weight, weight), (of_low, low, of_up, up)):
+            if sums is not None and matrix is not None:
+                sums[part] = of_logits @ matrix
+            if matrix_sums is not None and rows is not None:
+                matrix_sums += (of_logits.T @ rows[part]).float()
+
+    def sums(self) -> list[torch.Tensor | None]:
+        """Return the gradients in the dtypes of the inputs; None where none is wanted."""
+        pairs = zip(self._sums, self._inputs, strict=True)
+        return [None if total is None or value is None else total.to(value.dtype) for total, value in pairs]
+
+
 class ChunkedLogProbabilities(torch.autograd.Function):
     """Head projection and log-probabilities of target tokens, one chunk of positions at a time.
 
@@ -133,46 +196,34 @@ class ChunkedLogProbabilities(torch.autograd.Function):
         chunk: int,
         ranks: RankSet | None = None,
         cap: float | None = None,
+        low: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n] → [n] float32; of a split head, v is its part.
+        """`HeadInputs` and tokens [n] → [n] float32; of a split head, v is this rank's part of the vocabulary.
 
         The logits are capped (`soft_cap`) if there is a `cap`.
         """
-        ctx.save_for_backward(hidden, weight, bias, tokens)
+        inputs = HeadInputs(hidden, weight, bias, low, up)
+        ctx.save_for_backward(*inputs, tokens)
         ctx.chunk, ctx.ranks, ctx.cap = chunk, ranks, cap
         parts = [
-            normalize(soft_cap(F.linear(hidden[part], weight, bias).float(), cap), tokens[part], ranks).of_targets
+            normalize(soft_cap(inputs.logits(part), cap), tokens[part], ranks).of_targets
             for part in chunks(len(tokens), chunk)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, bias, tokens = ctx.saved_tensors
+        *saved, tokens = ctx.saved_tensors
+        inputs = HeadInputs(*saved)
         needs = ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
-        grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs[2] else None
+        gradients = HeadGradients(inputs, (*needs[:3], *needs[7:]))
         for part in chunks(len(tokens), ctx.chunk):
-            logits = soft_cap(F.linear(hidden[part], weight, bias).float(), ctx.cap)
-            gradient = normalize(logits, tokens[part], ctx.ranks).logit_gradient() * -grad_output[part, None]
-            gradient = before_soft_cap(gradient, logits, ctx.cap)
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            gradient = gradient.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = gradient @ weight
-            if grad_weight is not None:
-                grad_weight += (gradient.T @ hidden[part]).float()
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+            logits = soft_cap(inputs.logits(part), ctx.cap)
+            of_logits = normalize(logits, tokens[part], ctx.ranks).logit_gradient() * -grad_output[part, None]
+            gradients.add(part, before_soft_cap(of_logits, logits, ctx.cap))
+        of_hidden, of_weight, of_bias, of_low, of_up = gradients.sums()
+        return of_hidden, of_weight, of_bias, None, None, None, None, of_low, of_up
 
 
 def chunks(length: int, size: int) -> list[slice]:

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 
 from mindspeed_mm.configs.model_config import LossType
 from mindspeed_mm.models.common.log_probabilities import (
+    HeadGradients,
+    HeadInputs,
     before_soft_cap,
     chunks,
     normalize,
@@ -189,20 +191,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         factor: float | torch.Tensor | None = None,
         ranks: RankSet | None = None,
         cap: float | None = None,
+        low: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [n, h], weight [v, h], bias [v] or None, tokens [n], weights [n] or None → float32 scalar sum.
+        """`HeadInputs`, tokens [n], weights [n] or None → float32 scalar sum.
 
-        Of a head that the `ranks` split, v is this rank's part of the vocabulary, and the gradient of `hidden`
-        this rank's part of a sum. The logits are capped (`soft_cap`) if there is a `cap`.
+        Of a head that the `ranks` split, v is this rank's part of the vocabulary, and the gradients of `hidden` and
+        `low` this rank's part of a sum. The logits are capped (`soft_cap`) if there is a `cap`.
         """
         ctx.factor = factor
-        needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        inputs = HeadInputs(hidden, weight, bias, low, up)
+        needs = [value is not None and value.requires_grad for value in inputs]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
+        gradients = HeadGradients(inputs, needs)
         for part in chunks(len(tokens), chunk):
-            logits = soft_cap(F.linear(hidden[part], weight, bias).float(), cap)
+            logits = soft_cap(inputs.logits(part), cap)
             normalized = normalize(logits, tokens[part], ranks)
             total += weighted_sum(normalized.of_targets, None if weights is None else weights[part])
             if not any(needs):
@@ -212,26 +215,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_logits *= weights[part, None]
             if factor is not None:
                 grad_logits *= factor
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += (grad_logits.T @ hidden[part]).float()
-        ctx.save_for_backward(
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        )
+            gradients.add(part, grad_logits)
+        ctx.save_for_backward(*gradients.sums())
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Scale the gradients computed in forward."""
         left = grad_output if ctx.factor is None else grad_output / ctx.factor
-        scaled = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None, None)
+        of_head = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
+        return (*of_head[:3], None, None, None, None, None, None, *of_head[3:])
 
 
 class LossOutput(TypedDict):
