@@ -98,6 +98,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     import torch
 
     from mindspeed_mm.backends.fsdp2 import call_provider, with_precision
+    from mindspeed_mm.models.common.adapters import prepare_adapters
     from mindspeed_mm.models.common.base_model import refuse_own_sharding
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
     from mindspeed_mm.models.contract import as_shardable
@@ -122,6 +123,8 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         with torch.device("meta"):
             model = as_shardable(call_provider(recipe.model_of(run)))
         refuse_own_sharding(model.sharded_module, run.dims)
+        if run.lora is not None:
+            prepare_adapters(model, run.lora)
         outline = model.plan_sharding(run.launch.world_size, path)
     answer: dict[str, object] = {"model": _model_outline(model.sharded_module)}
     if outline is None:  # a class with a fully_shard of its own

@@ -28,7 +28,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.models.common.adapters import draw_adapters, has_adapters, inject_adapters, keep_frozen_in
+from mindspeed_mm.models.common.adapters import draw_adapters, keep_frozen_in, prepare_adapters
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
@@ -133,7 +133,8 @@ class FSDP2Backend:
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
             if run.lora is not None:
-                self._prepare_adapters(contract, run.lora)
+                prepare_adapters(contract, run.lora)
+                keep_frozen_in(contract.sharded_module, to_torch_dtype(self.config.param_dtype))
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
@@ -317,13 +318,6 @@ class FSDP2Backend:
         if options is None or plan is None:
             return None
         return adapter_config(self._root, options, plan, options.base or self._contract.weights.absolute_source)
-
-    def _prepare_adapters(self, contract: Shardable, options: LoraOptions) -> None:
-        """Insert adapters into a model that has not done so itself, and store its frozen weights as they compute."""
-        module, traits = contract.sharded_module, contract.traits
-        if not has_adapters(module):
-            inject_adapters(module, options, {} if traits is None else traits.parts)
-        keep_frozen_in(module, to_torch_dtype(self.config.param_dtype))
 
     def _start_adapters(self, options: LoraOptions) -> None:
         """Give adapters their first values, once the model's own weights are there."""

@@ -133,7 +133,8 @@ ATTENTION = Targets(("q_proj", "k_proj", "v_proj", "o_proj"))
 LAYERS = Targets((*ATTENTION.modules, "gate_proj", "up_proj", "down_proj"))
 EXPERTS = Targets(parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 BOTH = Targets(ATTENTION.modules, EXPERTS.parameters)
-TARGETS = {"attention": ATTENTION, "layers": LAYERS, "experts": EXPERTS, "both": BOTH}
+HEAD = Targets(("q_proj", "lm_head"))
+TARGETS = {"attention": ATTENTION, "layers": LAYERS, "experts": EXPERTS, "both": BOTH, "head": HEAD}
 Row = tuple[str, str, str, str]
 #: (model, what has adapters, layout, form of the rows): each kind of parallelism once
 ROWS_OF_LAYOUTS: list[Row] = [
@@ -184,6 +185,26 @@ def assert_layout_equals_peft(row: Row, cases: Any, folder: Path, **changes: Any
 @pytest.mark.parametrize("row", ROWS_OF_LAYOUTS, ids=", ".join)
 def test_layout_equals_peft(row: Row, lora_cases: Any, tmp_path: Path) -> None:
     assert_layout_equals_peft(row, lora_cases, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "compute_mode"),
+    [
+        (("qwen3", "head", "TP2", "packed"), "chunk"),
+        *[
+            pytest.param((name, "head", layout, "padded"), mode, marks=pytest.mark.full)
+            for name in ("qwen3", "qwen3_moe")
+            for layout in ("FSDP2", "TP2", "TP2 SP x FSDP2")
+            for mode in ("default", "chunk")
+        ],
+    ],
+    ids=str,
+)
+def test_adapters_of_the_output_layer(row: Row, compute_mode: str, lora_cases: Any, tmp_path: Path) -> None:
+    """The loss in chunks, and that of a split vocabulary, compute logits without the layer's forward method."""
+    balance = {"router_aux_loss_coef": MODELS[row[0]].balance} if MODELS[row[0]].balance else {}
+    loss = {"loss_cfg": {**balance, "compute_mode": compute_mode, "chunk_size": 3}}
+    assert_layout_equals_peft(row, lora_cases, tmp_path, model=loss)
 
 
 @pytest.mark.full

@@ -19,6 +19,14 @@ RANK, ALPHA = 4, 8
 _PREFIX = "base_model.model."
 
 
+def _as_in_peft(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 3 or "lora_" not in name:
+        return tensor
+    if "lora_A" in name:
+        return tensor.reshape(-1, tensor.shape[2])
+    return torch.einsum("eor->ore", tensor).reshape(tensor.shape[1], -1)
+
+
 @dataclass(frozen=True)
 class Targets:
     """What gets adapters.
@@ -53,6 +61,10 @@ class LoraCase:
         flags |= {"lora_target_parameters": ",".join(self.targets.parameters) or None, "lora_load": self.start}
         found = self.case.run(layout, form, folder, **{**flags, **self.targets.flags, **changes})
         found.weights = {name: tensor for name, tensor in found.weights.items() if name in found.gradients}
+        # adapters are stacked by expert, [experts, rank, in] and [experts, out, rank]; in PEFT they are matrices
+        found.gradients, found.weights = (
+            {name: _as_in_peft(name, t) for name, t in tensors.items()} for tensors in (found.gradients, found.weights)
+        )
         return found
 
     @functools.cache  # noqa: B019 (a case lives as long as the tests)

@@ -20,7 +20,7 @@ from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.models.common.expert_adapters import from_peft, stack_by_expert, to_peft
 from mindspeed_mm.models.common.paths import find_modules
-from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.models.contract import Shardable, as_trainable
 from mindspeed_mm.parallel.materialize import copy_whole
 from mindspeed_mm.parallel.patterns import containing_path, join_paths
 from mindspeed_mm.parallel.tensor import own_part
@@ -85,13 +85,20 @@ def plan_adapters(
     raise_all(problems)
     whole = {
         name
-        for name, param in model.named_parameters()
-        if containing_path(name, saved) is not None or (finder.is_beside(name) and param.requires_grad)
+        for name, names in _names_of_parameters(model).items()
+        if any(containing_path(other, saved) is not None for other in names)
+        or (options.mixed_training and finder.is_beside(name) and model.get_parameter(name).requires_grad)
     }
-    if not options.mixed_training:
-        whole = {name for name in whole if containing_path(name, saved) is not None}
     order = [path for path, _ in model.named_modules() if path in modules]
     return AdapterPlan(tuple(order), tuple(parameters), frozenset(whole), tuple(saved))
+
+
+def _names_of_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of each parameter, by its first one; a tied parameter has several."""
+    named: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in named.values()}
 
 
 def inject_adapters(
@@ -138,9 +145,11 @@ def peft_config(options: LoraOptions, plan: AdapterPlan) -> Any:
     )
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether `inject_adapters` has been called for a model."""
-    return as_trainable(model).adapter_plan is not None
+def prepare_adapters(contract: Shardable, options: LoraOptions) -> None:
+    """Insert adapters into a model that has not done so itself, as classes of users don't."""
+    module, traits = contract.sharded_module, contract.traits
+    if as_trainable(module).adapter_plan is None:
+        inject_adapters(module, options, {} if traits is None else traits.parts)
 
 
 def is_adapted(layer: nn.Module) -> bool:
