@@ -308,7 +308,8 @@ class FSDP2Backend:
         origin, group = self._contract.weights, self.world.host.group
         if (config := self._adapter_config()) is not None:
             fetcher = hf_export.FromModel(self._root, dist.get_rank(group))
-            export_adapters(fetcher, list(trained_tensors(self._root)), directory, config, origin.source, group)
+            names = list(trained_tensors(self._root, tied_once=False))  # PEFT reads a tied weight by each of its names
+            export_adapters(fetcher, names, directory, config, origin.source, group)
             return
         layout = self._contract.final_export_layout() if is_final else None
         hf_export.export(self._root, directory, origin.source, group, origin.dtype, self._conversions, layout)

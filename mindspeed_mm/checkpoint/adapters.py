@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from mindspeed_mm.checkpoint.lazy import whole
 from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
 from mindspeed_mm.checkpoint.sources import SafetensorsWeights, listing, shown
 from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
-from mindspeed_mm.checkpoint.tensors import local_part, trained_tensors
+from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors, trained_tensors
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.models.common.adapters import AdapterPlan, peft_config
 from mindspeed_mm.models.common.expert_adapters import from_peft, to_peft
 from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.files import fsync_path
 from mindspeed_mm.utils.log import info_rank0
@@ -53,6 +54,8 @@ def adapter_config(model: nn.Module, options: LoraOptions, plan: AdapterPlan, so
     config = peft_config(options, plan)
     config.target_modules = _targets_in_words(model, options, plan)
     config.modules_to_save = sorted({*plan.saved_modules, *_parents(plan)}) or None
+    # of modules that share a weight, only one has it by its name
+    config.ensure_weight_tying = any(not _names_in(module, plan.whole) for module in plan.saved_modules)
     config.base_model_name_or_path = source
     config.init_lora_weights = True
     config.inference_mode = True
@@ -69,6 +72,10 @@ def _targets_in_words(model: nn.Module, options: LoraOptions, plan: AdapterPlan)
     ends = [p for p in paths if any(p == word or p.endswith(f".{word}") for word in words)]
     as_written = len(words) == len(options.target_modules) and set(ends) == set(plan.modules)
     return words if as_written else list(plan.modules)
+
+
+def _names_in(module: str, names: Collection[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{module}.")]
 
 
 def _parents(plan: AdapterPlan) -> set[str]:
@@ -165,7 +172,7 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
     refuse_other_adapters(read_adapter_config(directory), options, f"--lora-load '{directory}'")
     stored = SafetensorsWeights(directory, [directory / WEIGHTS]).tensors()
     stored = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
-    wanted = trained_tensors(model)
+    wanted = _tensors_of_file(model, stored)
     plan = as_trainable(model).adapter_plan
     parameters = () if plan is None else plan.parameters
     stored = {n: from_peft(n, t, parameters, wanted[n].shape) if n in wanted else t for n, t in stored.items()}
@@ -176,6 +183,21 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
         if 0 not in local.shape:
             stored[name].node.read_into(region, local)
     info_rank0(f"adapters: {len(wanted)} tensors from '{directory}'")
+
+
+def _tensors_of_file(model: nn.Module, stored: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return what a PEFT directory must fill, by its names there.
+
+    PEFT also writes a tied weight that is trained by each of its names, and the weight of an embedding or output layer
+    that has adapters.
+    """
+    every = persistent_tensors(model, tied_once=False)
+    wanted = trained_tensors(model)
+    for name in stored:
+        own = stored_name(name)
+        if own in every and (every[own].requires_grad or (own != name and not is_adapter(name))):
+            wanted[name] = every[own]
+    return wanted
 
 
 def refuse_adapter_misfits(stored: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], directory: Path) -> None:

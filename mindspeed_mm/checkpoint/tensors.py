@@ -26,9 +26,14 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
-def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trained parameters by their names in files; sharded ones stay sharded."""
-    return {name: tensor for name, tensor in persistent_tensors(model).items() if tensor.requires_grad}
+def trained_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, torch.Tensor]:
+    """Return the trained parameters by their names in files; sharded ones stay sharded.
+
+    Args:
+        tied_once: see `persistent_tensors`.
+    """
+    tensors = persistent_tensors(model, tied_once=tied_once)
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

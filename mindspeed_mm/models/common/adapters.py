@@ -43,7 +43,7 @@ class AdapterPlan:
         modules: paths of layers, in the model's order.
         parameters: names of parameters that get adapters by themselves.
         whole: names of parameters that are trained whole: of `modules_to_save`, or of parts without adapters.
-        saved_modules: paths of the modules of `modules_to_save`.
+        saved_modules: paths of the modules of `modules_to_save`, and of those that share their weights.
     """
 
     modules: tuple[str, ...]
@@ -83,12 +83,16 @@ def plan_adapters(
         if containing_path(path, saved) is not None
     ]
     raise_all(problems)
+    named = _names_of_parameters(model)
     whole = {
         name
-        for name, names in _names_of_parameters(model).items()
+        for name, names in named.items()
         if any(containing_path(other, saved) is not None for other in names)
         or (options.mixed_training and finder.is_beside(name) and model.get_parameter(name).requires_grad)
     }
+    for name in sorted(whole):  # of a tied weight, all modules are saved
+        if len(named[name]) > 1:
+            saved |= dict.fromkeys(m for n in named[name] if containing_path(m := n.rpartition(".")[0], saved) is None)
     order = [path for path, _ in model.named_modules() if path in modules]
     return AdapterPlan(tuple(order), tuple(parameters), frozenset(whole), tuple(saved))
 
