@@ -361,15 +361,22 @@ def script_flags(folder: Path, run: Path, **flags: Any) -> list[str]:
     return launch_flags(files, **{**settings, "train_iters": 3, "save": run, "clip_grad": 0.0, **flags})
 
 
-def train_by_hand(script: str, loss: str, held_out: int = 8) -> tuple[list[float], list[float], float]:
-    """Three steps over all rows at once, and after the second the loss of the first `held_out` rows."""
+def train_by_hand(
+    script: str, loss: str, held_out: int = 8, change: Callable[[Any], Any] = lambda model: model
+) -> tuple[list[float], list[float], float]:
+    """Three steps over all rows at once, and after the second the loss of the first `held_out` rows.
+
+    Args:
+        change: the script's model → the model that is trained.
+    """
     names = runpy.run_path(script, run_name="imported")
-    model = names["CustomModel"](None)
+    model = change(names["CustomModel"](None))
     rows = [names["Rows"]()[i] for i in range(8)]
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
 
@@ -387,9 +394,34 @@ def train_by_hand(script: str, loss: str, held_out: int = 8) -> tuple[list[float
         optimizer.zero_grad()
         value.backward()
         losses.append(float(value.detach()))
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained])))
         optimizer.step()
     return losses, norms, evaluated
+
+
+def test_adapters_in_a_model_of_ones_own(ranks2: RankPool, tmp_path: Path) -> None:
+    """The LoRA flags alone insert adapters into a user's model: it trains as a peft loop does, and PEFT loads it."""
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+    def with_adapters(model: Any) -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["first"], init_lora_weights=False))
+
+    script, run = write_script(tmp_path, "sum"), tmp_path / "run"
+    model = with_adapters(runpy.run_path(script, run_name="imported")["CustomModel"](None))
+    model.save_pretrained(tmp_path / "start")
+    lora = {"lora_target_modules": "first", "lora_r": 2, "lora_alpha": 4, "lora_load": tmp_path / "start"}
+    ranks2.run(run_entry, script_flags(tmp_path, run, **lora, save_hf=True), script)
+    kept: list[Any] = []
+    expected = train_by_hand(script, "sum", change=lambda model: kept.append(with_adapters(model)) or kept[0])
+    losses, norms = metrics_of(run)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert norms == pytest.approx(expected[1], rel=1e-5)
+    plain = runpy.run_path(script, run_name="imported")["CustomModel"](None)
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(plain, run / "hf"))
+    trained = get_peft_model_state_dict(kept[0])
+    assert loaded.keys() == trained.keys()
+    assert all(torch.allclose(loaded[name], value, rtol=1e-5, atol=1e-7) for name, value in trained.items())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,21 @@ LAYERS = Targets((*ATTENTION.modules, "gate_proj", "up_proj", "down_proj"))
 EXPERTS = Targets(parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 BOTH = Targets(ATTENTION.modules, EXPERTS.parameters)
 HEAD = Targets(("q_proj", "lm_head"))
-TARGETS = {"attention": ATTENTION, "layers": LAYERS, "experts": EXPERTS, "both": BOTH, "head": HEAD}
+EMBEDDING = Targets(("q_proj", "embed_tokens"))
+#: PEFT keeps a tied weight one weight only if it is told to
+TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+SAVED = Targets(("q_proj",), settings=TIED, flags={"lora_modules_to_save": "embed_tokens"})
+SAVED_BY_HEAD = Targets(("q_proj",), settings=TIED, flags={"lora_modules_to_save": "lm_head"})
+TARGETS = {
+    "attention": ATTENTION,
+    "layers": LAYERS,
+    "experts": EXPERTS,
+    "both": BOTH,
+    "head": HEAD,
+    "embedding": EMBEDDING,
+    "saved": SAVED,
+    "saved by head": SAVED_BY_HEAD,
+}
 Row = tuple[str, str, str, str]
 #: (model, what has adapters, layout, form of the rows): each kind of parallelism once
 ROWS_OF_LAYOUTS: list[Row] = [
@@ -205,6 +220,87 @@ def test_adapters_of_the_output_layer(row: Row, compute_mode: str, lora_cases: A
     balance = {"router_aux_loss_coef": MODELS[row[0]].balance} if MODELS[row[0]].balance else {}
     loss = {"loss_cfg": {**balance, "compute_mode": compute_mode, "chunk_size": 3}}
     assert_layout_equals_peft(row, lora_cases, tmp_path, model=loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("saved", "FSDP2"),
+        *[
+            pytest.param(kind, layout, marks=pytest.mark.full)
+            for kind, layout in (
+                ("saved", "TP2"),
+                ("saved", "CP2 Ulysses"),
+                ("saved by head", "FSDP2"),
+                ("embedding", "FSDP2"),
+                ("embedding", "CP2 ring"),
+            )
+        ],
+    ],
+)
+def test_tied_weights(kind: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:
+    """Trained whole, both uses of the one weight get gradients; as a target, only the embedding changes."""
+    case = lora_cases("qwen3", kind)
+    assert_layout_equals_peft(("qwen3", kind, layout, "packed"), lora_cases, tmp_path)
+    exported = case.run(LAYOUTS[layout], "packed", tmp_path / "export", save_hf=True)
+    assert case.valid_loss_of(tmp_path / "export/run/hf") == pytest.approx(exported.valid_loss, rel=LOSS_TOLERANCE)
+
+
+MEMORY = {"recompute_modules": WRAP_TEXT, "activation_offload_modules": WRAP_TEXT, "use_reentrant": False}
+CHUNKS = {"chunk_mbs_modules": WRAP_TEXT, "chunk_mbs_size": 1}
+CHUNKS |= {"chunk_mbs_kwargs": ["attention_mask", "position_ids", "position_embeddings"]}
+EXPERT_UNITS = {"sub_modules_to_wrap": [*WRAP_TEXT, "model.layers.{0,2}.mlp.experts"]}
+FEATURES: dict[str, tuple[Row, dict[str, Any]]] = {
+    "activation offload and chunks": (("qwen3", "layers", "FSDP2", "padded"), {**MEMORY, **CHUNKS}),
+    "experts as units": (("qwen3_moe", "both", "FSDP2", "padded"), EXPERT_UNITS),
+    "experts over ranks, recomputed": (("qwen3_moe", "both", "EP2", "padded"), MEMORY),
+    "experts, reentrant recompute": (
+        ("qwen3_moe", "experts", "FSDP2", "padded"),
+        {"recompute_modules": WRAP_TEXT, "use_reentrant": True},
+    ),
+    "parameters in host memory": (("qwen3", "layers", "FSDP2", "packed"), {"offload_to_cpu": True}),
+    "ignored modules": (("qwen3", "layers", "FSDP2", "packed"), {"ignored_modules": ["model.layers.{0}"]}),
+    "HSDP": (("qwen3", "layers", "HSDP 2x2", "packed"), {}),
+    "tensor parallelism, recomputed": (("qwen3", "layers", "TP2 SP", "packed"), MEMORY),
+}
+
+
+def test_dropout_by_seed(pools: dict[int, Any], tmp_path: Path) -> None:
+    """One process draws what a peft loop draws that is seeded with --seed before its first step; and when resumed."""
+    from peft import PeftModel
+
+    start, without, *_ = reference("text", TEXT_TARGETS, ())
+    hf_dir, data = model_and_data("text")
+    inputs = rows_as_inputs(hf_dir, data)
+
+    def run(name: str, iters: int, **flags: Any) -> tuple[list[float], list[float]]:
+        files = write_run_files(tmp_path / f"{name}{iters}", hf_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+        settings = {"micro_batch_size": 1, "global_batch_size": ROWS, "save": tmp_path / name, "log_row_ids": True}
+        lora = {"lora_target_modules": ",".join(TEXT_TARGETS), "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.3}
+        words = launch_flags(files, **settings, **lora, train_iters=iters, seed=7, **flags)
+        pools[1].run(run_entry, words, timeout=120)
+        return metrics_of(tmp_path / name)
+
+    found = run("whole", STEPS, lora_load=start)
+    lines = (tmp_path / "whole/rows/rank0.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["rows"] for line in lines]
+    dropping = shutil.copytree(start, tmp_path / "dropping") / "adapter_config.json"
+    dropping.write_text(json.dumps({**json.loads(dropping.read_text()), "lora_dropout": 0.3}))
+    model = PeftModel.from_pretrained(load_plain(hf_dir), dropping.parent, is_trainable=True)
+    torch.manual_seed(7)
+    losses, norms, _ = train_reference(hf_dir, inputs, STEPS, rows_of=lambda step: rows[step], model=model)
+    assert found[0] == pytest.approx(losses, rel=LOSS_TOLERANCE)
+    assert found[1] == pytest.approx(norms, rel=NORM_TOLERANCE)
+    assert losses[0] != pytest.approx(without[0], rel=1e-3)
+    run("broken", 2, lora_load=start)
+    assert run("broken", STEPS, load=tmp_path / "broken") == found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, lora_cases: Any, tmp_path: Path) -> None:
+    row, fsdp2 = FEATURES[name]
+    assert_layout_equals_peft(row, lora_cases, tmp_path, fsdp2=fsdp2)
 
 
 @pytest.mark.full

@@ -17,14 +17,14 @@ class LiveBytes(TorchDispatchMode):
     What a kernel allocates for itself is not seen. Works on fake tensors too.
 
     Attributes:
+        alive: bytes that are alive now.
         peak: the largest sum of bytes that were alive at once.
         largest: elements of the largest tensor that was returned.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self.largest = 0, 0
-        self._alive = 0
+        self.alive, self.peak, self.largest = 0, 0, 0
         self._seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,14 +36,14 @@ class LiveBytes(TorchDispatchMode):
             if storage not in self._seen:
                 self._seen[storage] = None
                 size = storage.nbytes()
-                self._alive += size
+                self.alive += size
                 weakref.finalize(storage, self._free, size).atexit = False
             self.largest = max(self.largest, tensor.numel())
-        self.peak = max(self.peak, self._alive)
+        self.peak = max(self.peak, self.alive)
         return result
 
     def _free(self, size: int) -> None:
-        self._alive -= size
+        self.alive -= size
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.parallel_case import CLIP, LEARNING_RATE, STEPS, VALID, Found, ParallelCase
 from tests.support.parallel_models import Layout
-from tests.support.reference import PlainRun, load_plain, train_plainly
+from tests.support.reference import PlainRun, load_plain, row_losses, train_plainly
 
 RANK, ALPHA = 4, 8
 _PREFIX = "base_model.model."
@@ -55,11 +55,16 @@ class LoraCase:
         self._peft_model().save_pretrained(self.folder / "start")
         return self.folder / "start"
 
-    def run(self, layout: Layout, form: str, folder: Path, **changes: Any) -> Found:
-        """Train in a layout; the weights are those that are trained."""
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Of the launch."""
         flags = {"lora_target_modules": ",".join(self.targets.modules) or None, "lora_r": RANK, "lora_alpha": ALPHA}
         flags |= {"lora_target_parameters": ",".join(self.targets.parameters) or None, "lora_load": self.start}
-        found = self.case.run(layout, form, folder, **{**flags, **self.targets.flags, **changes})
+        return {**flags, **self.targets.flags}
+
+    def run(self, layout: Layout, form: str, folder: Path, **changes: Any) -> Found:
+        """Train in a layout; the weights are those that are trained."""
+        found = self.case.run(layout, form, folder, **{**self.flags, **changes})
         found.weights = {name: tensor for name, tensor in found.weights.items() if name in found.gradients}
         # adapters are stacked by expert, [experts, rank, in] and [experts, out, rank]; in PEFT they are matrices
         found.gradients, found.weights = (
@@ -94,9 +99,22 @@ class LoraCase:
             outputs=case.model.family.outputs,
             model=model,
         )
-        found.gradients = {name.removeprefix(_PREFIX): tensor for name, tensor in found.gradients.items()}
-        found.weights = {name.removeprefix(_PREFIX): tensor for name, tensor in found.weights.items()}
+        found.gradients, found.weights = (
+            {name.removeprefix(_PREFIX).replace(".modules_to_save.default", ""): t for name, t in tensors.items()}
+            for tensors in (found.gradients, found.weights)
+        )
         return found
+
+    def valid_loss_of(self, directory: Path) -> float:
+        """The mean token loss of the validation rows under the adapters that PEFT loads from a directory."""
+        from peft import PeftModel
+
+        case = self.case
+        model = PeftModel.from_pretrained(load_plain(case.family.hf_dir), directory)
+        model.eval()
+        inputs, outputs = case.family.inputs(), case.model.family.outputs
+        with torch.no_grad():
+            return float(torch.cat([row_losses(model, inputs[n], outputs)[0] for n in VALID]).mean())
 
     def _peft_model(self) -> Any:
         from peft import LoraConfig, get_peft_model

@@ -115,7 +115,7 @@ def train_plainly(
     for step in range(steps):
         rows, balances = [], []
         for number in range(len(inputs)) if rows_of is None else rows_of(step):
-            losses, balance = _row_losses(model, inputs[number], outputs, has_balance=coefficient > 0)
+            losses, balance = row_losses(model, inputs[number], outputs, has_balance=coefficient > 0)
             rows.append(losses)
             balances.append(len(losses) * balance)
         tokens = torch.cat(rows)
@@ -131,7 +131,7 @@ def train_plainly(
     if valid:
         with torch.no_grad():
             model.eval()
-            found.valid_loss = float(torch.cat([_row_losses(model, inputs[n], outputs)[0] for n in valid]).mean())
+            found.valid_loss = float(torch.cat([row_losses(model, inputs[n], outputs)[0] for n in valid]).mean())
     found.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return found
 
@@ -150,7 +150,7 @@ def load_plain(hf_dir: Path, frozen: Callable[[str], bool] = lambda name: False)
     return model
 
 
-def _row_losses(
+def row_losses(
     model: Any, batch: dict[str, torch.Tensor], outputs: Outputs | None, has_balance: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each target token of a row, and the row's load-balancing loss (0 unless it is asked for)."""
@@ -199,7 +199,7 @@ def train_reference(
     for step in range(steps):
         rows = []
         for number in range(len(inputs)) if rows_of is None else rows_of(step):
-            rows.append((_row_losses(model, inputs[number], outputs)[0], number))
+            rows.append((row_losses(model, inputs[number], outputs)[0], number))
         loss = torch.cat([r for r, _ in rows]).mean() if loss_of is None else loss_of([r for r, _ in rows])
         optimizer.zero_grad()
         loss.backward()

@@ -88,7 +88,12 @@ def plan_adapters(
         name
         for name, names in named.items()
         if any(containing_path(other, saved) is not None for other in names)
-        or (options.mixed_training and finder.is_beside(name) and model.get_parameter(name).requires_grad)
+        or (
+            options.mixed_training
+            and finder.is_beside(name)
+            and model.get_parameter(name).requires_grad
+            and containing_path(name, modules) is None
+        )
     }
     for name in sorted(whole):  # of a tied weight, all modules are saved
         if len(named[name]) > 1:
@@ -130,6 +135,9 @@ def inject_adapters(
         f"LoRA: adapters of rank {options.r} for {len(plan.modules) + len(plan.parameters)} layers, "
         f"{trained / total:.2%} of {total} parameters trained{_beside(plan)}"
     )
+    info_rank0(f"LoRA: adapters are at {_listed((*plan.modules, *plan.parameters))}")
+    if plan.whole:
+        info_rank0(f"LoRA: trained whole: {_listed(sorted(plan.whole))}")
     return plan
 
 
@@ -368,6 +376,15 @@ def _like(word: str, name: str) -> bool:
     """Whether a stacked parameter of experts holds the layers that a word names: `gate_proj` in `gate_up_proj`."""
     last = name.rpartition(".")[2]
     return set(word.rpartition(".")[2].split("_")) <= set(last.split("_"))
+
+
+def _listed(names: Iterable[str]) -> str:
+    """List names; those that differ in numbers only are listed once."""
+    patterns: dict[str, int] = {}
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", name)
+        patterns[pattern] = patterns.get(pattern, 0) + 1
+    return ", ".join(p if number == 1 else f"{p} ({number})" for p, number in patterns.items())
 
 
 def _beside(plan: AdapterPlan) -> str:
