@@ -28,7 +28,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.models.common.adapters import draw_adapters, keep_frozen_in, prepare_adapters
+from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
@@ -133,8 +133,7 @@ class FSDP2Backend:
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
             if run.lora is not None:
-                prepare_adapters(contract, run.lora)
-                keep_frozen_in(contract.sharded_module, to_torch_dtype(self.config.param_dtype))
+                prepare_adapters(contract, run.lora, to_torch_dtype(self.config.param_dtype))
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None

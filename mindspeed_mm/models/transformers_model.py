@@ -28,7 +28,7 @@ from mindspeed_mm.models.common.family import (
     require_packed_positions,
 )
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
-from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits
+from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits, refuse_chunked_dora
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import (
     LossOptions,
@@ -100,6 +100,7 @@ class TransformersModel(MultiModalModule):
             compute_mode=described.loss_cfg.compute_mode,
             chunk_size=described.loss_cfg.effective_chunk_size,
         )
+        refuse_chunked_dora(self.model.get_output_embeddings(), self.loss_options)
         cap = cap_of_logits(self.model.config.get_text_config(), type(self.model).__name__)
         self._head_loss = HeadLoss(self.model.get_output_embeddings(), cap)
         self._router_loss = _router_loss(self.model, described)

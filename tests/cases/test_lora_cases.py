@@ -233,4 +233,4 @@ def test_n03_one_process_is_no_special_case_with_adapters(
     assert one[1][0] == pytest.approx(two[1][0], rel=1e-4)
     assert one[0][1] == pytest.approx(two[0][1], rel=1e-4)
     full = run(alone, tmp_path / "full", qwen2_5_vl_dir, image_rows, **settings)
-    assert full[0][0] != pytest.approx(one[0][0], rel=3e-6)
+    assert full[1][0] != pytest.approx(one[1][0], rel=3e-4)

@@ -140,7 +140,14 @@ EMBEDDING = Targets(("q_proj", "embed_tokens"))
 TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 SAVED = Targets(("q_proj",), settings=TIED, flags={"lora_modules_to_save": "embed_tokens"})
 SAVED_BY_HEAD = Targets(("q_proj",), settings=TIED, flags={"lora_modules_to_save": "lm_head"})
+#: PEFT knows what is trained whole as modules that are saved
+MIXED = Targets(
+    ("q_proj", "v_proj"),
+    settings={"modules_to_save": ["visual"]},
+    flags={"lora_apply_modules": "text_decoder", "lora_mixed_training": True},
+)
 TARGETS = {
+    "mixed": MIXED,
     "attention": ATTENTION,
     "layers": LAYERS,
     "experts": EXPERTS,
@@ -161,8 +168,10 @@ ROWS_OF_LAYOUTS: list[Row] = [
     ("qwen3_moe", "attention", "EP2", "padded"),
     ("qwen3_moe", "experts", "FSDP2", "padded"),
     ("qwen3_moe", "both", "EP2", "packed"),
+    ("qwen2_5_vl", "mixed", "FSDP2", "padded"),
 ]
 REST_OF_LAYOUTS: list[Row] = [
+    *[("qwen2_5_vl", "mixed", layout, "packed") for layout in ("CP2 ring", "TP2 SP")],
     *[("qwen2_5_vl", "layers", layout, "packed") for layout in ("FSDP2", "CP2 Ulysses", "CP2 ring", "TP2", "TP2 SP")],
     *[("qwen3_moe", "both", layout, "padded") for layout in ("HSDP 2x2", "CP2 Ulysses", "CP2 ring", "TP2", "TP2 SP")],
     *[("gpt_oss", "both", layout, "packed") for layout in ("FSDP2", "EP2", "EP2 x FSDP2", "TP2, EP2")],

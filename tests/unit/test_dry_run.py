@@ -98,6 +98,26 @@ def test_what_each_parallelism_splits(folder: Path, config_only: Path, capsys: p
     assert found["towers"] == ["model.visual"] and not {"experts", "columns", "rows"} & found.keys()
 
 
+def test_trained_parameters_with_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of attention and of the experts, split over tensor- and expert-parallel ranks; paths are those without PEFT."""
+    config = families()["qwen3_moe"].published["30B-A3B"][0]()
+    (folder / "hf").mkdir()
+    content = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+    (folder / "hf" / "config.json").write_text(json.dumps(content))
+    words = "--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --use-torch-fsdp2 --world-size 16".split()  # noqa: SIM905
+    lora = "--lora-r 8 --lora-target-modules q_proj --lora-target-parameters mlp.experts.down_proj".split()  # noqa: SIM905
+    found = answer(TRANSFORMERS, {"init_from_hf_path": "hf"}, capsys, *words, *lora)
+    of_attention = config.hidden_size + config.num_attention_heads * config.head_dim
+    of_experts = config.num_experts * (config.hidden_size + config.moe_intermediate_size)
+    assert found["model"]["trained_parameters"] == 8 * config.num_hidden_layers * (of_attention + of_experts)
+    assert found["experts"] == [f"model.layers.{n}.mlp.experts" for n in range(48)]
+    assert "model.layers.47.self_attn.q_proj" in found["columns"]
+    assert not any("base_layer" in path for path in (*found["columns"], *found["rows"]))
+    dora = ("--lora-target-modules", "q_proj", "--lora-use-dora")
+    found = answer(TRANSFORMERS, {"init_from_hf_path": "hf"}, capsys, *words, *dora)
+    assert "--lora-use-dora: the magnitudes of 'model.layers.0.self_attn.q_proj' are those of" in found["refusal"]
+
+
 def test_megatron_stages(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--pipeline-model-parallel-size", "2", "--seq-length", "64", "--world-size", "4")
     found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words)

@@ -157,11 +157,19 @@ def peft_config(options: LoraOptions, plan: AdapterPlan) -> Any:
     )
 
 
-def prepare_adapters(contract: Shardable, options: LoraOptions) -> None:
-    """Insert adapters into a model that has not done so itself, as classes of users don't."""
+def prepare_adapters(contract: Shardable, options: LoraOptions, frozen: torch.dtype | None = None) -> None:
+    """Insert adapters into a model that has not done so itself, as classes of users don't.
+
+    Args:
+        contract: of a model that isn't sharded yet.
+        frozen: the dtype that frozen weights are stored in, in which they compute; None: as they are.
+    """
     module, traits = contract.sharded_module, contract.traits
     if as_trainable(module).adapter_plan is None:
         inject_adapters(module, options, {} if traits is None else traits.parts)
+    for param in module.parameters():
+        if frozen is not None and not param.requires_grad and param.is_floating_point():
+            param.data = param.data.to(frozen)
 
 
 def is_adapted(layer: nn.Module) -> bool:
@@ -181,13 +189,6 @@ def low_rank_parts(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """
     down, up = layer.lora_A[ADAPTER], own_part(layer.lora_B[ADAPTER].weight)
     return down(layer.lora_dropout[ADAPTER](x.to(down.weight.dtype))) * layer.scaling[ADAPTER], up
-
-
-def keep_frozen_in(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Store the frozen weights of a model that isn't sharded yet in `dtype`, in which they compute; None: as is."""
-    for param in model.parameters():
-        if dtype is not None and not param.requires_grad and param.is_floating_point():
-            param.data = param.data.to(dtype)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from mindspeed_mm.models.common.log_probabilities import (
     soft_cap,
     target_log_probabilities,
 )
-from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, Targets, weighted_cross_entropy
+from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, LossOptions, Targets, weighted_cross_entropy
 from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.tensor import own_part, rank_set
 from mindspeed_mm.parallel.world import RankSet
@@ -42,6 +42,22 @@ def cap_of_logits(text_config: Any, name: str) -> float | None:
         if found not in (None, 1):
             raise _changed_logits(name, f"{key} {found:g} of config.json")
     return getattr(text_config, _CAP, None) or None
+
+
+def refuse_chunked_dora(head: nn.Module, options: LossOptions) -> None:
+    """Refuse an output layer with DoRA's adapters under a loss in chunks, which computes no magnitudes.
+
+    Raises:
+        ConfigError: loss_cfg asks for chunks.
+    """
+    if options.compute_mode != "default" and any(
+        "lora_magnitude_vector" in name for name, _ in head.named_parameters()
+    ):
+        raise ConfigError(
+            f"--lora-use-dora: loss_cfg.compute_mode {options.compute_mode} of model.json computes logits without the "
+            "magnitudes of the output layer's adapters; write default, or leave the output layer out of "
+            "--lora-target-modules"
+        )
 
 
 def _changed_logits(name: str, what: str) -> ConfigError:
