@@ -73,7 +73,7 @@ def test_the_average_is_that_of_the_adapters(case: LoraCase, ranks2: RankPool, t
 def test_float16_with_a_loss_scale(layout: str, compute_mode: str, case: LoraCase, tmp_path: Path) -> None:
     """Losses and gradients of the float32 run, but for float16's rounding."""
     loss = {"loss_cfg": {"router_aux_loss_coef": BALANCE, "compute_mode": compute_mode, "chunk_size": 3}}
-    half = case.run(LAYOUTS[layout], "padded", tmp_path / "half", model=loss, fp16=True, lr=1e-3)
+    half = case.run(LAYOUTS[layout], "padded", tmp_path / "half", model=loss, fp16=True, loss_scale=256.0, lr=1e-3)
     full = case.run(LAYOUTS["1 process"], "padded", tmp_path / "full", model=loss, lr=1e-3)
     assert half.losses == pytest.approx(full.losses, rel=2e-3)
     assert half.norms == pytest.approx(full.norms, rel=2e-2)

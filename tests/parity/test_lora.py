@@ -300,7 +300,7 @@ def test_dropout_by_seed(pools: dict[int, Any], tmp_path: Path) -> None:
     losses, norms, _ = train_reference(hf_dir, inputs, STEPS, rows_of=lambda step: rows[step], model=model)
     assert found[0] == pytest.approx(losses, rel=LOSS_TOLERANCE)
     assert found[1] == pytest.approx(norms, rel=NORM_TOLERANCE)
-    assert losses[0] != pytest.approx(without[0], rel=1e-3)
+    assert losses[0] != pytest.approx(without[0], rel=1e-4)
     run("broken", 2, lora_load=start)
     assert run("broken", STEPS, load=tmp_path / "broken") == found
 
