@@ -9,6 +9,9 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.lora_case import LoraCase, Targets
+from tests.support.parallel_case import ParallelCase
+from tests.support.parallel_models import LAYOUTS, MODELS
 from tests.support.tiny import tiny_qwen3_dir, write_mixed_dataset
 from tests.support.workers import RankError, RankPool
 
@@ -93,3 +96,33 @@ def test_the_base_is_found_again(ranks2: RankPool, tmp_path: Path) -> None:
     assert run("broken", 4, tmp_path / "broken", load_base_model=moved)[:3] == pytest.approx(unbroken, rel=1e-6)
     with pytest.raises(RankError, match="holds a base model too, and no adapters; keep one of them"):
         run("twice", 1, moved, load_base_model=hf_dir)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("EP2", ["TP2"]),
+        pytest.param("TP2 SP", ["EP2 x FSDP2", "1 process"], marks=pytest.mark.full),
+        pytest.param("EP2 x FSDP2", ["FSDP2", "TP2, EP2", "CP2 ring"], marks=pytest.mark.full),
+    ],
+)
+def test_adapters_of_experts_go_on_in_other_layouts(
+    first: str, then: list[str], ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, tmp_path: Path
+) -> None:
+    """The losses of a run that is saved after two steps, and goes on elsewhere, are those of one process's run."""
+    pools = {1: ranks1, 2: ranks2, 4: ranks4}
+    targets = Targets(("q_proj", "o_proj"), ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    case = LoraCase(ParallelCase("qwen3_moe", MODELS["qwen3_moe"], tmp_path / "case", pools), targets, tmp_path)
+    adamw = {"optimizer": None, "sgd_momentum": None, "lr": "1e-2", "no_save_optim": None, "eval_interval": None}
+
+    def run(layout: str, name: str, **flags: Any) -> list[float]:
+        settings = {**case.flags, **adamw, "train_iters": 4, "log_row_ids": None, "save": tmp_path / name, **flags}
+        words = case.case.words(LAYOUTS[layout], "padded", tmp_path / f"{name}-files", **settings)
+        pools[LAYOUTS[layout].world].run(run_entry, words, timeout=120)
+        return metrics_of(tmp_path / name)[0]
+
+    unbroken = run("1 process", "unbroken")
+    assert run(first, "saved", exit_interval=2) == pytest.approx(unbroken[:2], rel=1e-5)
+    for layout in then:
+        load = {"load": tmp_path / "saved", "lora_load": None}
+        assert run(layout, layout, **load) == pytest.approx(unbroken[2:], rel=1e-5), layout

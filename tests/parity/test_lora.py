@@ -203,7 +203,9 @@ def assert_layout_equals_peft(row: Row, cases: Any, folder: Path, **changes: Any
     plain = case.plain(form)
     assert found.gradients.keys() == plain.gradients.keys()
     assert differences(found, plain).problems() == []
-    assert differences(found, case.alone(form)).problems() == []
+    alone = case.alone(form)
+    assert differences(found, alone).problems() == []
+    assert found.rows == alone.rows and found.counts == alone.counts
 
 
 @pytest.mark.parametrize("row", ROWS_OF_LAYOUTS, ids=", ".join)
@@ -303,6 +305,15 @@ def test_dropout_by_seed(pools: dict[int, Any], tmp_path: Path) -> None:
     assert losses[0] != pytest.approx(without[0], rel=1e-4)
     run("broken", 2, lora_load=start)
     assert run("broken", STEPS, load=tmp_path / "broken") == found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["TP2", "TP2 SP x FSDP2", "CP2 ring"])
+def test_dropout_over_ranks(layout: str, lora_cases: Any, tmp_path: Path) -> None:
+    """Tensor-parallel ranks drop the same inputs of whole matrices: their copies stay equal, as `run` checks."""
+    case = lora_cases("qwen3", "layers")
+    found = case.run(LAYOUTS[layout], "packed", tmp_path / "case", lora_dropout=0.3)
+    assert 1e-5 < abs(found.losses[0] / case.alone("packed").losses[0] - 1) < 0.1
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from mindspeed_mm.configs.dims import Dims
+from mindspeed_mm.configs.lora import LoraOptions
+from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.parallel.experts import find_experts
@@ -38,6 +40,23 @@ def test_experts_of_all_layers_or_of_those_that_are_named() -> None:
     assert outline(model(), moe_modules=["model.layers.{2-3}.mlp.experts"]).experts == PATHS[1:]
     assert outline(model(), moe_modules=["model.layers.{0,3}"]).experts == (PATHS[0], PATHS[2])
     assert outline(model(), expert_parallel_size=1).experts == ()
+
+
+def with_adapters(*parameters: str, **fields: Any) -> Any:
+    planned = model(**fields)
+    inject_adapters(planned, LoraOptions((), parameters, r=3), {})
+    return planned
+
+
+def test_experts_with_adapters_are_planned_by_their_own_paths() -> None:
+    both = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert outline(with_adapters(*both)).experts == PATHS
+    assert outline(with_adapters(*both), moe_modules=["model.layers.{2-3}.mlp.experts"]).experts == PATHS[1:]
+    # the rank may be odd, but not the width that A is sharded along
+    assert outline(with_adapters(*both), world_size=4).experts == PATHS
+    sentence = r"dim 2 of 'model.layers.0.mlp.experts.lora_A.weight' \[6, 3, 9\]: 9 can't be sharded evenly by 2"
+    with pytest.raises(ConfigError, match=sentence):
+        outline(with_adapters("mlp.experts.down_proj", moe_intermediate_size=9), world_size=4)
 
 
 def test_sizes_of_a_run_count_rather_than_those_of_the_file() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.configs.lora import LoraOptions
+from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.family import TEXT_TRAITS, FamilyTraits
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.parallel.tensor_plan import TensorSplit
@@ -59,6 +61,33 @@ def test_layers_of_a_dense_model() -> None:
 
 def test_an_embedding_tied_to_the_head_is_split() -> None:
     assert set(plan(build("Qwen3", tie_word_embeddings=True)).embeddings) == {"model.embed_tokens"}
+
+
+def test_layers_with_adapters_are_split_by_their_own_paths() -> None:
+    model = build("Qwen3", head_dim=8, tie_word_embeddings=True)
+    plain = plan(model)
+    inject_adapters(model, LoraOptions(("q_proj", "down_proj", "lm_head")), {})
+    split = plan(model)
+    assert (split.paths, split.gathered, set(split.blocks)) == (plain.paths, plain.gathered, set(plain.blocks))
+    assert all(isinstance(layer, nn.Linear) for layer in (*split.columns.values(), *split.rows.values()))
+    layers = {f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert split.adapted.keys() == {*layers, "lm_head"}
+    named = {"tp_colwise": ["model.layers.{0}.self_attn.q_proj"], "tp_rowwise": []}
+    assert set(plan(model, **named).columns) == {"model.layers.0.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "more", "sentence"),
+    [
+        (("embed_tokens",), {}, "'model.embed_tokens' shares its weight with the output layer, so it is split by"),
+        (("o_proj",), {"use_dora": True}, "--lora-use-dora: the magnitudes of 'model.layers.0.self_attn.o_proj' are"),
+    ],
+)
+def test_adapters_that_are_refused(targets: tuple[str, ...], more: dict[str, Any], sentence: str) -> None:
+    model = build("Qwen3", head_dim=8, tie_word_embeddings=True)
+    inject_adapters(model, LoraOptions(targets, **more), {})
+    with pytest.raises(ConfigError, match=sentence):
+        plan(model)
 
 
 def test_experts_and_routers_stay_whole_and_sinks_are_split() -> None:
