@@ -199,13 +199,15 @@ def lora_cases(pools: dict[int, Any]) -> Any:
 def assert_layout_equals_peft(row: Row, cases: Any, folder: Path, **changes: Any) -> None:
     name, kind, layout, form = row
     case = cases(name, kind)
-    found = case.run(LAYOUTS[layout], form, folder / "case", **changes)
+    found = case.run(LAYOUTS[layout], form, folder / "case", save_hf=True, **changes)
     plain = case.plain(form)
     assert found.gradients.keys() == plain.gradients.keys()
     assert differences(found, plain).problems() == []
     alone = case.alone(form)
     assert differences(found, alone).problems() == []
     assert found.rows == alone.rows and found.counts == alone.counts
+    exported = case.valid_loss_of(folder / "case/run/hf")
+    assert exported == pytest.approx(found.valid_loss, rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("row", ROWS_OF_LAYOUTS, ids=", ".join)
@@ -251,10 +253,7 @@ def test_adapters_of_the_output_layer(row: Row, compute_mode: str, lora_cases: A
 )
 def test_tied_weights(kind: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:
     """Trained whole, both uses of the one weight get gradients; as a target, only the embedding changes."""
-    case = lora_cases("qwen3", kind)
     assert_layout_equals_peft(("qwen3", kind, layout, "packed"), lora_cases, tmp_path)
-    exported = case.run(LAYOUTS[layout], "packed", tmp_path / "export", save_hf=True)
-    assert case.valid_loss_of(tmp_path / "export/run/hf") == pytest.approx(exported.valid_loss, rel=LOSS_TOLERANCE)
 
 
 MEMORY = {"recompute_modules": WRAP_TEXT, "activation_offload_modules": WRAP_TEXT, "use_reentrant": False}
