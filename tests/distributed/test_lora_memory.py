@@ -85,7 +85,6 @@ def test_only_what_is_trained_has_gradients_and_state(
         assert found["base"] == pytest.approx(2 * frozen, rel=0.01)
         assert 4 * trained <= found["gradients"] <= 1.1 * 4 * trained
         assert 8 * trained <= found["state"] <= 1.1 * 8 * trained
-        print({key: value for key, value in found.items()})
 
 
 def wide_qwen3_dir(path: Path) -> Path:
