@@ -298,6 +298,10 @@ def test_bad_documents_and_interrupted_builds(megatron_pools: dict[int, RankPool
     few = refusal("empty.jsonl", on_bad_sample="skip")
     assert "the 2 document(s) of 2 for training have" in few and f"more than the {LENGTH} of a row" in few
     assert "data file not found" in refusal("a.parqet") and "did you mean 'a.parquet'" in refusal("a.parqet")
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"own{suffix}").write_bytes(b"MMIDIDX")
+    for name in ("own", "own.idx", "own.bin"):
+        assert f"{name}: " in refusal(name) and "own.bin and .idx hold tokens" in refusal(name)
     assert "the shares add up to 99" in refusal(names, corpus={"split": "90,5,4"})
     assert "--seq-length, or cutoff_len" in refusal(names, launch_flags(files, **{**sizes, "seq_length": None}))
     ((broken, left, rows),) = pool.run(broken_and_again, str(tmp_path), words)

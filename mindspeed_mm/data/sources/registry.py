@@ -13,6 +13,7 @@ from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.registry_config import RegistryEntry, read_entry
 from mindspeed_mm.data.sources.files import DataEntry
+from mindspeed_mm.data.sources.row_files import refuse_tokens
 from mindspeed_mm.utils.errors import ConfigError, DataError, did_you_mean
 
 REGISTRY = "dataset_info.json"
@@ -112,7 +113,7 @@ def find_files(name: str, folder: str, is_text: bool = False) -> tuple[str, ...]
     A folder gives its data files in the order of their names, without hidden ones; a pattern its matches.
 
     Raises:
-        DataError: A folder without data files.
+        DataError: A folder without data files, or the prefix of a file of tokens.
     """
     for candidate in dict.fromkeys((os.path.join(folder, name), name)):
         if os.path.isfile(candidate):
@@ -123,6 +124,7 @@ def find_files(name: str, folder: str, is_text: bool = False) -> tuple[str, ...]
             matches = sorted(path for path in glob.glob(candidate) if os.path.isfile(path))
             if matches:
                 return tuple(matches)
+        refuse_tokens(candidate)
     return ()
 
 

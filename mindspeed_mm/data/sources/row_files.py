@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from mindspeed_mm.data.sources.csv_file import CsvFile
@@ -60,6 +61,21 @@ class LineFile(TextFile):
             raise BadSample(f"{self.where(index)}: {what}", BAD_ROW) from None
 
 
+def refuse_tokens(path: str) -> None:
+    """Refuse the files of a Megatron IndexedDataset, `<prefix>.bin` and `<prefix>.idx`, and their prefix.
+
+    Raises:
+        DataError: `path` is one of the three.
+    """
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    if os.path.isfile(f"{prefix}.idx") and os.path.isfile(f"{prefix}.bin"):
+        raise DataError(
+            f"{path}: {prefix}.bin and .idx hold tokens (Megatron's IndexedDataset), which are not read here; expected "
+            "the texts that they were made of, in parquet, arrow, json, csv or txt files: a corpus "
+            "(data_manager_type: mg) makes tokens of them itself"
+        )
+
+
 def open_rows(path: str, *, is_text: bool = False) -> RowFile:
     """Open a data file by its content, whatever its suffix.
 
@@ -69,6 +85,7 @@ def open_rows(path: str, *, is_text: bool = False) -> RowFile:
     Raises:
         DataError: Unreadable or unknown content.
     """
+    refuse_tokens(path)
     try:
         with open(path, "rb") as file:
             magic = file.read(16)
