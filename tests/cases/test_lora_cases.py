@@ -221,6 +221,20 @@ def test_o04_first_values_on_meta(
         run(ranks2, tmp_path / "unknown", qwen3_dir, text_rows, lora_init="pizza")
 
 
+@pytest.mark.full
+def test_f02_text_only_rows_leave_the_adapters_of_a_tower_alone(
+    ranks2: RankPool, qwen2_5_vl_dir: Path, text_rows: Path, tmp_path: Path
+) -> None:
+    """F02: adapters of a tower that no row of a global batch feeds keep their values, without decay."""
+    settings: dict[str, Any] = {"lora_target_modules": "qkv,q_proj", "lora_init": "random", "save_hf": True}
+    run(ranks2, tmp_path / "still", qwen2_5_vl_dir, text_rows, lr=0.0, **settings)
+    run(ranks2, tmp_path / "moved", qwen2_5_vl_dir, text_rows, lr=1e-2, weight_decay=1.0, train_iters=2, **settings)
+    before, after = adapters_of(tmp_path / "still"), adapters_of(tmp_path / "moved")
+    tower = {name for name in before if "visual" in name}
+    assert tower and all(torch.equal(before[name], after[name]) for name in tower)
+    assert not any(torch.equal(before[name], after[name]) for name in before.keys() - tower)
+
+
 def test_n03_one_process_is_no_special_case_with_adapters(
     ranks2: RankPool, alone: RankPool, qwen2_5_vl_dir: Path, image_rows: Path, tmp_path: Path
 ) -> None:

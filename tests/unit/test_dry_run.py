@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
+from mindspeed_mm.models.common.base_model import FSDP2Mixin
 from mindspeed_mm.tasks.generation import inference
 from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
@@ -165,6 +168,19 @@ def test_a_script_of_ones_own_has_it(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit) as caught:
         pretrain(OWN.data, OWN.model, forward_step_func=OWN.forward_step)
     assert caught.value.code == 1 and "--train-iters" in json.loads(capsys.readouterr().out)["refusal"]
+
+
+class Own(nn.Module, FSDP2Mixin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+def test_adapters_in_a_model_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = dataclasses.replace(OWN, model=lambda: Own(), data=lambda: None)
+    words = "--micro-batch-size 1 --lr 1e-4 --train-iters 1 --use-torch-fsdp2 --dry-run".split()  # noqa: SIM905
+    assert dry_run(recipe, [*words, "--lora-r", "2", "--lora-target-modules", "first"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["trained_parameters"] == 2 * (4 + 8)
 
 
 def test_only_the_command_line_asks_for_it() -> None:
