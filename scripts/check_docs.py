@@ -46,6 +46,7 @@ PROGRAMS = {
     "inference_sora.py": "mindspeed_mm.tasks.generation.inference",
     "inference_vlm.py": "mindspeed_mm.tasks.inference.command",
     "evaluate_gen.py": "mindspeed_mm.tasks.generation.evaluation",
+    "evaluate_vlm.py": "mindspeed_mm.tasks.evaluation.command",
     "mindspeed-mm": "mindspeed_mm.tools.cli",
     "mm-convert": "mindspeed_mm.tools.convert",
 }

@@ -86,6 +86,7 @@ REPEATED_BY_DESIGN: Mapping[str, tuple[str, ...]] = {
     "forward_step": ("tasks/train/",),
     "train_valid_test_datasets_provider": ("tasks/train/",),
     # what a folder of families or of dialects is searched for
+    "BENCHMARK": ("tasks/evaluation/benchmarks/",),
     "DIALECT": ("configs/dialects/",),
     "ADAPTER": ("models/transformers/",),
     "FAMILY": ("models/transformers/",),

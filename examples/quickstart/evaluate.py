@@ -1,4 +1,4 @@
-"""Ask the exported model about the held-out digits, with transformers alone, and write `report.json`."""
+"""Ask the exported model about the held-out digits, by transformers alone, and write `report.json`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mindspeed_mm.tasks.evaluation.scores import exact_match
 
 
 def main() -> None:
@@ -25,7 +27,7 @@ def main() -> None:
 
     rows = json.loads((data / "heldout.json").read_text(encoding="utf-8"))
     answers = ask(run / "hf", rows, data, options.batch_size)
-    right = sum(answer == row["messages"][1]["content"] for answer, row in zip(answers, rows, strict=True))
+    right = sum(exact_match(answer, row["messages"][1]["content"]) for answer, row in zip(answers, rows, strict=True))
     report = {"heldout_accuracy": right / len(rows)} | training_figures(run / "metrics.jsonl")
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"held-out accuracy {report['heldout_accuracy']:.4f} ({right} of {len(rows)} digits)")

@@ -419,6 +419,7 @@ SCRIPTS_HERE = (
     "inference_sora.py",
     "inference_vlm.py",
     "evaluate_gen.py",
+    "evaluate_vlm.py",
     "mm-convert",
     "mindspeed-mm data extract-features",
     "mindspeed-mm data check",

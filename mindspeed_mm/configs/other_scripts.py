@@ -64,7 +64,7 @@ _TRAINERS: Mapping[FileKind, tuple[str, ...]] = {
     "language": ("pretrain_vlm.py", "pretrain_transformers.py"),
     "generation": ("pretrain_sora.py",),
 }
-_THERE = (*_TRAINERS["language"], *_TRAINERS["generation"], "inference_sora.py", "inference_vlm.py")
+_THERE = (*_TRAINERS["language"], *_TRAINERS["generation"], "inference_sora.py", "inference_vlm.py", "evaluate_vlm.py")
 _TRAINED_HERE: Mapping[FileKind, str] = {
     "language": "this script trains language, vision-language and audio models",
     "generation": "this script trains models that make videos or images",

@@ -111,6 +111,15 @@ class AnswerKeys(Section):
     generation_config: GenerationKeys = Field(GenerationKeys(), description="how an answer is generated")
 
 
+class EvaluationKeys(Section):
+    """Keys of model.json that are about a benchmark; evaluate_vlm.py reads them."""
+
+    evaluation_dataset: str | None = Field(None, description="as --benchmark; published names such as ai2d_test, too")
+    evaluation_model: str | None = Field(None, description="config.json says which model it is")
+    dataset_path: str | None = Field(None, description="as --data-path of evaluate_vlm.py")
+    result_output_path: str | None = Field(None, description="as --output of evaluate_vlm.py")
+
+
 class InferenceKeys(Section):
     """`inference` of the YAML file that takes the place of flags and files."""
 
@@ -127,18 +136,13 @@ class InferenceKeys(Section):
 
 
 _OUTSIDE = ("pipeline_class", "device", "patch", "text_encoder", "video_encoder", "img_context_token_id")
-_EVALUATION = ("evaluation_dataset", "evaluation_model", "dataset_path", "result_output_path")
 _REFUSED = (
-    *(
-        Refused(key, is_given, "this file describes a benchmark and belongs to evaluate_vlm.py, which is not there yet")
-        for key in _EVALUATION
-    ),
     Refused("text_encoder", is_given, "an encoder of captions belongs to models that make images; remove it"),
     *refused_keys("generation_config"),
     Refused("video_encoder", is_given, "videos go through the image encoder; remove it"),
 )
 _NO_EFFECT = (
-    NoEffect(r"pipeline_class", "config.json says which model it is"),
+    NoEffect(r"pipeline_class|model_id", "config.json says which model it is"),
     NoEffect(r"device", "the device is what this machine has (or MM_DEVICE)"),
     NoEffect(r"patch\..*|patch", "nothing is patched: attention is the fastest that the device has"),
     NoEffect(r"img_context_token_id", "the processor and config.json know the tokens"),
@@ -157,6 +161,7 @@ class AnswerConfig:
         model: the model of a training's model.json (its directory, kernels and plugins); None: there is none.
         numbers: the model's numbers of a published file, which config.json must agree with; None: there are none.
         inference: of a YAML file.
+        evaluation: about a benchmark.
         file: name for messages.
     """
 
@@ -164,6 +169,7 @@ class AnswerConfig:
     model: TransformersModelConfig | None = None
     numbers: VLMModelConfig | None = None
     inference: InferenceKeys = field(default_factory=InferenceKeys)
+    evaluation: EvaluationKeys = field(default_factory=EvaluationKeys)
     file: str = "model.json"
 
     @classmethod
@@ -177,8 +183,12 @@ class AnswerConfig:
         file = str(path)
         if not isinstance(content, dict):
             raise ConfigError(f"{file}: found {show(content)}, expected an object with keys such as prompts")
-        own_names = (*AnswerKeys.model_fields, *_OUTSIDE, *_EVALUATION)
-        own = {key: value for key, value in content.items() if key in own_names}
+        benchmark_names = EvaluationKeys.model_fields.keys()
+        names_pipeline = str(content.get("model_id")).endswith("Pipeline")  # files of evaluate_vlm.py do
+        own_names = (*AnswerKeys.model_fields, *_OUTSIDE, *benchmark_names, *(["model_id"] if names_pipeline else []))
+        own = {key: value for key, value in content.items() if key in own_names and key not in benchmark_names}
+        asked = {key: value for key, value in content.items() if key in benchmark_names}
+        evaluation, _ = build_section(EvaluationKeys, asked, file, "model.json")
         rest = {key: value for key, value in content.items() if key not in own_names}
         published = published_paths("model") | {"video_path"}
         keys, sorted_keys = build_section(AnswerKeys, own, file, "model.json", published, "model")
@@ -187,10 +197,10 @@ class AnswerConfig:
             [path for path, value in sorted_keys.published.items() if _says_something(value)], _NO_EFFECT, file
         )
         if not rest:
-            return cls(keys, file=file)
+            return cls(keys, evaluation=evaluation, file=file)
         if "init_from_hf_path" in rest or not {"text_decoder", "image_encoder"} & rest.keys():
-            return cls(keys, model=TransformersModelConfig.from_dict(rest, file), file=file)
-        return cls(keys, numbers=VLMModelConfig.from_dict(rest, file), file=file)
+            return cls(keys, TransformersModelConfig.from_dict(rest, file), evaluation=evaluation, file=file)
+        return cls(keys, numbers=VLMModelConfig.from_dict(rest, file), evaluation=evaluation, file=file)
 
     @classmethod
     def from_yaml(cls, path: str) -> AnswerConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.vlm_inference import AnswerFlags
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     if asks_for_dry_run(words):
-        return print_answer(lambda: _outline(describe_answers(words, complete=False)))
+        return print_answer(lambda: answer_outline(describe_answers(words, complete=False)))
     run = describe_answers(words)
     if run.output is None:
         _print_answers(run)
@@ -42,8 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _outline(run: AnswerRun) -> dict[str, object]:
-    """The answer of a dry run: the model's structure and the number of requests; no weights are read."""
+def answer_outline(run: AnswerRun, rows: Sized | None = None) -> dict[str, object]:
+    """Return the answer of a dry run: the model's structure and the number of requests; no weights are read.
+
+    Args:
+        run: the launch.
+        rows: what is answered; None: the launch's rows or prompts.
+    """
     from mindspeed_mm.tasks.inference.loading import build_meta_model_of
     from mindspeed_mm.tasks.inference.requests import RowRequests
     from mindspeed_mm.tasks.inference.session import described_model, model_config
@@ -57,7 +62,7 @@ def _outline(run: AnswerRun) -> dict[str, object]:
             "class": type(model).__name__,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
-        "requests": len(RowRequests(run.param)) if run.prompts is None else len(run.prompts),
+        "requests": len(rows or run.prompts or RowRequests(run.param)),
         "batch_size": run.settings.batch_size,
         "generation": {**run.settings.values, **({"stop": list(run.settings.stop)} if run.settings.stop else {})},
         "sharding_size": None if run.sharding is None else run.sharding.sharding_size,

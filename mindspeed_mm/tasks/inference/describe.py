@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_mm.configs.data_config import DataConfig, DatasetParam
 from mindspeed_mm.configs.files import describe_missing, read_json
@@ -28,6 +28,8 @@ from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
     from mindspeed_mm.data.media.media import MediaKind
+
+AnswerFlagsT = TypeVar("AnswerFlagsT", bound=AnswerFlags)
 
 _SEED = 42
 _LIMITS = ("image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen")
@@ -100,7 +102,27 @@ def describe_answers(words: Sequence[str], *, complete: bool = True) -> AnswerRu
         ConfigError: unknown flags or keys, wrong values, missing files.
         CheckpointError: there is no model where the launch says.
     """
-    flags, shared, config = _read(words)
+    flags, shared, config = read_words(words, AnswerFlags)
+    if benchmark := sorted(config.evaluation.model_fields_set):
+        raise ConfigError(
+            f"{config.file}: {', '.join(map(repr, benchmark))}: this file describes a benchmark; launch it with "
+            "evaluate_vlm.py"
+        )
+    return answer_run(flags, shared, config, complete=complete)
+
+
+def answer_run(
+    flags: AnswerFlags, shared: Mapping[str, Any], config: AnswerConfig, *, complete: bool = True
+) -> AnswerRun:
+    """Return the description of what the words of a launch and the files that they name ask for.
+
+    Args:
+        flags, shared, config: what `read_words` returns.
+        complete: as for `describe_answers`.
+
+    Raises:
+        ConfigError, CheckpointError: as `describe_answers`.
+    """
     keys, inference = config.keys, config.inference
     data = _data(flags.mm_data)
     load = flags.load or inference.load or keys.tokenizer.from_pretrained
@@ -155,20 +177,31 @@ def describe_answers(words: Sequence[str], *, complete: bool = True) -> AnswerRu
     )
 
 
-def _read(words: Sequence[str]) -> tuple[AnswerFlags, dict[str, Any], AnswerConfig]:
-    """Flags of answering, those of training that count here too, and the file."""
+def read_words(words: Sequence[str], group: type[AnswerFlagsT]) -> tuple[AnswerFlagsT, dict[str, Any], AnswerConfig]:
+    """Read the words of a launch command.
+
+    Args:
+        words: those after the script's name.
+        group: the script's own flags.
+
+    Returns:
+        its own flags, those of training that count here too, and what the file says.
+
+    Raises:
+        ConfigError: unknown flags or keys, wrong values, missing files.
+    """
     file = words[0] if words and is_yaml(words[0]) else None
-    parser = answer_parser()
+    parser = build_parser((*GROUPS, group))
     words = spell_as_declared(parser, words[1:] if file else words)
     raise_all(unknown_flags(parser, words))
     parsed, extras = parser.parse_known_args(words)
     raise_all(stray_words(parser, words, extras))
-    own, given = {item.name: item for item in flags_of(AnswerFlags)}, vars(parsed)
+    own, given = {item.name: item for item in flags_of(group)}, vars(parsed)
     if others := sorted(given.keys() - own.keys() - set(_SHARED)):
         _refuse_other_parallelism(given)
         names = ", ".join("--" + name.replace("_", "-") for name in others)
         notice(f"no effect here: {names}: they belong to training")
-    flags = AnswerFlags(**{name: value for name, value in given.items() if name in own})
+    flags = group(**{name: value for name, value in given.items() if name in own})
     problems = []
     for name, item in own.items():
         values = getattr(flags, name) if item.path in ("file", "directory") else None

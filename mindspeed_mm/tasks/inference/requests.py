@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.conversation.messages import Conversation, Message, MessagePart
@@ -130,6 +131,14 @@ class RowRequests:
             self._rows.row(index).get("id"),
             "".join(texts) if messages else None,
         )
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return a row as it is in its file.
+
+        Raises:
+            BadSample: it can't be parsed.
+        """
+        return self._rows.row(index)
 
     def where(self, index: int) -> str:
         """Name the file and the row, for messages."""

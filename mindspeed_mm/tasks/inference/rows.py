@@ -33,8 +33,18 @@ class Requests(Protocol):
     def __getitem__(self, index: int) -> AnswerRequest: ...
 
 
-def answer_into_file(run: AnswerRun) -> list[Line]:
+class FileRequests(Requests, Protocol):
+    """Requests that come from files."""
+
+    paths: tuple[str, ...]
+
+
+def answer_into_file(run: AnswerRun, rows: FileRequests | None = None) -> list[Line]:
     """Answer all requests of a launch that its file has no answer of; a collective of its processes.
+
+    Args:
+        run: the launch.
+        rows: what is answered; None: the launch's rows or prompts.
 
     Returns:
         the lines of the file, in the order of the requests (on rank 0; elsewhere none).
@@ -44,11 +54,13 @@ def answer_into_file(run: AnswerRun) -> list[Line]:
         DataError: a row can't be used; what was answered before is kept.
     """
     assert run.output is not None, "answers go to a file"
-    requests: Requests = RowRequests(run.param) if run.prompts is None else prompt_requests(run.prompts, run.system)
+    if rows is None and run.prompts is None:
+        rows = RowRequests(run.param)
+    requests: Requests = prompt_requests(run.prompts or (), run.system) if rows is None else rows
     prompts = open_prompts(run)
     processes = join_processes(run)
     file = AnswersFile(run.output, processes.rank)
-    begun = file.begin(settings_of(run, requests), overwrite=run.overwrite) if processes.rank == 0 else None
+    begun = file.begin(settings_of(run, requests, rows), overwrite=run.overwrite) if processes.rank == 0 else None
     done = processes.gather(begun)[0] or set()
     info_rank0(f"{len(requests)} requests, {len(requests) - len(done)} to be answered")
     session = _Session(run, requests, prompts, processes, file)
@@ -167,7 +179,7 @@ def line_of(request: AnswerRequest, answer: Answer) -> Line:
     }
 
 
-def settings_of(run: AnswerRun, requests: Requests) -> dict[str, Any]:
+def settings_of(run: AnswerRun, requests: Requests, rows: FileRequests | None) -> dict[str, Any]:
     """Return what determines the answers of a launch, as JSON; the number of processes doesn't."""
     options = run.param.preprocess_parameters
     basic = run.param.basic_parameters
@@ -189,8 +201,8 @@ def settings_of(run: AnswerRun, requests: Requests) -> dict[str, Any]:
         "system": basic.default_system,
         "requests": len(requests),
     }
-    if isinstance(requests, RowRequests):
-        settings["rows"] = {str(Path(path).absolute()): file_digest(Path(path)) for path in requests.paths}
+    if rows is not None:
+        settings["rows"] = {str(Path(path).absolute()): file_digest(Path(path)) for path in rows.paths}
     elif run.prompts is not None:
         settings["prompts"] = [asdict(prompt) for prompt in run.prompts]
     return settings

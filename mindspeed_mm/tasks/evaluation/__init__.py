@@ -1,0 +1,1 @@
+"""Evaluating models that understand texts, images, videos and sounds: benchmarks, scores, reports."""

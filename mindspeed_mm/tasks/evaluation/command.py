@@ -1,0 +1,63 @@
+"""The command of evaluate_vlm.py: answer the rows of a benchmark, and score the answers."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+
+from mindspeed_mm.configs.flags.parser import build_parser
+from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
+from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
+from mindspeed_mm.tasks.evaluation.describe import EvaluationRun, describe_evaluation
+from mindspeed_mm.tasks.evaluation.report import report_of, score_rows, table_of, write_report
+from mindspeed_mm.tasks.inference.command import answer_outline
+from mindspeed_mm.utils.launch import is_first_rank
+from mindspeed_mm.utils.log import notice
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a launch command; return the exit status.
+
+    Raises:
+        MMError: the command can't be done.
+    """
+    gc.enable()  # entry scripts begin without it
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in words or "--help" in words:
+        parser = build_parser((BenchmarkFlags,))
+        parser.description = "Evaluate a model on a benchmark, or on rows of your own (docs/evaluation.md)."
+        parser.print_help()
+        return 0
+    if asks_for_dry_run(words):
+        return print_answer(lambda: _outline(describe_evaluation(words, complete=False)))
+    evaluate_answers(describe_evaluation(words))
+    return 0
+
+
+def _outline(run: EvaluationRun) -> dict[str, object]:
+    return {**answer_outline(run.answers, run.rows), "benchmark": run.name, "metric": run.score.name}
+
+
+def evaluate_answers(run: EvaluationRun) -> dict[str, object] | None:
+    """Answer all rows of a launch, score the answers, and write and print the scores; a collective of its processes.
+
+    Returns:
+        what `results.json` has; None on other processes than the first.
+
+    Raises:
+        MMError: as `answer_into_file`.
+    """
+    from mindspeed_mm.tasks.inference.rows import answer_into_file
+
+    lines = answer_into_file(run.answers, run.rows)
+    if not is_first_rank():
+        return None
+    left_out = [line["index"] for line in lines if line["answer"] is None]
+    if left_out:
+        notice(f"{len(left_out)} rows could not be answered and count as empty answers: the first is row {left_out[0]}")
+    scored = score_rows(run.rows, [line["answer"] for line in lines], run.score)
+    report = {"benchmark": run.name, **report_of(scored, run.score)}
+    write_report(run.folder, report, scored)
+    print(table_of(report, run.name), flush=True)
+    return report
