@@ -1,8 +1,8 @@
 """A run's end and its continuation, with real torchrun processes: killed, resumed, asked to stop.
 
-One command is launched and killed with SIGKILL, then launched again on its run folder, and on a copy of it: one of them
-is ended by a SIGINT to torchrun, as Ctrl-C is one, the other by a SIGTERM to its workers. What they logged must be, bit
-for bit, what an unbroken run logs.
+The processes of a run are killed with SIGKILL. Then torchrun launches its command on its run folder, and on a copy of
+it: one of them is ended by a SIGINT to torchrun, as Ctrl-C is one, the other by a SIGTERM to its workers. What they
+logged must be, bit for bit, what an unbroken run logs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import pytest
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import ROOT, WRAP_TEXT, launch_flags, run_entry, write_run_files
 from tests.support.tiny import write_mixed_dataset
-from tests.support.workers import RankPool
+from tests.support.workers import RankError, RankPool
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -58,36 +59,19 @@ def is_alive(pid: int) -> bool:
 
 
 @dataclass
-class Launch:
-    """One launch of the command.
+class Running:
+    """One run of the command.
 
     Attributes:
         words: of the command line, after the script's name.
         run: the run folder.
-        log: what it printed.
         ranks, loaders: ids of the training processes and of their data loaders' workers.
-        status: torchrun's exit status; negative: ended by that signal.
-        script: that torchrun starts.
     """
 
     words: list[str]
     run: Path
-    log: Path
-    ranks: list[int] = field(default_factory=list)
-    loaders: list[int] = field(default_factory=list)
-    status: int = 0
-    script: Path = ROOT / "pretrain_transformers.py"
-
-    def __post_init__(self) -> None:
-        with open(self.log, "wb") as output:
-            self.process = subprocess.Popen(
-                [*TORCHRUN, str(self.script), *self.words],
-                cwd=ROOT,
-                env=ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    ranks: list[int] = field(default_factory=list, kw_only=True)
+    loaders: list[int] = field(default_factory=list, kw_only=True)
 
     def records(self) -> list[dict[str, Any]]:
         path = self.run / "metrics.jsonl"
@@ -102,24 +86,74 @@ class Launch:
         tracker = self.run / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.exists() else 0
 
-    def wait_for_step(self, number: int, after_save: int = 0) -> None:
-        """Wait until iteration `number` is logged, and `after_save` more than a checkpoint has."""
+    def end_what_is_left(self) -> None:
+        for pid in (*self.ranks, *self.loaders):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@dataclass
+class Killed(Running):
+    """A run in workers that are there already."""
+
+    def kill_after_save(self, pool: RankPool, steps: int) -> None:
+        """Run until `steps` more than a checkpoint has are logged; then SIGKILL to the ranks, and to no loader."""
+        pool.run(os.getpid)  # starts the workers
+        self.ranks = pool.pids
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.is_set() and not 0 < self.saved() <= self.last() - steps:
+                time.sleep(0.01)
+            self.loaders = [pid for rank in self.ranks for pid in processes_below(rank)[rank]]
+            for pid in self.ranks:
+                os.kill(pid, signal.SIGKILL)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with pytest.raises(RankError, match="died with exit code -9"):
+                pool.run(run_entry, self.words, timeout=120)
+        finally:
+            over.set()
+            watcher.join()
+
+
+@dataclass
+class Launch(Running):
+    """One launch of the command with torchrun.
+
+    Attributes:
+        log: what it printed.
+        status: torchrun's exit status; negative: ended by that signal.
+        script: that torchrun starts.
+    """
+
+    log: Path
+    status: int = 0
+    script: Path = ROOT / "pretrain_transformers.py"
+
+    def __post_init__(self) -> None:
+        with open(self.log, "wb") as output:
+            self.process = subprocess.Popen(
+                [*TORCHRUN, str(self.script), *self.words],
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until iteration `number` is logged."""
         deadline = time.monotonic() + 120
-        while not (self.last() >= number and (not after_save or 0 < self.saved() <= self.last() - after_save)):
+        while self.last() < number:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"ended or hangs:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.01)
         tree = processes_below(self.process.pid)
         self.ranks = tree[self.process.pid]
         self.loaders = [pid for rank in self.ranks for pid in tree[rank]]
-
-    def kill_at_once(self) -> None:
-        """SIGKILL to torchrun and its ranks; the loaders' workers are left to themselves."""
-        for pid in (self.process.pid, *self.ranks):
-            os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while any(map(is_alive, self.ranks)) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def stop_torchrun(self) -> None:
         """SIGINT to torchrun, which sends it on; a terminal's Ctrl-C reaches torchrun alone, too."""
@@ -135,18 +169,18 @@ class Launch:
 
     def leave_nothing(self) -> None:
         """End what is still there, whatever failed."""
-        tree = processes_below(self.process.pid) if self.process.poll() is None else {}
-        for pid in {*tree, *self.ranks, *self.loaders}:
+        for pid in processes_below(self.process.pid) if self.process.poll() is None else ():
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
+        self.end_what_is_left()
         self.process.wait()
 
 
 @dataclass
 class Story:
-    """The launches, and what the first one had logged and saved when it was killed."""
+    """The runs, and what the first one had logged and saved when it was killed."""
 
-    killed: Launch
+    killed: Killed
     torchrun_stopped: Launch
     workers_stopped: Launch
     killed_last: int
@@ -154,7 +188,7 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(qwen3_dir: Path, ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("launch")
     data = write_mixed_dataset(folder / "data", rows=14, images=False)
     files = write_run_files(folder, qwen3_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
@@ -163,11 +197,9 @@ def story(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     settings |= {"save_interval": SAVE_INTERVAL, "num_workers": 1}
     words = launch_flags(files, **settings, save=run, load=run)
     launches = []
+    killed = Killed(words, run)
     try:
-        launches.append(killed := Launch(words, run, folder / "killed.txt"))
-        killed.wait_for_step(1, after_save=2)
-        killed.kill_at_once()
-        killed.wait()
+        killed.kill_after_save(ranks2, steps=2)
         last, saved = killed.last(), killed.saved()
         shutil.copytree(run, copy)
         launches.append(first := Launch(words, run, folder / "torchrun.txt"))
@@ -182,6 +214,7 @@ def story(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         second.wait()
         yield Story(killed, first, second, last, saved)
     finally:
+        killed.end_what_is_left()
         for launch in launches:
             launch.leave_nothing()
 
@@ -215,7 +248,6 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(story: Story, name: str) ->
 
 def test_exit_status(story: Story) -> None:
     """Workers that were asked to stop exit with 0, and so does torchrun; asked itself, torchrun reports the signal."""
-    assert story.killed.status == -signal.SIGKILL
     assert story.workers_stopped.status == 0
     assert "Traceback" not in story.workers_stopped.log.read_text()
     assert story.torchrun_stopped.status == 1
@@ -237,7 +269,7 @@ def test_one_line_says_how_to_go_on(story: Story, name: str, signal_name: str) -
 @pytest.mark.parametrize("name", ["killed", "torchrun_stopped", "workers_stopped"])
 def test_no_process_is_left(story: Story, name: str) -> None:
     """Data workers end with their rank, even when it was killed and could not tell them."""
-    launch: Launch = getattr(story, name)
+    launch: Running = getattr(story, name)
     assert len(launch.ranks) == len(launch.loaders) == 2
     deadline = time.monotonic() + 15
     while any(map(is_alive, launch.ranks + launch.loaders)) and time.monotonic() < deadline:
