@@ -77,10 +77,19 @@ def outputs(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     return logits[0, :-1], inputs["labels"][0, 1:]
 
 
+def scout() -> Any:
+    """The configuration of Llama 4 Scout."""
+    from transformers import Llama4Config
+
+    vision = {"hidden_size": 1408, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16}
+    return Llama4Config(text_config={}, vision_config={**vision, "image_size": 336, "vision_output_dim": 4096})
+
+
 FAMILY = Family(
     make,
     wrap=("vision_model.model.layers.{*}", "language_model.model.layers.{*}"),
     kinds=("image",),
     flags={"micro_batch_size": 2},
     outputs=outputs,
+    published={"Scout": (scout, 108_641_793_536)},
 )
