@@ -33,11 +33,14 @@ PARTS = {
     "own_model": "own_model.run",
     "adding_a_model": "examples.adding_a_model",
     "generation": "generation.run",
+    "evaluation": "evaluation.run",
 }
 #: how an item of a page begins that is not run here → why
 NOT_RUN = {
     ("README.md", "bash scripts/test.sh"): "the first thing that .ci/run runs",
     ("README.md", 'pip install -e ".[all]" -c constraints.txt'): "scripts/test.sh installs so, with more extras",
+    ("docs/evaluation.md", "python -m venv lmms-env"): "an environment of its own, of packages that are none of ours",
+    ("docs/evaluation.md", "lmms-env/bin/python -m lmms_eval"): "it downloads a benchmark and needs a server",
     ("docs/architecture.md", "doors "): "a drawing of the package, of which nothing is run",
 }
 

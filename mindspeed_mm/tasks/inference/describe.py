@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,11 +83,6 @@ class AnswerRun:
     distributed_backend: str | None = None
     timeout_minutes: float = 10.0
     plugins: tuple[str, ...] = field(default=())
-
-
-def answer_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags that a launch may have: those of answering, and those of training."""
-    return build_parser((*GROUPS, AnswerFlags))
 
 
 def describe_answers(words: Sequence[str], *, complete: bool = True) -> AnswerRun:

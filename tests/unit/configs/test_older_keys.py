@@ -23,6 +23,8 @@ from mindspeed_mm.configs.sections import key_paths
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SoRAInferenceConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
+from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
+from mindspeed_mm.configs.vlm_inference import AnswerFlags
 from mindspeed_mm.tasks.generation.evaluation import EvaluationFlags
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -198,6 +200,8 @@ SHARED = {"batch_size", "output", "dtype"}  # what other trainers call flags of 
 def test_lists_of_other_scripts_flags_are_complete() -> None:
     """Every flag that a script has beside those of a training."""
     declared = declared_flags()
+    answers = {item.name for item in flags_of(AnswerFlags)}
+    assert set(FLAGS_OF_OTHERS["evaluate_vlm.py"].split()) == {item.name for item in flags_of(BenchmarkFlags)} - answers
     for script, group in {"inference_sora.py": InferenceFlags, "evaluate_gen.py": EvaluationFlags}.items():
         own = {item.name for item in flags_of(group)} - declared - SHARED
         assert own == set(FLAGS_OF_OTHERS[script].split()), script
