@@ -148,7 +148,7 @@ def _megatron_outline(run: Run) -> dict[str, object]:
     from mindspeed_mm.models.megatron.vlm_model import planned_meta_model
 
     model, stages = planned_meta_model(
-        described, parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+        described, parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size, run.lora
     )
     return {"model": _model_outline(model), "layout": _layout(run, dims), "stages": [_stage(s) for s in stages]}
 

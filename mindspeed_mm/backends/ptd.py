@@ -22,6 +22,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
+from mindspeed_mm.checkpoint.adapters import adapter_config
 from mindspeed_mm.checkpoint.megatron.state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.dims import Dims
@@ -102,6 +103,7 @@ class PTDBackend:
             seq_length=run.batch.seq_length,
             fsdp2_config_path=run.parallel.fsdp2_config_path,
             sizes=self.sizes,
+            lora=run.lora,
             pipeline_rank=self.world.pipeline_rank,
             loss_group=self.world.batch.group,
         )
@@ -110,6 +112,12 @@ class PTDBackend:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
         self._stages = [as_staged(chunk) for chunk in chunks]
         self._meta_model = self._stages[0].meta_model
+        if run.lora is not None and self._stages[0].adapter_plan is None:
+            raise ConfigError(
+                f"--lora-target-modules: {self._stages[0].name}, which model_provider returned, inserts no adapters; "
+                "on this backend only models that model.json describes do; leave the lora flags out, or add "
+                "--use-torch-fsdp2"
+            )
         for stage in self._stages:
             stage.set_model_type(ModelType.encoder_or_decoder)
             if self._meta_model is not None:
@@ -120,7 +128,7 @@ class PTDBackend:
         for chunk in chunks:
             chunk.config = self._config  # the schedule and every wrapper must read the same options
         self.chunks = chunks
-        self._stored = MegatronState(chunks, self._meta_model, self.world)
+        self._stored = MegatronState(chunks, self._meta_model, self.world, run.lora, run.process.seed)
         if run.checkpoint.no_strict_load and self._meta_model is not None:
             self._stored.draw_weights(run.process.seed)  # tensors that files may lack must be initialised first
         if load_weights:
@@ -247,7 +255,11 @@ class PTDBackend:
 
     def snapshot(self, extra: dict[str, Any], *, detached: bool) -> Snapshot:
         """See the protocol."""
-        states = {**self.engine.state_dict(), "source": self._stages[0].weights.absolute_source}
+        states = {
+            **self.engine.state_dict(),
+            "source": self._stages[0].weights.absolute_source,
+            "lora": self._adapter_config(),
+        }
         return self._snapshots.take({**extra, **states}, detached=detached)
 
     def load(self, directory: Path, *, optimizer: bool, rng: bool, schedule: bool) -> dict[str, Any]:
@@ -273,8 +285,18 @@ class PTDBackend:
         """See the protocol."""
         self._gather_parameters()
         origin = self._stages[0].weights
-        self._stored.export_hf(directory, origin.source, origin.dtype)
+        if (config := self._adapter_config()) is not None:
+            self._stored.export_adapters(directory, config, origin.source)
+        else:
+            self._stored.export_hf(directory, origin.source, origin.dtype)
         self._resume_overlap()
+
+    def _adapter_config(self) -> dict[str, Any] | None:
+        options, plan = self.described.lora, self._stages[0].adapter_plan
+        if options is None or plan is None:
+            return None
+        source = options.base or self._stages[0].weights.absolute_source
+        return adapter_config(self._meta_model, options, plan, source)
 
     def _fill(self, base: str | None) -> None:
         directory = Path(base) if base is not None else self._stages[0].weights.pending

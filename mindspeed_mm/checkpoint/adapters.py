@@ -19,7 +19,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.hf_export import Fetcher
-from mindspeed_mm.checkpoint.lazy import whole
+from mindspeed_mm.checkpoint.lazy import LazyTensor, whole
 from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
 from mindspeed_mm.checkpoint.sources import SafetensorsWeights, listing, shown
 from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
@@ -169,6 +169,25 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
         CheckpointError: a tensor is missing, left over or of another shape; nothing has been changed then.
         ConfigError: the directory's adapters mean something else under the flags of the run.
     """
+    stored, wanted = read_adapters(model, directory, options)
+    for name, target in wanted.items():
+        local, region = local_part(target.detach())
+        if 0 not in local.shape:
+            stored[name].node.read_into(region, local)
+
+
+def read_adapters(
+    model: nn.Module, directory: Path, options: LoraOptions
+) -> tuple[dict[str, LazyTensor], dict[str, torch.Tensor]]:
+    """Return the tensors of a PEFT directory, none of which is read yet, and those of the model that they fill.
+
+    Args:
+        model: with adapters; may be on the meta device.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or of another shape.
+        ConfigError: the directory's adapters mean something else under the flags of the run.
+    """
     refuse_other_adapters(read_adapter_config(directory), options, f"--lora-load '{directory}'")
     stored = SafetensorsWeights(directory, [directory / WEIGHTS]).tensors()
     stored = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
@@ -176,13 +195,9 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
     plan = as_trainable(model).adapter_plan
     parameters = () if plan is None else plan.parameters
     stored = {n: from_peft(n, t, parameters, wanted[n].shape) if n in wanted else t for n, t in stored.items()}
-    shapes = {name: tuple(t.shape) for name, t in wanted.items()}
-    refuse_adapter_misfits(stored, shapes, directory)
-    for name, target in wanted.items():
-        local, region = local_part(target.detach())
-        if 0 not in local.shape:
-            stored[name].node.read_into(region, local)
+    refuse_adapter_misfits(stored, {name: tuple(t.shape) for name, t in wanted.items()}, directory)
     info_rank0(f"adapters: {len(wanted)} tensors from '{directory}'")
+    return stored, wanted
 
 
 def _tensors_of_file(model: nn.Module, stored: Collection[str]) -> dict[str, torch.Tensor]:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.checkpoint import weights
+from mindspeed_mm.checkpoint.adapters import export_adapters
 from mindspeed_mm.checkpoint.dcp import read_state, refuse_state_misfits
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.hf_export import export_gathered
 from mindspeed_mm.checkpoint.lazy import Node, rounded
+from mindspeed_mm.checkpoint.megatron.adapters import first_adapters
 from mindspeed_mm.checkpoint.megatron.export import GatheredParts
 from mindspeed_mm.checkpoint.megatron.load import read_tensors
 from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, is_spread, main_parameters, state_names
@@ -42,8 +44,9 @@ from mindspeed_mm.checkpoint.megatron.weights import fill, random_weights
 from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.snapshot import Stored, TensorSnapshots
 from mindspeed_mm.checkpoint.sources import open_weights
-from mindspeed_mm.checkpoint.tensors import persistent_tensors
+from mindspeed_mm.checkpoint.tensors import persistent_tensors, trained_tensors
 from mindspeed_mm.checkpoint.weights import plan_weights, report_loaded
+from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
@@ -64,12 +67,21 @@ class _Known:
 class MegatronState:
     """Loads and saves the chunks of this rank and their optimizer, under transformers' names."""
 
-    def __init__(self, chunks: Sequence[nn.Module], meta_model: Any, world: World) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        meta_model: Any,
+        world: World,
+        lora: LoraOptions | None = None,
+        seed: int = 0,
+    ) -> None:
         """
         Args:
             chunks: not wrapped, with storage; `param_mapping` maps their parameters to transformers' tensors.
             meta_model: the transformers model on the meta device; None for other models, which are saved under their
                 own names, and can't be loaded from or exported to the hub's layout.
+            lora: adapters that chunks and meta model have; checkpoints hold only what is trained then. None: none.
+            seed: of the adapters' first values.
 
         Raises:
             CheckpointError: the parameters of chunks and meta model don't fit together.
@@ -79,6 +91,8 @@ class MegatronState:
         if meta_model is not None:
             self._shapes = {n: tuple(p.shape) for n, p in persistent_tensors(meta_model).items()}
         self._local = local_parameters(chunks, self._shapes, world.tensor.rank, world.dims.tp)
+        self._lora, self._seed = lora, seed
+        self._stored = [p for p in self._local if lora is None or p.param.requires_grad]
         self._layout = {"tensor": world.dims.tp, "pipeline": world.dims.pp}
         self._known = _Known()
         self._optimizer: Any = None
@@ -131,7 +145,7 @@ class MegatronState:
                 shape = self._known.shapes[name]
                 wanted |= {f"optimizer.{name}.{e}": () if e == "step" else shape for e in entries}
         refuse_state_misfits(reader, wanted, with_optimizer=optimizer, strict=strict)
-        read_tensors(reader, self._local, self._mains(), with_optimizer=optimizer)
+        read_tensors(reader, self._stored, self._mains(), with_optimizer=optimizer)
         if rng:
             restore_tracked_states(restore_random_state(directory, self._world, extra, self._layout))
         return extra
@@ -168,20 +182,27 @@ class MegatronState:
         """Write the model in the hub's layout; a collective. Arguments and errors are those of `hf_export.export`."""
         if self._meta_model is None:
             raise ConfigError("--save-hf: the model is no transformers model, so it has no hub layout to be written in")
+        export_gathered(self._meta_model, self._gathered(), directory, source, self._world.host.group, dtype)
+
+    def export_adapters(self, directory: Path, config: Mapping[str, Any], source: str | None) -> None:
+        """Write the adapters as a PEFT directory; a collective. See `checkpoint.adapters.export_adapters`."""
+        names = list(trained_tensors(self._meta_model))
+        export_adapters(self._gathered(), names, directory, config, source, self._world.host.group)
+
+    def _gathered(self) -> GatheredParts:
         assert self._shapes is not None
         mains, parts = self._mains(), []
         for p, span in self._to_write():
             main = mains[p.param].main if p.param in mains else p.param
             parts += [(part, main) for part in p.parts(span)]
-        fetcher = GatheredParts(parts, self._shapes, self._world.host.group)
-        export_gathered(self._meta_model, fetcher, directory, source, self._world.host.group, dtype)
+        return GatheredParts(parts, self._shapes, self._world.host.group)
 
     def _gather_known(self) -> _Known:
         """Gather the tensors of all ranks; a collective."""
         spread, mains = is_spread(self._optimizer), self._mains()
         own = _Known()
         if self._world.tensor.rank == 0 and (spread or self._world.batch.rank == 0):
-            for p in self._local:
+            for p in self._stored:
                 own.shapes |= {s: self._shapes[s] if self._shapes else p.size for s in p.mapping.sources}
                 if p.param in mains:
                     group = mains[p.param].group
@@ -209,6 +230,9 @@ class MegatronState:
             )
 
     def _fill(self, values: dict[str, Node], *, in_order: bool = False) -> None:
+        if self._lora is not None:
+            dtype = self._local[0].param.dtype
+            values = {**values, **first_adapters(self._meta_model, self._lora, self._seed, values, dtype)}
         targets = parameter_parts(self._local)
         if self._optimizer is None:
             self._values = {**self._values, **values}
@@ -222,7 +246,7 @@ class MegatronState:
 
     def _to_write(self) -> list[tuple[LocalParameter, FlatRange]]:
         return to_write(
-            self._local,
+            self._stored,
             self._mains(),
             spread=self._optimizer is not None and is_spread(self._optimizer),
             tensor_rank=self._world.tensor.rank,

@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.lazy import Node, Region, leaf
 from mindspeed_mm.checkpoint.megatron.parts import SourceRegion
 from mindspeed_mm.models.common.base_model import init_function
 from mindspeed_mm.parallel.materialize import draw_own_parameters
+from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 
 _THREADS = min(4, os.cpu_count() or 1)  # reading is waiting for the disk, or for pages to be mapped
 
@@ -57,7 +58,8 @@ def random_weights(meta_model: Any, seed: int) -> dict[str, Node]:
     draws = _Draws(meta_model, seed)
     values: dict[str, Node] = {}
     for name, param in meta_model.named_parameters():
-        values[name] = leaf(name, param.shape, param.dtype, draws.read).node
+        if not is_adapter(name):
+            values[stored_name(name)] = leaf(name, param.shape, param.dtype, draws.read).node
     return values
 
 
@@ -76,7 +78,7 @@ class _Draws:
             if module_name != self._module:
                 module = self._meta_model.get_submodule(module_name)
                 initialize = init_function(self._meta_model, module, module_name)
-                self._values = draw_own_parameters(module, module_name, initialize, self._seed)
+                self._values = draw_own_parameters(module, stored_name(module_name), initialize, self._seed)
                 self._module = module_name
             value = self._values[own]
         for dim, (start, length) in enumerate(region):

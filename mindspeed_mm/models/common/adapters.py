@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.models.common.expert_adapters import from_peft, stack_by_expert, to_peft
+from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS
 from mindspeed_mm.models.common.paths import find_modules
 from mindspeed_mm.models.contract import Shardable, as_trainable
 from mindspeed_mm.parallel.materialize import copy_whole
@@ -33,6 +34,7 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ALL_LINEAR = "all-linear"
 #: part of published files → parts of a family's traits
 _PARTS_OF = {"image_encoder": ("vision_encoder", "vision_projector")}
+LayerNames: TypeAlias = "Mapping[str, str] | Mapping[str, tuple[str, ...]]"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class AdapterPlan:
 
 
 def plan_adapters(
-    model: nn.Module, options: LoraOptions, parts: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None
+    model: nn.Module, options: LoraOptions, parts: Mapping[str, Sequence[str]], names: LayerNames | None = None
 ) -> AdapterPlan:
     """Find what gets adapters in a model whose frozen parts are frozen already.
 
@@ -61,7 +63,8 @@ def plan_adapters(
         model: a model without adapters; may be on the meta device.
         options: the run's.
         parts: name of a part → its module paths; see `FamilyTraits.parts`.
-        names: name of a layer that published scripts use → its name in the model; None: there are none.
+        names: name of a layer that published scripts use → its name in the model, or those of the layers that it
+            stands for, some of which the model may lack; None: there are none.
 
     Raises:
         ConfigError: a target matches nothing, or only layers of frozen parts; or a part is unknown.
@@ -111,7 +114,7 @@ def _names_of_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def inject_adapters(
-    model: nn.Module, options: LoraOptions, parts: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None
+    model: nn.Module, options: LoraOptions, parts: Mapping[str, Sequence[str]], names: LayerNames | None = None
 ) -> AdapterPlan:
     """Insert adapters by PEFT, and freeze all other weights but those that `options` trains whole.
 
@@ -208,18 +211,31 @@ def draw_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
         if not is_adapter(name) or "lora_magnitude_vector" in name:
             continue
         own_name = stored_name(name)
-        drawn = torch.zeros(to_peft(own_name, torch.empty(param.shape, device="meta"), parameters).shape)
-        with seeded(seed, own_name):
-            is_random = options.init == "random"
-            if ".lora_embedding_B." in name or (is_random and ".lora_embedding_A." in name):
-                nn.init.normal_(drawn)
-            elif ".lora_A." in name and options.init == "gaussian":
-                nn.init.normal_(drawn, std=1 / options.r)
-            elif ".lora_A." in name or (is_random and ".lora_B." in name):
-                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+        shape = to_peft(own_name, torch.empty(param.shape, device="meta"), parameters).shape
+        drawn = draw_adapter(own_name, shape, options, seed)
         copy_whole(param, from_peft(own_name, drawn, parameters, param.shape).to(param.dtype))
     if options.use_dora:
         _draw_magnitudes(model)
+
+
+def draw_adapter(name: str, shape: Sequence[int], options: LoraOptions, seed: int) -> torch.Tensor:
+    """Return the value before training of an adapter's tensor that is no magnitude, whole and in float32.
+
+    Args:
+        name: its name in files.
+        shape: its whole shape in files.
+        options: the run's.
+        seed: the run's.
+    """
+    drawn, is_random = torch.zeros(tuple(shape)), options.init == "random"
+    with seeded(seed, name):
+        if name.endswith(".lora_embedding_B") or (is_random and name.endswith(".lora_embedding_A")):
+            nn.init.normal_(drawn)
+        elif ".lora_A." in name and options.init == "gaussian":
+            nn.init.normal_(drawn, std=1 / options.r)
+        elif ".lora_A." in name or (is_random and ".lora_B." in name):
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+    return drawn
 
 
 def _draw_magnitudes(model: nn.Module) -> None:
@@ -243,7 +259,7 @@ class _Finder:
         model: nn.Module,
         parts: Mapping[str, Sequence[str]],
         apply_to: Sequence[str],
-        names: Mapping[str, str],
+        names: LayerNames,
     ) -> None:
         self._model, self._names, self._name = model, names, as_trainable(model).name.removeprefix("FSDP")
         self._modules = {path: m for path, m in model.named_modules() if path}
@@ -257,12 +273,16 @@ class _Finder:
 
     def modules(self, word: str) -> tuple[list[str], str]:
         """Return the paths of the layers that a word names, and, if there are none, why."""
-        where = "--lora-target-modules"
         if word == _ALL_LINEAR:
             found = [p for p, m in self._modules.items() if isinstance(m, nn.Linear) and m is not self._head]
             found = [path for path in found if self._is_inside(path)]
-            return self._thawed(found), f"{where} {word}: every linear layer of {self._name} is frozen"
+            return self._thawed(found), f"--lora-target-modules {word}: every linear layer of {self._name} is frozen"
         wanted = self._names.get(word, word)
+        answers = [self._layers(word, own) for own in ((wanted,) if isinstance(wanted, str) else wanted)]
+        return [path for paths, _ in answers for path in paths], answers[0][1]
+
+    def _layers(self, word: str, wanted: str) -> tuple[list[str], str]:
+        where = "--lora-target-modules"
         if "{" in wanted or wanted in self._modules:
             found = list(find_modules(self._model, [wanted], where=where))
             others = [path for path in found if not isinstance(self._modules[path], _LAYERS)]
@@ -318,6 +338,9 @@ class _Finder:
         return [p for p in paths if any(q.requires_grad for q in self._modules[p].parameters())]
 
     def _known(self, word: str) -> str:
+        ends = [end for end in MEGATRON_LAYERS.get(word, ()) if any(_ends_with(path, end) for path in self._modules)]
+        if ends:
+            return f"; it is the Megatron backend's name: write {' '.join(ends)}"
         tails = dict.fromkeys(_tail(p, 1) for p, m in self._modules.items() if isinstance(m, _LAYERS))
         tails = dict.fromkeys(tail for tail in tails if not tail.isdigit())
         near = nearest_names(word, tails, limit=1)

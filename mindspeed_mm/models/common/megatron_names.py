@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+#: name of a layer of Megatron-core → ends of the paths of the transformers layers that it consists of
+MEGATRON_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "attn.qkv"),
+    "linear_proj": ("o_proj", "attn.proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "merger.mlp.0"),
+    "linear_fc2": ("down_proj", "merger.mlp.2"),
+}
+
 
 @dataclass(frozen=True)
 class Block:

@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
@@ -53,6 +54,17 @@ class SampleLengths(PackedSeqParams):
     def __post_init__(self) -> None:
         # the length of Megatron-core's rotary tables
         self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
+
+
+def with_gradient(hidden: torch.Tensor, blocks: TransformerBlock) -> torch.Tensor:
+    """Return the input of recomputed blocks, which need one that requires a gradient if they are trained.
+
+    Megatron-core's recompute runs no backward pass otherwise.
+    """
+    recomputed = blocks.config.recompute_granularity == "full"
+    if recomputed and not hidden.requires_grad and any(p.requires_grad for p in blocks.parameters()):
+        return hidden.detach().requires_grad_()
+    return hidden
 
 
 class CoreAttention(nn.Module):

@@ -13,8 +13,10 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
+from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
+from mindspeed_mm.models.common.adapters import AdapterPlan
 from mindspeed_mm.models.common.build_context import current_build_context
 from mindspeed_mm.models.common.families import require_megatron_form
 from mindspeed_mm.models.common.family import freeze_parts, require_packed_positions
@@ -24,8 +26,9 @@ from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, fi
 from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
+from mindspeed_mm.models.megatron.adapters import add_adapters, plan_megatron_adapters
 from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
-from mindspeed_mm.models.megatron.layers import SampleLengths
+from mindspeed_mm.models.megatron.layers import SampleLengths, with_gradient
 from mindspeed_mm.models.megatron.text_decoder.gpt import LanguageModel, build_language_model, language_config
 from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -65,16 +68,21 @@ def planned_stages(
     )
 
 
-def planned_meta_model(described: VLMModelConfig, pipeline: int, virtual: int | None) -> tuple[nn.Module, list[Stage]]:
-    """Return the transformers model on meta, its parts frozen as model.json states, and its pipeline stages.
+def planned_meta_model(
+    described: VLMModelConfig, pipeline: int, virtual: int | None, lora: LoraOptions | None
+) -> tuple[nn.Module, list[Stage]]:
+    """Return the transformers model on meta, frozen as model.json and `lora` state, and its pipeline stages.
 
     Raises:
-        ConfigError: the model has no Megatron-core form, or the layer lists don't fit the sizes.
+        ConfigError: the model has no Megatron-core form, the layer lists don't fit the sizes, or a layer of `lora`
+            gets no adapter.
     """
     hf_config = described.hf_config()
     stages = planned_stages(described, hf_config, require_megatron_form(hf_config.model_type), pipeline, virtual)
     model = build_meta_model(ModelHub.get(None, hf_config), hf_config)
     freeze_parts(model, traits_of(model), frozen_parts(described))
+    if lora is not None:
+        plan_megatron_adapters(model, lora)
     return model, stages
 
 
@@ -100,6 +108,7 @@ class VLModel(MegatronModule):
         source: the HF directory of the model; exports take configuration, tokenizer and dtypes from it.
         pending_weights: the HF directory that the weights are loaded from; None: they are drawn at random.
         seq_length: the length that rows are padded to; None: rows are padded as sequence parallelism requires.
+        adapter_plan: what of the whole model has adapters; None: nothing.
     """
 
     image_encoder: Any
@@ -108,6 +117,7 @@ class VLModel(MegatronModule):
     source_dtype: torch.dtype | None = None
     pending_weights: str | None = None
     seq_length: int | None = None
+    adapter_plan: AdapterPlan | None = None
 
     def __init__(
         self,
@@ -171,6 +181,7 @@ class VLModel(MegatronModule):
                 post_process=stage.has_head,
             )
         self._shape = DecoderShape(text_config.num_key_value_heads, sizes.tensor)
+        self._of_adapters: dict[str, ParamMapping] = {}
 
     @classmethod
     def from_config(cls, config: Any, vp_stage: int | None = None) -> VLModel:
@@ -233,6 +244,8 @@ class VLModel(MegatronModule):
         if family.towers is not None and not vp_stage:
             _tell_default_freezes(described)
         model.freeze(**frozen_parts(described))
+        if context.lora is not None:
+            model.add_adapters(context.lora)
         return model
 
     def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:
@@ -245,6 +258,15 @@ class VLModel(MegatronModule):
             self.text_decoder.requires_grad_(not text_decoder)
         frozen = {"vision_encoder": vision_encoder, "vision_projector": vision_projector, "text_decoder": text_decoder}
         freeze_parts(self.meta_model(), traits_of(self.meta_model()), frozen)
+
+    def add_adapters(self, options: LoraOptions) -> None:
+        """Insert adapters into this stage and the meta model, and freeze all other weights.
+
+        Raises:
+            ConfigError: see `plan_adapters`; or a layer gets no adapter on this backend.
+        """
+        self.adapter_plan = plan_megatron_adapters(self.meta_model(), options)
+        self._of_adapters = add_adapters(self, self.param_mapping, self.meta_model(), options)
 
     def modalities_of(self, name: str) -> tuple[str, ...]:
         """Return the modalities of a tower's parameter; () for parameters of the language model.
@@ -272,6 +294,8 @@ class VLModel(MegatronModule):
         Args:
             name: name in this chunk.
         """
+        if name in self._of_adapters:
+            return self._of_adapters[name]
         part, inner = name.split(".", 1)
         if part == "image_encoder":
             return self.image_encoder.param_mapping(inner)
@@ -443,7 +467,7 @@ class VLModel(MegatronModule):
             for token, part in zip((self.hf_config.image_token_id, self.hf_config.video_token_id), parts):
                 by_row = by_row.masked_scatter((input_ids == token).unsqueeze(-1), part)
             hidden = by_row.transpose(0, 1)
-        hidden = hidden.contiguous()
+        hidden = with_gradient(hidden.contiguous(), self.text_decoder.decoder)
         return tensor_parallel.scatter_to_sequence_parallel_region(hidden) if self.config.sequence_parallel else hidden
 
 

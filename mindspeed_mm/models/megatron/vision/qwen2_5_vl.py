@@ -17,7 +17,7 @@ from torch import nn
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from mindspeed_mm.models.common.megatron_names import ParamMapping
-from mindspeed_mm.models.megatron.layers import RMSNorm, decoder_layer_spec
+from mindspeed_mm.models.megatron.layers import RMSNorm, decoder_layer_spec, with_gradient
 from mindspeed_mm.models.megatron.text_decoder.gpt import recompute_for
 from mindspeed_mm.models.megatron.vision.names import tower_tensor
 from mindspeed_mm.models.megatron.vision.segments import (
@@ -301,10 +301,7 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         return Reorder.apply(self.vision_projector(hidden), layout.back, layout.forth)
 
     def _run_blocks(self, blocks: TransformerBlock, hidden: torch.Tensor, layout: PatchLayout) -> torch.Tensor:
-        recomputed = blocks.config.recompute_granularity == "full"
-        if recomputed and not hidden.requires_grad and any(p.requires_grad for p in blocks.parameters()):
-            # Megatron-core's recompute runs a backward pass only if its input requires a gradient
-            hidden = hidden.detach().requires_grad_()
+        hidden = with_gradient(hidden, blocks)
         return blocks(hidden, None, rotary_pos_emb=layout.angles, packed_seq_params=layout.segments)
 
     def param_mapping(self, name: str) -> ParamMapping:
