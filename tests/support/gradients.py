@@ -70,6 +70,35 @@ def run_for_gradients(words: list[str]) -> Gradients:
     return gradients
 
 
+def run_for_megatron_gradients(words: list[str], script: str) -> list[dict[str, torch.Tensor]]:
+    """Run an entry script on this rank; returns each step's gradients, whole, by transformers' names, on rank 0.
+
+    They are those that the optimizer steps with, clipped. The run has no distributed optimizer.
+    """
+    import torch.distributed as dist
+
+    from mindspeed_mm.backends.ptd import PTDBackend
+    from mindspeed_mm.checkpoint.megatron.export import GatheredParts
+
+    steps: list[dict[str, torch.Tensor]] = []
+    apply = PTDBackend.apply
+
+    def keep(self: PTDBackend, factor: torch.Tensor, finite: torch.Tensor, is_idle: Any) -> None:
+        state, world = self._stored, self.world
+        mine = [p for p in state._local if p.param.requires_grad and not p.is_copy]
+        mine = [p for p in mine if world.batch.rank == 0 and (p.is_split or world.tensor.rank == 0)]
+        parts: list[Any] = [(part, p.param.main_grad * factor) for p in mine for part in p.parts()]  # type: ignore[operator]
+        gathered = GatheredParts(parts, state._shapes or {}, world.host.group)
+        gathered.fetch(set(gathered.tensors()), 0)
+        apply(self, factor, finite, is_idle)
+        if dist.get_rank() == 0:
+            steps.append(gathered._whole)
+
+    with mock.patch.object(PTDBackend, "apply", keep):
+        run_entry(words, script)
+    return steps
+
+
 def reference_gradients(
     hf_dir: Path,
     inputs: list[dict[str, torch.Tensor]],

@@ -5,8 +5,8 @@ A layer gets its adapters as a submodule `adapters`, which a forward hook calls;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from mindspeed_mm.models.common.adapters import AdapterPlan, inject_adapters
 from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS, ParamMapping, interleaved, same
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import traits_of
-from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
+from mindspeed_mm.utils.adapter_names import stored_name
 from mindspeed_mm.utils.errors import ConfigError
 
 Mapped = Callable[[str], ParamMapping]
@@ -59,7 +59,9 @@ def plan_megatron_adapters(meta_model: nn.Module, options: LoraOptions) -> Adapt
     return plan
 
 
-def add_adapters(chunk: nn.Module, mapping: Mapped, meta_model: nn.Module, options: LoraOptions) -> dict[str, Any]:
+def add_adapters(
+    chunk: nn.Module, mapping: Mapped, meta_model: nn.Module, options: LoraOptions
+) -> dict[str, ParamMapping]:
     """Insert the adapters of a chunk's layers, and freeze all other weights but those that are trained whole.
 
     The adapters have no values yet.
@@ -80,7 +82,8 @@ def add_adapters(chunk: nn.Module, mapping: Mapped, meta_model: nn.Module, optio
     assert plan is not None
     _freeze_base(chunk, mapping, plan)
     rows = {stored_name(name): param.shape[0] for name, param in meta_model.named_parameters() if param.dim()}
-    targets, found = set(plan.modules), {}
+    targets = set(plan.modules)
+    found: dict[str, ParamMapping] = {}
     for name, layer in list(chunk.named_modules()):
         if layer._parameters.get("weight") is None:
             continue
@@ -179,15 +182,40 @@ class LayerAdapters(nn.Module):
             output: its output [sequence, batch, out] and the bias that its caller adds.
         """
         x, (result, bias) = args[0], output
-        lead = result.shape[:-1]
-        added = []
+        lead, added = result.shape[:-1], []
         for number, width in enumerate(self._widths):
             shape = (*lead, self._pieces, width)
             if str(number) not in self.parts:
                 added.append(result.new_zeros(shape))
                 continue
-            added.append(self.parts[str(number)](x).view(shape))
+            base = BaseLayer(
+                self._own(layer.weight.t(), number).t(),
+                self._own(result, number),
+                None if layer.bias is None or layer.skip_bias_add else self._own(layer.bias, number),
+            )
+            added.append(self.parts[str(number)](x, base).view(shape))
         return result + torch.cat(added, dim=-1).view(result.shape), bias
+
+    def _own(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the part of one transformers layer of what has the layer's outputs as its last dimension."""
+        if len(self._widths) == 1:
+            return tensor
+        start, width = sum(self._widths[:number]), self._widths[number]
+        return tensor.unflatten(-1, (self._pieces, -1)).narrow(-1, start, width).flatten(-2)
+
+
+class BaseLayer(NamedTuple):
+    """A rank's part of the transformers layer that an adapter belongs to.
+
+    Attributes:
+        weight: [out, in].
+        output: [sequence, batch, out], the bias included.
+        bias: [out]; None: it is not in `output`.
+    """
+
+    weight: torch.Tensor
+    output: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class _Split:
@@ -230,7 +258,10 @@ class _Weight(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A rank's part of the adapter of one transformers layer: B (A x) · scaling."""
+    """A rank's part of the adapter of one transformers layer.
+
+    Without DoRA it adds B (A x) · scaling. Source: Hu et al., arXiv:2106.09685.
+    """
 
     def __init__(self, split: _Split, outputs: int, options: LoraOptions) -> None:
         """
@@ -240,11 +271,59 @@ class Adapter(nn.Module):
             options: the run's.
         """
         super().__init__()
-        self._split, self._scaling = split, options.scaling
+        self._split, self._scaling, self._dropout = split, options.scaling, options.dropout
+        of_outputs = None if split.by_input else 0
         self.lora_A = _Weight(split.parameter(options.r, split.inputs, dim=1 if split.by_input else None))
-        self.lora_B = _Weight(split.parameter(outputs, options.r, dim=None if split.by_input else 0))
+        self.lora_B = _Weight(split.parameter(outputs, options.r, dim=of_outputs))
+        self.lora_magnitude_vector = split.parameter(outputs, dim=of_outputs) if options.use_dora else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output: [sequence, batch, in] → [sequence, batch, out], as it is split."""
-        hidden = self._split.cross(F.linear(x, self.lora_A.weight))
-        return F.linear(hidden, self.lora_B.weight) * self._scaling
+    def forward(self, x: torch.Tensor, base: BaseLayer) -> torch.Tensor:
+        """Return what is added to the layer's output.
+
+        Args:
+            x: the layer's input [sequence, batch, in], as it is split.
+            base: the layer.
+
+        Returns:
+            [sequence, batch, out], as the layer's output is split.
+        """
+        dropped = self._drop(x) if self.training and self._dropout else x
+        added = F.linear(self._split.cross(F.linear(dropped, self.lora_A.weight)), self.lora_B.weight) * self._scaling
+        if self.lora_magnitude_vector is None:
+            return added
+        factor = self.lora_magnitude_vector / self._norms(base.weight)
+        return (factor - 1) * self._output(base, x, dropped) + factor * added
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        """Drop elements of the input.
+
+        The mask is drawn as nn.Dropout of a transformers layer draws it, whole on each rank: ranks have equal random
+        states outside of Megatron-core's tracked regions, so that any tensor-parallel size trains on the same masks.
+        """
+        length, rows, width = x.shape
+        dim, ranks, rank = 2 if self._split.by_input else 1, self._split.ranks, self._split.rank
+        if not self._split.by_input and not self._split.sequence_parallel:
+            ranks, rank = 1, 0
+        shape = [rows, length, width]
+        shape[dim] *= ranks
+        mask = F.dropout(x.new_ones(shape), self._dropout)
+        return x * mask.narrow(dim, rank * (shape[dim] // ranks), shape[dim] // ranks).transpose(0, 1)
+
+    @torch.no_grad()
+    def _norms(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norms of the rows of the layer's weight with its adapter, constants to the gradient.
+
+        Source: Liu et al., arXiv:2402.09353, section 4.3.
+        """
+        squares = (weight + self._scaling * (self.lora_B.weight @ self.lora_A.weight)).float().square().sum(1)
+        if self._split.by_input and self._split.ranks > 1:
+            dist.all_reduce(squares, group=self._split.group)
+        return squares.sqrt().to(weight.dtype)
+
+    def _output(self, base: BaseLayer, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output without its bias, of the dropped input if elements of it are dropped."""
+        if dropped is x:
+            return base.output if base.bias is None else base.output - base.bias
+        if self._split.by_input:
+            return self._split.cross(F.linear(dropped, base.weight))
+        return F.linear(self._split.cross(dropped), base.weight)
