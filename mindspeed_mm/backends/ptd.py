@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
 from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
+from mindspeed_mm.backends.tied_embedding import tied_embedding
 from mindspeed_mm.checkpoint.adapters import adapter_config
 from mindspeed_mm.checkpoint.megatron.state import MegatronState
 from mindspeed_mm.checkpoint.snapshot import Snapshot
@@ -77,6 +77,7 @@ class PTDBackend:
         self.sizes = sizes_of(run.parallel, _DTYPES[self.compute_dtype])
         tensor_parallel.model_parallel_cuda_manual_seed(run.process.seed)
         self.loss_scale = build_loss_scale(run.precision, self.compute_dtype)
+        self._base: str | None = None
 
     def build_model(
         self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None
@@ -134,13 +135,15 @@ class PTDBackend:
         if load_weights:
             self._fill(base)
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.batch.rank)
-        self._tied = tied_embedding(self._stages, self.world, run.parallel.distributed_timeout_minutes)
+        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        timeout_minutes = run.parallel.distributed_timeout_minutes
+        self._tied = tied_embedding(self._stages, self.world, pipeline, timeout_minutes)
         self._tied.align()
         self.model = [
             DistributedDataParallel(self._config, self._ddp_config(), chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
-        limit_waiting(run.parallel.distributed_timeout_minutes)
+        limit_waiting(timeout_minutes)
         self.backward_factor = BackwardFactor(
             self.loss_scale,
             estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
@@ -259,6 +262,7 @@ class PTDBackend:
             **self.engine.state_dict(),
             "source": self._stages[0].weights.absolute_source,
             "lora": self._adapter_config(),
+            "base": self._base,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)
 
@@ -274,6 +278,8 @@ class PTDBackend:
     def load_weights(self, directory: Path) -> None:
         """See the protocol."""
         run = self.described
+        if run.lora is not None:
+            self._base = str(directory.absolute())
         self._stored.load_weights(
             directory,
             strict=not run.checkpoint.no_strict_load,
@@ -354,41 +360,6 @@ class PTDBackend:
                 chunk.enable_forward_pre_hook()
 
 
-class TiedEmbedding:
-    """The two copies of a tied embedding: on the stage of the input embedding and on the last stage."""
-
-    def __init__(self, weights: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        self._weights, self._group = weights, group
-
-    @torch.no_grad()
-    def align(self) -> None:
-        """Copy the embedding's values to the head, as a model that initialises itself may draw two different values.
-
-        The embedding is the first copy: that of the first stage and the first chunk which have one.
-        """
-        if self._group is None:
-            return
-        first = self._weights[0].data
-        if dist.get_world_size(self._group) > 1:
-            dist.broadcast(first, dist.get_global_rank(self._group, 0), group=self._group)
-        for other in self._weights[1:]:
-            other.data.copy_(first)
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Replace both copies' gradients with their sum, so that the copies stay equal."""
-        trained: list[Any] = [w for w in self._weights if w.requires_grad]
-        if not trained or self._group is None:
-            return
-        total = trained[0].main_grad
-        for other in trained[1:]:
-            total.add_(other.main_grad)
-        if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(total, group=self._group)
-        for other in trained[1:]:
-            other.main_grad.copy_(total)
-
-
 def world_of_megatron(world: World) -> World:
     """Return `world` with this process's ranks in Megatron's groups, which must be initialised."""
     pp = parallel_state.get_pipeline_model_parallel_world_size()
@@ -408,25 +379,6 @@ def world_of_megatron(world: World) -> World:
         ),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
     )
-
-
-def tied_embedding(stages: Sequence[Staged], world: World, timeout_minutes: float) -> TiedEmbedding:
-    """Find this rank's copies of a tied embedding and create a group with the ranks of the other one; a collective.
-
-    Args:
-        timeout_minutes: time after which a collective of the group raises if a rank does not join.
-    """
-    tied = [copy for stage in stages if (copy := stage.tied_copy()) is not None]
-    pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    everywhere: list[Any] = [None] * world.size
-    dist.all_gather_object(everywhere, (tuple(pipeline), bool(tied)), group=world.host.group)
-    own_group = None
-    for ranks in sorted({ranks for ranks, _ in everywhere}):
-        owners = [rank for rank in ranks if everywhere[rank][1]]
-        group = dist.new_group(owners, timeout=timedelta(minutes=timeout_minutes)) if owners else None
-        if world.rank in owners:
-            own_group = group
-    return TiedEmbedding(tied, own_group)
 
 
 def sizes_of(parallel: Parallel, params_dtype: torch.dtype) -> ParallelSizes:

@@ -37,8 +37,8 @@ def first_adapters(
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_tensors(meta_model).items()}
     if options.start is not None:
-        stored = read_adapters(Path(options.start), options, shapes)
-        return {name: tensor.node for name, tensor in stored.items()}
+        stored, _ = read_adapters(meta_model, Path(options.start), options)
+        return {name: stored[name].node for name in shapes}
 
     def draw(name: str, region: Region) -> torch.Tensor:
         if name.endswith(_MAGNITUDE):

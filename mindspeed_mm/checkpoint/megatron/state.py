@@ -7,7 +7,7 @@ from them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +186,31 @@ class MegatronState:
 
     def export_adapters(self, directory: Path, config: Mapping[str, Any], source: str | None) -> None:
         """Write the adapters as a PEFT directory; a collective. See `checkpoint.adapters.export_adapters`."""
-        names = list(trained_tensors(self._meta_model))
-        export_adapters(self._gathered(), names, directory, config, source, self._world.host.group)
+        every = trained_tensors(self._meta_model, tied_once=False)  # PEFT reads a tied weight by each of its names
+        own = {id(tensor): name for name, tensor in trained_tensors(self._meta_model).items()}
+        others: dict[str, list[str]] = {}
+        for name, tensor in every.items():
+            if own[id(tensor)] != name:
+                others.setdefault(own[id(tensor)], []).append(name)
+        fetcher = self._gathered(others)
+        export_adapters(fetcher, list(every), directory, config, source, self._world.host.group)
 
-    def _gathered(self) -> GatheredParts:
+    def _gathered(self, others: Mapping[str, Sequence[str]] | None = None) -> GatheredParts:
+        """Return what gathers the tensors; a collective.
+
+        Args:
+            others: more names of tied tensors, by the first one.
+        """
         assert self._shapes is not None
         mains, parts = self._mains(), []
         for p, span in self._to_write():
             main = mains[p.param].main if p.param in mains else p.param
             parts += [(part, main) for part in p.parts(span)]
-        return GatheredParts(parts, self._shapes, self._world.host.group)
+        shapes = dict(self._shapes)
+        for own, names in (others or {}).items():
+            shapes |= {name: shapes[own] for name in names}
+            parts += [(replace(part, source=n), main) for part, main in parts if part.source == own for n in names]
+        return GatheredParts(parts, shapes, self._world.host.group)
 
     def _gather_known(self) -> _Known:
         """Gather the tensors of all ranks; a collective."""
