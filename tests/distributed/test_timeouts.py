@@ -38,7 +38,7 @@ def of_a_pipeline() -> list[float]:
 
 def of_a_tied_embedding() -> list[float]:
     run = TinySteps("ptd", pipeline_model_parallel_size=2, distributed_timeout_minutes=MINUTES)
-    from mindspeed_mm.backends.ptd import tied_embedding
+    from mindspeed_mm.backends.tied_embedding import tied_embedding
     from mindspeed_mm.models.contract import Staged
 
     first = dist.get_rank() == 0
@@ -48,7 +48,7 @@ def of_a_tied_embedding() -> list[float]:
         post_process=not first,
         shared_embedding_or_output_weight=lambda: torch.nn.Parameter(torch.ones(1)),
     )
-    return timeouts_of(lambda: tied_embedding([Staged(chunk)], run.backend.world, MINUTES))
+    return timeouts_of(lambda: tied_embedding([Staged(chunk)], run.backend.world, [0, 1], MINUTES))
 
 
 def test_groups_of_a_mesh(ranks2: RankPool, tmp_path: Path) -> None:

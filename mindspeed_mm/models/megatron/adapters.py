@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,6 +27,8 @@ from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.utils.adapter_names import stored_name
 from mindspeed_mm.utils.errors import ConfigError
 
+#: name of Megatron-core's tracked random state that adapters' dropout draws from
+DROPOUT_STATE = "adapters"
 Mapped = Callable[[str], ParamMapping]
 
 
@@ -100,6 +102,18 @@ def add_adapters(
         layer.register_forward_hook(adapters.add_to)
         found |= {f"{name}.adapters.{own}": mapped for own, mapped in adapters.mappings().items()}
     return found
+
+
+def track_dropout(seed: int) -> None:
+    """Add DROPOUT_STATE to Megatron-core's tracked random states, unless it is there; tensor-parallel ranks share it.
+
+    Args:
+        seed: the run's.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    if DROPOUT_STATE not in tracker.get_states():
+        ranks = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        tracker.add(DROPOUT_STATE, seed + 1009 * (ranks[0] + 1) + 100003 * ranks[1])
 
 
 def _freeze_base(chunk: nn.Module, mapping: Mapped, plan: AdapterPlan) -> None:
@@ -297,8 +311,8 @@ class Adapter(nn.Module):
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of the input.
 
-        The mask is drawn as nn.Dropout of a transformers layer draws it, whole on each rank: ranks have equal random
-        states outside of Megatron-core's tracked regions, so that any tensor-parallel size trains on the same masks.
+        The mask is drawn as nn.Dropout of a transformers layer draws it, whole on each tensor-parallel rank, and from a
+        random state that they share: any tensor-parallel size trains on the same masks.
         """
         length, rows, width = x.shape
         dim, ranks, rank = 2 if self._split.by_input else 1, self._split.ranks, self._split.rank
@@ -306,7 +320,8 @@ class Adapter(nn.Module):
             ranks, rank = 1, 0
         shape = [rows, length, width]
         shape[dim] *= ranks
-        mask = F.dropout(x.new_ones(shape), self._dropout)
+        with tensor_parallel.get_cuda_rng_tracker().fork(DROPOUT_STATE):
+            mask = F.dropout(x.new_ones(shape), self._dropout)
         return x * mask.narrow(dim, rank * (shape[dim] // ranks), shape[dim] // ranks).transpose(0, 1)
 
     @torch.no_grad()

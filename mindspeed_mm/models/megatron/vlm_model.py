@@ -26,7 +26,7 @@ from mindspeed_mm.models.common.loss import LossOptions, LossOutput, Targets, fi
 from mindspeed_mm.models.common.megatron_names import ParamMapping
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.packed import run_lengths, take_documents
-from mindspeed_mm.models.megatron.adapters import add_adapters, plan_megatron_adapters
+from mindspeed_mm.models.megatron.adapters import add_adapters, plan_megatron_adapters, track_dropout
 from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
 from mindspeed_mm.models.megatron.layers import SampleLengths, with_gradient
 from mindspeed_mm.models.megatron.text_decoder.gpt import LanguageModel, build_language_model, language_config
@@ -246,6 +246,7 @@ class VLModel(MegatronModule):
         model.freeze(**frozen_parts(described))
         if context.lora is not None:
             model.add_adapters(context.lora)
+            track_dropout(context.seed)
         return model
 
     def freeze(self, *, vision_encoder: bool, vision_projector: bool, text_decoder: bool) -> None:
