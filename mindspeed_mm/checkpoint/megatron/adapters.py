@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ def first_adapters(
         stored, _ = read_adapters(meta_model, Path(options.start), options)
         return {name: stored[name].node for name in shapes}
 
+    drawing = threading.Lock()
+
     def draw(name: str, region: Region) -> torch.Tensor:
         if name.endswith(_MAGNITUDE):
             weight = base[name.removesuffix(_MAGNITUDE) + ".weight"]
             rows = weight.read((*region, (0, weight.shape[1])))
             return rows.to(dtype).float().norm(dim=1)
-        value = draw_adapter(name, shapes[name], options, seed)
+        with drawing:  # values are read by several threads, which share one random state
+            value = draw_adapter(name, shapes[name], options, seed)
         for dim, (start, length) in enumerate(region):
             value = value.narrow(dim, start, length)
         return value
