@@ -113,12 +113,8 @@ class PTDBackend:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]
         self._stages = [as_staged(chunk) for chunk in chunks]
         self._meta_model = self._stages[0].meta_model
-        if run.lora is not None and self._stages[0].adapter_plan is None:
-            raise ConfigError(
-                f"--lora-target-modules: {self._stages[0].name}, which model_provider returned, inserts no adapters; "
-                "on this backend only models that model.json describes do; leave the lora flags out, or add "
-                "--use-torch-fsdp2"
-            )
+        if run.lora is not None:
+            _refuse_own_model(self._stages[0])
         for stage in self._stages:
             stage.set_model_type(ModelType.encoder_or_decoder)
             if self._meta_model is not None:
@@ -436,6 +432,19 @@ def share_batches(iterator: Iterator[Any], readers: int) -> list[Iterator[Any]]:
             yield own.popleft()
 
     return [read(queue) for queue in waiting]
+
+
+def _refuse_own_model(stage: Staged) -> None:
+    """Raise if a stage has inserted no adapters.
+
+    Raises:
+        ConfigError: it is of a user's own class.
+    """
+    if stage.adapter_plan is None:
+        raise ConfigError(
+            f"--lora-target-modules: {stage.name}, which model_provider returned, inserts no adapters; on this backend "
+            "only models that model.json describes do; leave the lora flags out, or add --use-torch-fsdp2"
+        )
 
 
 def _call_provider(provider: ModelProvider, sizes: ParallelSizes, chunk: int) -> Any:
