@@ -40,6 +40,7 @@ LAUNCHES = {
     "pretrain_sora.py": "--mm-model model.json --mm-data data.json",
     "inference_sora.py": "--mm-model model.json",
     "inference_vlm.py": "--mm-model model.json --prompt hello",
+    "evaluate_vlm.py": "--mm-model model.json --benchmark mmmu --data-path data.json --output out",
     "evaluate_gen.py": "--features-a model.json --features-b data.json",
     "mindspeed_mm/tools/feature_extraction/get_wan_feature.py": "--mm-model model.json --mm-data data.json --output o",
 }

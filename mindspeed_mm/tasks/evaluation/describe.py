@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
 from mindspeed_mm.configs.vlm_inference import AnswerConfig, AnswerKeys
-from mindspeed_mm.tasks.evaluation.benchmark import Benchmark
-from mindspeed_mm.tasks.evaluation.benchmarks import find_benchmark
-from mindspeed_mm.tasks.evaluation.questions import BenchmarkQuestions, EvaluatedRows, OwnQuestions
 from mindspeed_mm.tasks.evaluation.scores import SCORES, Score
 from mindspeed_mm.tasks.inference.describe import AnswerRun, answer_run, read_words
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.log import notice
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.evaluation.benchmark import Benchmark
+    from mindspeed_mm.tasks.evaluation.questions import EvaluatedRows
 
 _OF_PROMPTS = ("prompts", "image_path", "video_path")
 
@@ -77,6 +79,8 @@ def describe_evaluation(words: Sequence[str], *, complete: bool = True) -> Evalu
         _without_prompts(config),
         complete=complete,
     )
+    from mindspeed_mm.tasks.evaluation.questions import BenchmarkQuestions, OwnQuestions
+
     if benchmark is None:
         score = SCORES[flags.score or "exact_match"]
         own = OwnQuestions(answers.param, score, flags.category, flags.limit)
@@ -93,6 +97,8 @@ def _benchmark(flags: BenchmarkFlags, config: AnswerConfig) -> Benchmark | None:
         name, named_by = config.evaluation.evaluation_dataset, f"{config.file}: 'evaluation_dataset'"
     if not name:
         return None
+    from mindspeed_mm.tasks.evaluation.benchmarks import find_benchmark
+
     benchmark = find_benchmark(name, named_by)
     for given, flag in ((flags.score, "--score"), (flags.category, "--category")):
         if given is not None:

@@ -7,11 +7,13 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_mm.tasks.evaluation.questions import EvaluatedRows
 from mindspeed_mm.tasks.evaluation.scores import RowScore, Score
 from mindspeed_mm.utils.files import replace_file, write_json
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.evaluation.questions import EvaluatedRows
 
 _GUESSES = 0  # seed of guesses: random.seed(0) is lmms-eval's
 

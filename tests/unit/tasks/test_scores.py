@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.tasks.evaluation.benchmarks import all_benchmarks
+from mindspeed_mm.tasks.evaluation.report import report_of
 from mindspeed_mm.tasks.evaluation.scores import SCORES, Score, Target
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "lmms_eval_scores.json"
@@ -46,3 +47,21 @@ def test_scores_are_those_of_lmms_eval(name: str) -> None:
 
 def test_nothing_to_divide_by() -> None:
     assert SCORES["wer"].total([SCORES["wer"].of_row("a", Target(("!",)), random.Random(0))]) is None
+
+
+def test_subjects_and_domains_of_mmmu() -> None:
+    """The scores of lmms-eval's own table; options that are written as a list are read from the text."""
+    case, benchmark = kept()["mmmu"], all_benchmarks()["mmmu"]
+    scored, guesses = [], random.Random(0)
+    for row in case["rows"]:
+        content = {**row, "question": "what", "options": repr(row["options"]), "answer": row["references"][0]}
+        question = benchmark.layouts[0].ask(content, list)
+        assert question.target == Target(tuple(row["references"]), tuple(row["options"]))
+        score = benchmark.score.of_row(row["prediction"], question.target, guesses)
+        scored.append({"score": score, "categories": question.categories})
+    categories = report_of(scored, benchmark.score)["categories"]
+    found = {**categories["subject"], **{f"Overall-{name}": of for name, of in categories["domain"].items()}}
+    expected = {name: of for name, of in case["categories"].items() if name != "Overall" and of["num"]}
+    assert len(expected) > 8 and found.keys() == expected.keys()
+    for name, of in expected.items():
+        assert (found[name]["rows"], round(found[name]["score"], 5)) == (of["num"], of["acc"]), name
