@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Train the quick start's model. Run examples/quickstart/prepare.py first, or run.sh, which does everything.
+# LORA=base trains the model that LoRA starts from, on the digits 0 to 4; LORA=1 tunes adapters of it on all digits.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/common.sh
@@ -28,6 +29,25 @@ MM_TOOL="./configs/tools.json"
 FSDP2_PATH="./examples/quickstart/fsdp2.yaml"
 LOAD_PATH=${LOAD_PATH:-}
 SAVE_PATH="./runs/quickstart"
+STEPS=500
+LR=1.0e-3
+LORA_ARGS=""
+case "${LORA:-}" in
+    "") ;;
+    base)
+        MM_DATA="./examples/quickstart/data_base.json"
+        SAVE_PATH="./runs/quickstart_base"
+        STEPS=250
+        ;;
+    1)
+        MM_MODEL="./examples/quickstart/model_lora.json"
+        SAVE_PATH="./runs/quickstart_lora"
+        STEPS=400
+        LR=4.0e-3
+        LORA_ARGS="--lora-target-modules all-linear --lora-r 4 --lora-alpha 16"
+        ;;
+    *) echo "LORA is '$LORA'; expected base or 1" >&2; exit 1 ;;
+esac
 
 DISTRIBUTED_ARGS="
     --nproc_per_node $NPUS_PER_NODE \
@@ -48,8 +68,8 @@ GPT_ARGS="
     --micro-batch-size $MBS \
     --global-batch-size $GBS \
     --seq-length $SEQ_LEN \
-    --train-iters ${TRAIN_ITERS:-500} \
-    --lr 1.0e-3 \
+    --train-iters ${TRAIN_ITERS:-$STEPS} \
+    --lr $LR \
     --lr-decay-style cosine \
     --lr-warmup-fraction 0.1 \
     --min-lr 1.0e-5 \
@@ -86,6 +106,7 @@ mkdir -p "$SAVE_PATH"
 torchrun $DISTRIBUTED_ARGS pretrain_transformers.py \
     $GPT_ARGS \
     $MM_ARGS \
+    $LORA_ARGS \
     $OUTPUT_ARGS \
     --distributed-backend nccl \
     2>&1 | tee -a "$SAVE_PATH/train.log"
