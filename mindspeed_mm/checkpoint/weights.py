@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
+from mindspeed_mm.models.common.quantized import NF4Linear, pack, packed_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.adapter_names import is_adapter
@@ -90,7 +91,7 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
 
 
 def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True, downcast: bool = False) -> WeightPlan:
-    """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`.
+    """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`; weights in 4 bits are packed.
 
     On the host, a parameter whose region is contiguous in a safetensors file of the same dtype becomes a private memory
     map of it (pages are copied when training first writes to them), as in transformers' loading.
@@ -105,11 +106,13 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=strict)
     work = []
+    packed = packed_layers(model)
     adopted: dict[int, torch.Tensor] = {}
     for names, target in _targets(model):
         node = next((plan.values[n] for n in names if n in plan.values), None)
         if node is not None:
-            work.append((target, rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node))
+            node = rounded(node, torch.bfloat16) if downcast and node.dtype.is_floating_point else node
+            work.append((target, node, packed.get(id(target))))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool:
         for _ in pool.map(lambda item: _fill(*item, adopted), work):
             pass
@@ -177,15 +180,17 @@ def _has_conversions(model: nn.Module) -> bool:
 
 
 def _plan_exact(model: nn.Module, found: Mapping[str, LazyTensor]) -> WeightPlan:
-    plan = WeightPlan()
+    plan, packed = WeightPlan(), packed_layers(model)
     taken: set[str] = set()
     for names, target in _targets(model):
+        layer = packed.get(id(target))
+        shape = tuple(target.shape) if layer is None else (layer.out_features, layer.in_features)
         name = next((n for n in names if n in found), None)
         taken.update(n for n in names if n in found)
         if name is None:
             plan.missing.append(names[0])
-        elif tuple(found[name].shape) != tuple(target.shape):
-            plan.mismatched.append((names[0], tuple(found[name].shape), tuple(target.shape)))
+        elif tuple(found[name].shape) != shape:
+            plan.mismatched.append((names[0], tuple(found[name].shape), shape))
         else:
             present = [n for n in names if n in found]
             _refuse_different_ties(present, [found[n].node for n in present])
@@ -267,15 +272,20 @@ def _targets(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 @torch.no_grad()  # the mode is thread-local
-def _fill(target: torch.Tensor, node: Node, adopted: dict[int, torch.Tensor]) -> None:
+def _fill(target: torch.Tensor, node: Node, layer: NF4Linear | None, adopted: dict[int, torch.Tensor]) -> None:
     """Load the value of `node` into `target`.
 
     Args:
+        layer: the layer whose packed weight `target` is; None: it is no packed weight.
         adopted: address of a value → the parameter that uses its storage; no second parameter may use it (tensors of a
             `.bin` file may share storage).
     """
     local, region = local_part(target)
     if 0 in local.shape:
+        return
+    if layer is not None:
+        rows = node.read((region[0], (0, layer.in_features)))
+        local.copy_(pack(rows.to(local.device)))
         return
     on_host = not accelerator.current().holds(local)
     if on_host and local.dtype == node.dtype and isinstance(target, nn.Parameter):

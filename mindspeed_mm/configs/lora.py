@@ -29,6 +29,7 @@ class LoraOptions:
         use_dora: train magnitudes apart. Source: Liu et al., arXiv:2402.09353.
         modules_to_save: what is trained whole and saved with the adapters.
         init: kaiming, gaussian or random.
+        quantize: nf4: how frozen linear layers are stored; None: as they are computed.
         start: PEFT directory of the adapters that training starts from; None: new ones.
         base: folder of the base model's weights; None: --load or model.json names them.
     """
@@ -44,6 +45,7 @@ class LoraOptions:
     use_dora: bool = False
     modules_to_save: tuple[str, ...] = ()
     init: str = "kaiming"
+    quantize: str | None = None
     start: str | None = None
     base: str | None = None
 
@@ -81,6 +83,7 @@ def lora_options(args: ParsedFlags) -> LoraOptions | None:
         use_dora=args.lora_use_dora,
         modules_to_save=_words(args.lora_modules_to_save),
         init=args.lora_init,
+        quantize=args.lora_quantize,
         start=args.lora_load,
         base=args.load_base_model,
     )

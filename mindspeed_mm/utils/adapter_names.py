@@ -1,7 +1,7 @@
 """Names of a model's tensors with LoRA adapters, as PEFT writes them to files, without its prefix `base_model.model.`.
 
 Inside a model that PEFT has changed, `q_proj.weight` is called `q_proj.base_layer.weight`, and an adapter's weight
-`q_proj.lora_A.default.weight`. Files have `q_proj.weight` and `q_proj.lora_A.weight`, on both backends.
+`q_proj.lora_A.default.weight`; a weight in 4 bits is called `q_proj.base_layer.weight_nf4`. Files have `q_proj.weight` and `q_proj.lora_A.weight`, on both backends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import re
 
 #: name of the one adapter of a layer, inside PEFT
 ADAPTER = "default"
+#: name of a linear layer's weight where it is stored in 4 bits
+PACKED = "weight_nf4"
 
 _ADAPTER_TENSOR = re.compile(r"(?:^|\.)lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?=\.|$)")
 _BASE = re.compile(r"\.base_layer(?=\.|$)")
@@ -28,4 +30,4 @@ def stored_name(name: str) -> str:
     if is_adapter(name):
         name = name.replace(f"lora_magnitude_vector.{ADAPTER}.weight", "lora_magnitude_vector")
         return re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
-    return _BASE.sub("", name)
+    return re.sub(rf"\b{PACKED}$", "weight", _BASE.sub("", name))

@@ -46,6 +46,10 @@ class LoraArguments:
             "zero; random = A and B as in linear layers, so that training doesn't start at the base model"
         ),
     ] = "kaiming"
+    lora_quantize: Annotated[
+        Literal["nf4"] | None,
+        flag("ours: frozen linear layers are stored in 4 bits (QLoRA) and computed in the run's dtype; FSDP2 only"),
+    ] = None
     lora_load: Annotated[
         str | None,
         flag(
