@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from PIL import Image
 from peft import PeftModel
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 

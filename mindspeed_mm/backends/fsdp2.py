@@ -133,7 +133,8 @@ class FSDP2Backend:
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
             if run.lora is not None:
-                prepare_adapters(contract, run.lora, to_torch_dtype(self.config.param_dtype))
+                dtype = to_torch_dtype(self.config.param_dtype)
+                prepare_adapters(contract, run.lora, dtype, quantizes=True, draws=load_weights)
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
@@ -269,6 +270,7 @@ class FSDP2Backend:
             "source": self._contract.weights.absolute_source,  # an export of the checkpoint takes its other files there
             "ema": self.ema.state_dict() if self.ema is not None else None,
             "lora": self._adapter_config(),
+            "lora_quantize": self.described.lora and self.described.lora.quantize,
             "base": self._base,
         }
         return self._snapshots.take({**extra, **states}, detached=detached)

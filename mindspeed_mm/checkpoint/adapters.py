@@ -129,6 +129,14 @@ def refuse_other_kind(saved: Mapping[str, Any], options: LoraOptions | None, dir
         )
     if found is not None and options is not None:
         refuse_other_adapters(found, options, f"--load '{directory}'")
+        before = saved.get("lora_quantize")
+        if resumes and before != options.quantize:
+            how = (
+                "without --lora-quantize; leave it out" if before is None else f"with --lora-quantize {before}; add it"
+            )
+            raise ConfigError(
+                f"--load: the adapters of '{directory}' were trained {how}, or add --finetune to begin a run with them"
+            )
 
 
 def base_of(saved: Mapping[str, Any], options: LoraOptions, start: Start) -> str | None:

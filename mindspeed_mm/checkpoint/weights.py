@@ -91,8 +91,9 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
 
 
 def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True, downcast: bool = False) -> WeightPlan:
-    """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`; weights in 4 bits are packed.
+    """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`.
 
+    Of a layer in 4 bits, each rank quantises the rows that are its own.
     On the host, a parameter whose region is contiguous in a safetensors file of the same dtype becomes a private memory
     map of it (pages are copied when training first writes to them), as in transformers' loading.
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mindspeed_mm.configs.flags import LoraArguments
-from mindspeed_mm.configs.flags.parsed import ParsedFlags
+from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.utils.errors import did_you_mean
 
 #: PEFT's `init_lora_weights` in words → --lora-init
@@ -108,6 +108,24 @@ def check_lora(args: ParsedFlags) -> list[str]:
         problems.append(
             "--lora-mixed-training needs --lora-apply-modules, the parts that get adapters while the others are trained"
         )
+    if options.quantize is not None:
+        problems += _check_quantized(args)
+    return problems
+
+
+def _check_quantized(args: ParsedFlags) -> list[str]:
+    """Return a sentence for each flag that --lora-quantize can't be combined with."""
+    flag = f"--lora-quantize {args.lora_quantize}"
+    problems = []
+    if backend_of(args) == "ptd":
+        problems.append(f"{flag}: the Megatron backend has no layers in 4 bits; add --use-torch-fsdp2, or leave it out")
+    if args.tensor_model_parallel_size > 1:
+        problems.append(
+            f"{flag}: layers in 4 bits are not split over tensor-parallel ranks; set --tensor-model-parallel-size to "
+            "1, or leave it out"
+        )
+    if args.no_strict_load:
+        problems.append(f"{flag}: a weight that is missing would have no value; leave --no-strict-load out")
     return problems
 
 

@@ -10,6 +10,7 @@ Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B, applied part by p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.family import FamilyTraits
+from mindspeed_mm.models.common.quantized import NF4Linear, packed_layers
 from mindspeed_mm.models.contract import as_trainable
 
 if TYPE_CHECKING:
@@ -59,13 +61,14 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     text = getattr(config, "text_config", config)
     if traits.language_model is None or not hasattr(text, "num_hidden_layers"):
         return None
+    packed = packed_layers(model)
     towers = {t.path: model.get_submodule(t.path) for t in traits.towers}
     tower_trained = any(p.requires_grad for tower in towers.values() for p in tower.parameters())
     language = model.get_submodule(traits.language_model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     skipped = {id(p) for m in (embedding, head) for p in m.parameters()}
     per_token = sum(
-        _cost(p, tower_trained) * _share(name, p, text)
+        _cost(p, tower_trained, packed) * _share(name, p, text)
         for name, p in language.named_parameters()
         if id(p) not in skipped
     )
@@ -73,8 +76,8 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     passes = 3 if language_trained or tower_trained else 1
     attention = 4 * text.hidden_size * text.num_hidden_layers / 2 * passes
     rows = {t.path: t.patches_per_row(config) for t in traits.towers}
-    per_patch = sum(rows[path] * _cost(p, False) for path, tower in towers.items() for p in tower.parameters())
-    per_target = sum(_cost(p, language_trained or tower_trained) for p in head.parameters())
+    per_patch = sum(rows[path] * _cost(p, False, packed) for path, tower in towers.items() for p in tower.parameters())
+    per_target = sum(_cost(p, language_trained or tower_trained, packed) for p in head.parameters())
     return FlopsModel(per_token, per_target, attention, per_patch)
 
 
@@ -85,7 +88,9 @@ def _share(name: str, param: nn.Parameter, text: PreTrainedConfig) -> float:
     return getattr(text, "num_experts_per_tok", param.shape[0]) / param.shape[0]
 
 
-def _cost(param: nn.Parameter, input_needs_gradient: bool) -> float:
+def _cost(param: nn.Parameter, input_needs_gradient: bool, packed: Mapping[int, NF4Linear]) -> float:
     if param.dim() < 2:
         return 0.0
-    return 2.0 * param.numel() * (1 + param.requires_grad + (input_needs_gradient or param.requires_grad))
+    layer = packed.get(id(param))
+    weights = param.numel() if layer is None else layer.in_features * layer.out_features
+    return 2.0 * weights * (1 + param.requires_grad + (input_needs_gradient or param.requires_grad))

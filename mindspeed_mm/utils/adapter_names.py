@@ -1,7 +1,8 @@
 """Names of a model's tensors with LoRA adapters, as PEFT writes them to files, without its prefix `base_model.model.`.
 
-Inside a model that PEFT has changed, `q_proj.weight` is called `q_proj.base_layer.weight`, and an adapter's weight
-`q_proj.lora_A.default.weight`; a weight in 4 bits is called `q_proj.base_layer.weight_nf4`. Files have `q_proj.weight` and `q_proj.lora_A.weight`, on both backends.
+Inside a model that PEFT has changed, `q_proj.weight` is called `q_proj.base_layer.weight`, in 4 bits
+`q_proj.base_layer.weight_nf4`, and an adapter's weight `q_proj.lora_A.default.weight`. Files have `q_proj.weight` and
+`q_proj.lora_A.weight`, on both backends.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.models.common.expert_adapters import from_peft, stack_by_expert, to_peft
 from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS
 from mindspeed_mm.models.common.paths import find_modules
+from mindspeed_mm.models.common.quantized import quantize_base, refuse_experts
 from mindspeed_mm.models.contract import Shardable, as_trainable
-from mindspeed_mm.parallel.materialize import copy_whole
+from mindspeed_mm.parallel.materialize import copy_whole, has_meta_tensors
 from mindspeed_mm.parallel.patterns import containing_path, join_paths
 from mindspeed_mm.parallel.tensor import own_part
 from mindspeed_mm.utils.adapter_names import ADAPTER, is_adapter, stored_name
@@ -122,6 +123,8 @@ def inject_adapters(
     """
     from peft import inject_adapter_in_model
 
+    if options.quantize is not None:
+        refuse_experts(model)
     plan = plan_adapters(model, options, parts, names)
     config = peft_config(options, plan)
     # exact paths: the entries of a list would match the ends of longer paths too
@@ -160,16 +163,35 @@ def peft_config(options: LoraOptions, plan: AdapterPlan) -> Any:
     )
 
 
-def prepare_adapters(contract: Shardable, options: LoraOptions, frozen: torch.dtype | None = None) -> None:
+def prepare_adapters(
+    contract: Shardable,
+    options: LoraOptions,
+    frozen: torch.dtype | None = None,
+    *,
+    quantizes: bool = False,
+    draws: bool = False,
+) -> None:
     """Insert adapters into a model that has not done so itself, as classes of users don't.
 
     Args:
         contract: of a model that isn't sharded yet.
         frozen: the dtype that frozen weights are stored in, in which they compute; None: as they are.
+        quantizes: store frozen linear layers as `options.quantize` says.
+        draws: whether weights that come from no directory are drawn at random.
+
+    Raises:
+        ConfigError: weights would be quantised that are drawn at random.
     """
     module, traits = contract.sharded_module, contract.traits
     if as_trainable(module).adapter_plan is None:
         inject_adapters(module, options, {} if traits is None else traits.parts)
+    if quantizes and options.quantize is not None:
+        if draws and contract.weights.pending is None and has_meta_tensors(module):
+            raise ConfigError(
+                f"--lora-quantize {options.quantize}: {as_trainable(module).name} starts from random weights; there is "
+                "no base model to quantise"
+            )
+        quantize_base(module, frozen or torch.float32)
     for param in module.parameters():
         if frozen is not None and not param.requires_grad and param.is_floating_point():
             param.data = param.data.to(frozen)
@@ -240,12 +262,11 @@ def draw_adapter(name: str, shape: Sequence[int], options: LoraOptions, seed: in
 
 def _draw_magnitudes(model: nn.Module) -> None:
     """Set DoRA's magnitudes to the norms of the rows of the weights: B is zero."""
-    parameters = dict(model.named_parameters())
-    for name, magnitude in parameters.items():
+    for name, magnitude in model.named_parameters():
         if "lora_magnitude_vector" not in name:
             continue
         layer = name.split(".lora_magnitude_vector")[0]
-        weight = parameters[f"{layer}.base_layer.weight"]
+        weight: Any = model.get_submodule(f"{layer}.base_layer").weight
         values: Any = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[operator]
         norms = values.float().flatten(1).norm(dim=1)
         copy_whole(magnitude, norms.view(magnitude.shape).to(magnitude.device, magnitude.dtype))

@@ -41,7 +41,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-_CODE_BYTES, _SCALE_BYTES = BLOCK // 2, 4
+_SCALE_BYTES = 4
 _AT_ONCE = 1 << 22  # weights that are packed at a time: their intermediate values take several times their size
 
 
@@ -94,12 +94,12 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         weight: [rows, in_features], floating-point.
 
     Returns:
-        [rows, blocks * 36] uint8: of each row the codes of all its blocks, two weights a byte, the first in the upper
-        four bits, and then the blocks' largest absolute values, float32. A last block that isn't full ends in zeros.
+        [rows, bytes_of_row(in_features)] uint8: of each row the codes, two weights a byte, the first in the upper four
+        bits, and then its blocks' largest absolute values, float32. The last block of a row may be shorter.
     """
     rows, width = weight.shape
-    blocks = -(-width // BLOCK)
-    packed = torch.empty(rows, blocks * (_CODE_BYTES + _SCALE_BYTES), dtype=torch.uint8, device=weight.device)
+    blocks, of_codes = -(-width // BLOCK), -(-width // 2)
+    packed = torch.empty(rows, bytes_of_row(width), dtype=torch.uint8, device=weight.device)
     bounds = _bounds(weight.device)
     count = max(1, _AT_ONCE // max(1, width))
     for start in range(0, rows, count):
@@ -107,25 +107,27 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         part = part.view(-1, blocks, BLOCK)
         scales = part.abs().amax(dim=2)
         codes = torch.bucketize(part / scales.where(scales > 0, 1).unsqueeze(2), bounds, out_int32=True)
-        codes = codes.to(torch.uint8).view(-1, blocks * _CODE_BYTES, 2)
+        codes = codes.to(torch.uint8).view(-1, blocks * BLOCK // 2, 2)[:, :of_codes]
         into = packed[start : start + count]
-        into[:, : blocks * _CODE_BYTES] = codes[:, :, 0] << 4 | codes[:, :, 1]
-        into[:, blocks * _CODE_BYTES :] = scales.view(torch.uint8)
+        into[:, :of_codes] = codes[:, :, 0] << 4 | codes[:, :, 1]
+        into[:, of_codes:] = scales.view(torch.uint8)
     return packed
 
 
 def unpack(packed: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
     """Restore what `pack` has quantised: [rows, in_features] in `dtype`; products are computed in float32."""
-    rows, blocks = packed.shape[0], packed.shape[1] // (_CODE_BYTES + _SCALE_BYTES)
-    codes, scales = packed.split([blocks * _CODE_BYTES, blocks * _SCALE_BYTES], dim=1)
-    values = _pairs(packed.device)[codes.int()].view(rows, blocks, BLOCK)
-    values *= scales.contiguous().view(torch.float32).unsqueeze(2)
-    return values.view(rows, -1)[:, :in_features].to(dtype)
+    rows, blocks, of_codes = packed.shape[0], -(-in_features // BLOCK), -(-in_features // 2)
+    values = _pairs(packed.device)[packed[:, :of_codes].int()].view(rows, -1)
+    if values.shape[1] < blocks * BLOCK:
+        values = functional.pad(values, (0, blocks * BLOCK - values.shape[1]))
+    scales = packed[:, of_codes:].contiguous().view(torch.float32)
+    values.view(rows, blocks, BLOCK).mul_(scales.unsqueeze(2))
+    return values[:, :in_features].to(dtype)
 
 
 def bytes_of_row(in_features: int) -> int:
-    """Size of a packed row."""
-    return -(-in_features // BLOCK) * (_CODE_BYTES + _SCALE_BYTES)
+    """Size of a packed row: 0.5625 bytes a weight where blocks are full."""
+    return -(-in_features // 2) + -(-in_features // BLOCK) * _SCALE_BYTES
 
 
 def quantize_base(model: nn.Module, computes_in: torch.dtype) -> None:
