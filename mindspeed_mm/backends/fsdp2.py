@@ -133,8 +133,7 @@ class FSDP2Backend:
             contract = as_shardable(model)
             refuse_own_sharding(contract.sharded_module, run.dims)
             if run.lora is not None:
-                dtype = to_torch_dtype(self.config.param_dtype)
-                prepare_adapters(contract, run.lora, dtype, quantizes=True, draws=load_weights)
+                self._prepare_adapters(contract, run.lora, draws=load_weights)
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None
@@ -320,6 +319,10 @@ class FSDP2Backend:
         if options is None or plan is None:
             return None
         return adapter_config(self._root, options, plan, options.base or self._contract.weights.absolute_source)
+
+    def _prepare_adapters(self, contract: Shardable, options: LoraOptions, *, draws: bool) -> None:
+        dtype = to_torch_dtype(self.config.param_dtype)
+        prepare_adapters(contract, options, dtype, quantizes=True, draws=draws)
 
     def _start_adapters(self, options: LoraOptions) -> None:
         """Give adapters their first values, once the model's own weights are there."""

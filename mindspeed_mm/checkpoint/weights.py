@@ -18,7 +18,7 @@ from mindspeed_mm.checkpoint.lazy import LazyTensor, Node, rounded, whole
 from mindspeed_mm.checkpoint.sources import WeightSource, shown
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
-from mindspeed_mm.models.common.quantized import NF4Linear, pack, packed_layers
+from mindspeed_mm.models.common.quantized import NF4Linear, packed_layers, quantize
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
 from mindspeed_mm.utils.adapter_names import is_adapter
@@ -286,7 +286,7 @@ def _fill(target: torch.Tensor, node: Node, layer: NF4Linear | None, adopted: di
         return
     if layer is not None:
         rows = node.read((region[0], (0, layer.in_features)))
-        local.copy_(pack(rows.to(local.device)))
+        local.copy_(quantize(rows.to(local.device)))
         return
     on_host = not accelerator.current().holds(local)
     if on_host and local.dtype == node.dtype and isinstance(target, nn.Parameter):

@@ -12,7 +12,7 @@ import re
 #: name of the one adapter of a layer, inside PEFT
 ADAPTER = "default"
 #: name of a linear layer's weight where it is stored in 4 bits
-PACKED = "weight_nf4"
+NF4_WEIGHT = "weight_nf4"
 
 _ADAPTER_TENSOR = re.compile(r"(?:^|\.)lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?=\.|$)")
 _BASE = re.compile(r"\.base_layer(?=\.|$)")
@@ -31,4 +31,4 @@ def stored_name(name: str) -> str:
     if is_adapter(name):
         name = name.replace(f"lora_magnitude_vector.{ADAPTER}.weight", "lora_magnitude_vector")
         return re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
-    return re.sub(rf"\b{PACKED}$", "weight", _BASE.sub("", name))
+    return re.sub(rf"\b{NF4_WEIGHT}$", "weight", _BASE.sub("", name))

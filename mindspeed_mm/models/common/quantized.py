@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.utils.adapter_names import PACKED, is_adapter, stored_name
+from mindspeed_mm.utils.adapter_names import NF4_WEIGHT, is_adapter, stored_name
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import info_rank0
 
@@ -49,7 +49,7 @@ class NF4Linear(nn.Linear):
     """A linear layer with its weight in 4 bits; frozen. `quantize_base` makes one of an `nn.Linear`.
 
     Attributes:
-        weight_nf4: [out_features, bytes of a row] uint8; see `pack`.
+        weight_nf4: [out_features, bytes of a row] uint8; see `quantize`.
         computes_in: dtype of `weight`.
     """
 
@@ -61,7 +61,7 @@ class NF4Linear(nn.Linear):
         """The restored weight, [out_features, in_features]: a new tensor on each access, whole if rows are sharded."""
         packed = self.weight_nf4
         packed = packed.full_tensor() if isinstance(packed, DTensor) else packed
-        return unpack(packed.detach(), self.in_features, self.computes_in)
+        return restore(packed.detach(), self.in_features, self.computes_in)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return input @ weight.T + bias, [..., out_features] in the input's dtype."""
@@ -75,7 +75,7 @@ class _PackedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.in_features = x.shape[-1]
-        return functional.linear(x, unpack(packed, x.shape[-1], x.dtype), bias)
+        return functional.linear(x, restore(packed, x.shape[-1], x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
@@ -83,11 +83,11 @@ class _PackedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None
         (packed,) = ctx.saved_tensors
-        return gradient @ unpack(packed, ctx.in_features, gradient.dtype), None, None
+        return gradient @ restore(packed, ctx.in_features, gradient.dtype), None, None
 
 
 @torch.no_grad()
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def quantize(weight: torch.Tensor) -> torch.Tensor:
     """Quantise rows.
 
     Args:
@@ -114,8 +114,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """Restore what `pack` has quantised: [rows, in_features] in `dtype`; products are computed in float32."""
+def restore(packed: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Restore what `quantize` has quantised: [rows, in_features] in `dtype`; products are computed in float32."""
     rows, blocks, of_codes = packed.shape[0], -(-in_features // BLOCK), -(-in_features // 2)
     values = _pairs(packed.device)[packed[:, :of_codes].int()].view(rows, -1)
     if values.shape[1] < blocks * BLOCK:
@@ -159,11 +159,11 @@ def quantize_base(model: nn.Module, computes_in: torch.dtype) -> None:
         packed = (
             torch.empty(weight.shape[0], bytes_of_row(weight.shape[1]), dtype=torch.uint8, device="meta")
             if weight.is_meta
-            else pack(weight.detach())
+            else quantize(weight.detach())
         )
         del layer.weight
         layer.__class__ = NF4Linear  # in place: hooks on the layer, and PEFT's layer around it, stay as they are
-        layer.register_parameter(PACKED, nn.Parameter(packed, requires_grad=False))
+        layer.register_parameter(NF4_WEIGHT, nn.Parameter(packed, requires_grad=False))
         layer.computes_in = computes_in  # type: ignore[assignment]
     weights = sum(layer.in_features * layer.out_features for _, layer in layers)
     if not layers:

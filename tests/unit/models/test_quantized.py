@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.models.common.quantized import NF4Linear, pack, quantize_base, refuse_experts, unpack
+from mindspeed_mm.models.common.quantized import NF4Linear, quantize, quantize_base, refuse_experts, restore
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.live_bytes import LiveBytes
 
@@ -26,10 +26,10 @@ def weight() -> torch.Tensor:
 
 
 def test_equals_bitsandbytes() -> None:
-    packed = pack(weight())
+    packed = quantize(weight())
     assert packed[:, :64].flatten().numpy().tobytes().hex() == CODES
     assert packed[:, 64:].contiguous().view(torch.float32).flatten().tolist() == pytest.approx(SCALES, rel=1e-7)
-    found = unpack(packed, 128, torch.float32).double()
+    found = restore(packed, 128, torch.float32).double()
     assert (found.sum().item(), found.square().sum().item()) == pytest.approx((SUM, SQUARES), rel=1e-9)
 
 
@@ -37,15 +37,17 @@ def test_equals_bitsandbytes() -> None:
 def test_rows_that_end_within_a_block(width: int) -> None:
     torch.manual_seed(0)
     whole = torch.randn(5, width)
-    packed = pack(whole)
+    packed = quantize(whole)
     assert packed.nbytes / whole.numel() <= (0.6 if width != 65 else 0.65)
-    expected = torch.cat([unpack(pack(b), b.shape[1], torch.float32) for b in whole.split(64, dim=1)], dim=1)
-    assert torch.equal(unpack(packed, width, torch.float32), expected)
-    assert torch.equal(torch.cat([pack(whole[:2]), pack(whole[2:])]), packed)
+    expected = torch.cat([restore(quantize(b), b.shape[1], torch.float32) for b in whole.split(64, dim=1)], dim=1)
+    assert torch.equal(restore(packed, width, torch.float32), expected)
+    assert torch.equal(torch.cat([quantize(whole[:2]), quantize(whole[2:])]), packed)
 
 
 def test_zeros_stay_zeros() -> None:
-    assert torch.equal(unpack(pack(torch.zeros(2, 64)), 64, torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16))
+    assert torch.equal(
+        restore(quantize(torch.zeros(2, 64)), 64, torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16)
+    )
 
 
 def frozen(*layers: nn.Module) -> nn.Sequential:
@@ -94,7 +96,5 @@ def test_experts_are_refused() -> None:
     model = nn.Module()
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 64))
-    with pytest.raises(
-        ConfigError, match=r"the experts of Module are stacked in parameters .* \(experts.gate_up_proj\)"
-    ):
+    with pytest.raises(ConfigError, match=r"the experts of Module are stacked in .* \(experts.gate_up_proj\)"):
         refuse_experts(model)
