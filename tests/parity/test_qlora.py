@@ -18,6 +18,7 @@ from mindspeed_mm.models.common.quantized import NF4
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.reference import load_plain, rows_as_inputs, train_reference
 from tests.support.tiny import tiny_qwen2_5_vl_dir, tiny_qwen3_dir, write_mixed_dataset
+from tests.support.workers import RankPool
 
 ROWS, STEPS, TOLERANCE = 8, 3, 1e-5
 TARGETS = ("q_proj", "down_proj")
@@ -123,12 +124,18 @@ def test_equals_peft(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
         "lora_alpha": 8,
         "lora_load": start,
     }
-    pools[case.world].run(run_entry, launch_flags(files, **{**settings, **case.flags}), timeout=120)
+    pool = pools.get(case.world) or RankPool(case.world)
+    try:
+        pool.run(run_entry, launch_flags(files, **{**settings, **case.flags}), timeout=120)
+    finally:
+        if case.world not in pools:
+            pool.close()
     found_losses, found_norms = metrics_of(tmp_path / "run")
     assert found_losses == pytest.approx(losses, rel=TOLERANCE)
     assert found_norms == pytest.approx(norms, rel=TOLERANCE)
     written = load_file(tmp_path / "run/hf/adapter_model.safetensors")
     assert written.keys() == adapters.keys()
     for key, value in adapters.items():
-        torch.testing.assert_close(written[key], value, rtol=TOLERANCE, atol=1e-7)
+        # of the whole tensor: Adam's step of an element whose gradient cancels is as uncertain as that gradient
+        assert (written[key] - value).norm() <= TOLERANCE * value.norm(), key
     assert digest(hf_dir) == before
