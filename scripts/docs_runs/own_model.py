@@ -66,6 +66,7 @@ def run() -> Done:
     for page in (CHINESE, README):
         shutil.rmtree("runs", ignore_errors=True)
         done |= follow(page)
+    done |= lora(page_of("lora.md"))
     preload(
         "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
     )
@@ -110,6 +111,17 @@ def follow(page: Path) -> Done:
         exec(compile(snippet.text, snippet.place, "exec"), {"__name__": snippet.place})
         done.add(key(page, snippet.text))
     return done | {key(page, fsdp2.text), key(page, command)}
+
+
+def lora(page: Path) -> Done:
+    """Tune adapters with the section's files, as the page says and in 4 bits, and merge them."""
+    (command,) = (item for snippet in fences(page, "bash") for item in items(snippet))
+    small = exchange(command, SMALLEST, page)
+    for launch in (small, f"{small} --lora-quantize nf4 --overwrite"):
+        expect(shell(launch, page), ["done: 2 iterations"], page)
+    (merge,) = fences(page, "python")
+    exec(compile(merge.text, merge.place, "exec"), {"__name__": merge.place})
+    return {key(page, command), key(page, merge.text)}
 
 
 def configuration(page: Path) -> Done:
