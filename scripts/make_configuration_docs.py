@@ -22,6 +22,7 @@ from mindspeed_mm.configs import (  # noqa: E402
     model_rules,
     sora_rules,
     trainer_keys,
+    vlm_inference,
     vlm_rules,
 )
 from mindspeed_mm.configs.data_config import DataConfig  # noqa: E402
@@ -40,6 +41,7 @@ from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
 from mindspeed_mm.configs.trainer_config import TrainerConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
+from mindspeed_mm.configs.vlm_inference import AnswerFlags, AnswerKeys, InferenceKeys  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 
@@ -183,6 +185,14 @@ length is given in epochs need them, and put them into `tokens/` of the output f
 `data.data_manager_type: mg` reads documents instead of rows, for pretraining (data.json's `dataset_type: corpus`, see
 [data.md](data.md#documents-for-pretraining); extra `megatron`). Their index goes to `data.tokenized_path`, or into
 `tokens/` of the output folder; `training.stage` may be left out.
+"""
+
+
+ANSWERS_CHAPTER = """## inference_vlm.py and mindspeed-mm chat
+
+See [inference.md](inference.md). Of the flags above, `--use-torch-fsdp2`, `--fsdp2-config-path`, `--trust-remote-code`,
+`--micro-batch-size` (the same as `--batch-size`), `--bf16`, `--fp16`, the tensor- and pipeline-parallel sizes and those
+of collectives count here, too; any others are accepted, with a notice.
 """
 
 
@@ -390,6 +400,28 @@ def llm_chapter() -> str:
     )
 
 
+def answers_chapter() -> str:
+    """Return the chapter of inference_vlm.py: its flags, the keys of model.json that it reads, those of a YAML file."""
+    head = ("key", "type", "default", "meaning")
+    idle = [(rule.why, f"`{path}`") for path, rule in vlm_inference.idle_keys_of_models()]
+    return "\n".join(
+        [
+            ANSWERS_CHAPTER,
+            table(("flag", "type", "default", "meaning"), [flag_row(item) for item in flags_of(AnswerFlags)]),
+            "Keys of model.json, beside those of the model:\n",
+            table(head, section_rows(AnswerKeys)),
+            "Values that are refused:\n",
+            table(
+                ("key", "what to do"), [[f"`{rule.path}`", rule.sentence] for rule in vlm_inference.REFUSED_ANSWER_KEYS]
+            ),
+            "Published keys that are accepted and have no effect here:\n",
+            table(("reason", "keys"), _by_reason(idle)),
+            "The section `inference` of a YAML file, `python inference_vlm.py run.yaml [--flag …]`:\n",
+            table(head, section_rows(InferenceKeys)),
+        ]
+    )
+
+
 FATES: dict[Fate, str] = {
     "write": "refused, unless its value has no consequence",
     "absent": "refused, unless its value has no consequence",
@@ -475,6 +507,7 @@ def make_page() -> str:
             generation_rules.REFUSED_GENERATION_DATA_KEYS,
         ),
         file_chapter("tools.json", ToolsConfig),
+        answers_chapter(),
         YAML_CHAPTER,
         llm_chapter(),
         trainer_chapter(),

@@ -185,6 +185,7 @@ def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
     """The answer of a launch's dry run."""
     from mindspeed_mm.dry_run import dry_run
     from mindspeed_mm.tasks.generation import inference
+    from mindspeed_mm.tasks.inference import command as answers
     from mindspeed_mm.tasks.train.generation import SORA
     from mindspeed_mm.tasks.train.language import TRANSFORMERS, VLM
     from mindspeed_mm.tools.feature_extraction import command
@@ -197,6 +198,8 @@ def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
             dry_run(recipes[entry], [*words, "--dry-run", "--world-size", str(processes)])
         elif entry == "inference_sora.py":
             inference.main([*words, "--dry-run"])
+        elif entry == "inference_vlm.py":
+            answers.main([*words, "--dry-run", "--world-size", str(processes)])
         else:
             command.main([*words, "--dry-run"], script=Path(entry).name, family=_FEATURES[entry])
     answer: dict[str, Any] = json.loads(printed.getvalue())

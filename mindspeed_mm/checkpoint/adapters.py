@@ -270,6 +270,20 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def write_peft_files(directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write adapter_model.safetensors and adapter_config.json.
+
+    Args:
+        directory: an existing one.
+        tensors: by their names and in their shapes in checkpoints.
+        config: content of adapter_config.json.
+    """
+    parameters = config.get("target_parameters") or ()
+    values = {_PREFIX + n: to_peft(n, t, parameters).contiguous().clone() for n, t in tensors.items()}
+    save_file(values, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def export_adapters(
     fetcher: Fetcher,
     names: list[str],
@@ -293,16 +307,12 @@ def export_adapters(
     """
     agreement = Agreement(group, directory.parent)
     working = working_folder(directory)
-    parameters = config.get("target_parameters") or ()
 
     def write() -> None:
         make_empty(working, working)
         tensors = fetcher.tensors()
-        values = {n: tensors[n].node.read(whole(tensors[n].shape)) for n in names}
-        values = {_PREFIX + n: to_peft(n, t, parameters).contiguous().clone() for n, t in values.items()}
-        save_file(values, working / WEIGHTS, metadata={"format": "pt"})
+        write_peft_files(working, {n: tensors[n].node.read(whole(tensors[n].shape)) for n in names}, config)
         fsync_path(working / WEIGHTS)
-        (working / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if source is not None and Path(source).is_dir():
             copy_small_files(Path(source), working)
         sync_files(working)

@@ -6,6 +6,7 @@ describes the model. A flag takes precedence over a key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +137,7 @@ class InferenceKeys(Section):
 
 
 _OUTSIDE = ("pipeline_class", "device", "patch", "text_encoder", "video_encoder", "img_context_token_id")
-_REFUSED = (
+REFUSED_ANSWER_KEYS = (
     Refused("text_encoder", is_given, "an encoder of captions belongs to models that make images; remove it"),
     *refused_keys("generation_config"),
     Refused("video_encoder", is_given, "videos go through the image encoder; remove it"),
@@ -192,7 +193,7 @@ class AnswerConfig:
         rest = {key: value for key, value in content.items() if key not in own_names}
         published = published_paths("model") | {"video_path"}
         keys, sorted_keys = build_section(AnswerKeys, own, file, "model.json", published, "model")
-        raise_all(refusals(sorted_keys.published, _REFUSED, file))
+        raise_all(refusals(sorted_keys.published, REFUSED_ANSWER_KEYS, file))
         log_no_effect(
             [path for path, value in sorted_keys.published.items() if _says_something(value)], _NO_EFFECT, file
         )
@@ -238,6 +239,13 @@ _YAML_NO_EFFECT = (
 
 def _says_something(value: object) -> bool:
     return value is not None and value is not False
+
+
+def idle_keys_of_models() -> list[tuple[str, NoEffect]]:
+    """Return the published keys about answering that have no effect, each with the reason."""
+    refused = {rule.path for rule in REFUSED_ANSWER_KEYS if not rule.path.startswith("generation_config.")}
+    names = (*_OUTSIDE, *(f"generation_config.{key}" for key in KEYS_WITHOUT_FIELD), "tokenizer.hub_backend")
+    return [(n, next(r for r in _NO_EFFECT if re.fullmatch(r.pattern, n))) for n in names if n not in refused]
 
 
 def is_yaml(word: str) -> bool:

@@ -1,7 +1,8 @@
 """`mindspeed-mm`: command lines that need no training run.
 
 `mindspeed-mm doctor` looks at the machine, `mindspeed-mm data check data.json` at the rows of a run;
-`mindspeed-mm data extract-features` encodes clips and captions before a generation model is trained.
+`mindspeed-mm data extract-features` encodes clips and captions before a generation model is trained;
+`mindspeed-mm chat PATH` talks to a model.
 """
 
 from __future__ import annotations
@@ -45,8 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     extract = data.add_parser("extract-features", help="make latents and text states of clips before training")
     feature_extraction.add_extraction_arguments(extract)
-    options = parser.parse_args(argv)
+    commands.add_parser("chat", help="talk to a model: mindspeed-mm chat PATH", add_help=False)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["chat"]:  # its flags are those of inference_vlm.py
+            from mindspeed_mm.tasks.inference.chat import main as chat
+
+            return chat(words[1:])
+        options = parser.parse_args(words)
         if options.command == "doctor":
             return doctor()
         if options.action == "extract-features":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mindspeed_mm.utils.launch import is_first_rank
 
@@ -29,6 +31,20 @@ def info_rank0(message: str) -> None:
     """Log `message` on rank 0 only."""
     if is_first_rank():
         logger.info(message)
+
+
+@contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """Write log lines to standard error, for a program whose standard output is its result."""
+    ours = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
+    before = [handler.stream for handler in ours]
+    for handler in ours:
+        handler.stream = sys.stderr
+    try:
+        yield
+    finally:
+        for handler, stream in zip(ours, before, strict=True):
+            handler.stream = stream
 
 
 def notice(message: str, key: str | None = None) -> None:

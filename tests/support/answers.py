@@ -23,10 +23,37 @@ class AnswerCase:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.family: Family = families()[name]
+        self.family = self.family_of(name)
         self.hf_dir = self.family.make(folder / "hf")
         self.data = write_rows(folder / "rows", self.family)
         self.rows: list[dict[str, Any]] = json.loads(self.data.read_text())
+
+    @classmethod
+    def over(cls, name: str, hf_dir: Path, folder: Path) -> AnswerCase:
+        """A directory that is there already, with rows of a family."""
+        made = cls.__new__(cls)
+        made.name, made.family, made.hf_dir = name, cls.family_of(name), hf_dir
+        made.data = write_rows(folder, made.family)
+        made.rows = json.loads(made.data.read_text())
+        return made
+
+    @classmethod
+    def of(cls, other: AnswerCase, rows: list[dict[str, Any]]) -> AnswerCase:
+        """Another case's directory and media, with other rows."""
+        made = cls.__new__(cls)
+        made.name, made.family, made.hf_dir, made.data, made.rows = (
+            other.name,
+            other.family,
+            other.hf_dir,
+            other.data,
+            rows,
+        )
+        return made
+
+    @staticmethod
+    def family_of(name: str) -> Family:
+        """A family by its name."""
+        return families()[name]
 
 
 def launch(output: Path, *words: object, **flags: object) -> list[dict[str, Any]]:

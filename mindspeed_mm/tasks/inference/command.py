@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Sequence, Sized
 
+from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.vlm_inference import AnswerFlags
 from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
 from mindspeed_mm.tasks.inference.describe import AnswerRun, describe_answers
 from mindspeed_mm.utils.launch import this_launch
-from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.log import info_rank0, log_on_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_answer(lambda: answer_outline(describe_answers(words, complete=False)))
     run = describe_answers(words)
     if run.output is None:
-        _print_answers(run)
+        with log_on_stderr():
+            _print_answers(run)
     else:
         from mindspeed_mm.tasks.inference.rows import answer_into_file
 
@@ -49,24 +51,29 @@ def answer_outline(run: AnswerRun, rows: Sized | None = None) -> dict[str, objec
         run: the launch.
         rows: what is answered; None: the launch's rows or prompts.
     """
-    from mindspeed_mm.tasks.inference.loading import build_meta_model_of
+    from mindspeed_mm.tasks.inference.loading import build_on_meta_device
     from mindspeed_mm.tasks.inference.requests import RowRequests
-    from mindspeed_mm.tasks.inference.session import described_model, model_config
+    from mindspeed_mm.tasks.inference.session import described_model, hf_config_of
 
-    numbers = model_config(run)
-    if numbers is not None:
-        numbers.hf_config()
-    model = build_meta_model_of(run.source, described_model(run), run.trust_remote_code)
+    model = build_on_meta_device(run.source, hf_config_of(run), described_model(run))
     return {
         "model": {
             "class": type(model).__name__,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
+        "layout": _layout(run),
         "requests": len(rows or run.prompts or RowRequests(run.param)),
         "batch_size": run.settings.batch_size,
         "generation": {**run.settings.values, **({"stop": list(run.settings.stop)} if run.settings.stop else {})},
-        "sharding_size": None if run.sharding is None else run.sharding.sharding_size,
     }
+
+
+def _layout(run: AnswerRun) -> dict[str, object]:
+    """Each process with a whole model of transformers, or with shards of it."""
+    if run.sharding is None:
+        return {"backend": "transformers", "world_size": run.processes}
+    dims = Dims.of(run.processes, sharding_size=run.sharding.sharding_size, where=run.sharding.file)
+    return {"backend": "fsdp2", "world_size": run.processes, "dp_shard": dims.dp_shard}
 
 
 def _print_answers(run: AnswerRun) -> None:

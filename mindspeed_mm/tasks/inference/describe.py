@@ -23,6 +23,7 @@ from mindspeed_mm.tasks.inference.source import ModelSource, find_model
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable
+from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
 if TYPE_CHECKING:
@@ -34,7 +35,16 @@ _SEED = 42
 _LIMITS = ("image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen")
 #: flags of training that say something here
 _SHARED = (
-    *("bf16", "fp16", "use_torch_fsdp2", "fsdp2_config_path", "trust_remote_code", "micro_batch_size", "dry_run"),
+    *(
+        "bf16",
+        "fp16",
+        "use_torch_fsdp2",
+        "fsdp2_config_path",
+        "trust_remote_code",
+        "micro_batch_size",
+        "dry_run",
+        "dry_run_world_size",
+    ),
     *(
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -64,6 +74,8 @@ class AnswerRun:
         merge_adapter: whether a PEFT adapter is added to its base's weights.
         trust_remote_code: whether code of directories may run.
         distributed_backend, timeout_minutes: of collectives.
+        plugins: modules to import first.
+        processes: number of processes, or that of the launch that a dry run is about.
     """
 
     source: ModelSource
@@ -83,14 +95,16 @@ class AnswerRun:
     distributed_backend: str | None = None
     timeout_minutes: float = 10.0
     plugins: tuple[str, ...] = field(default=())
+    processes: int = 1
 
 
-def describe_answers(words: Sequence[str], *, complete: bool = True) -> AnswerRun:
+def describe_answers(words: Sequence[str], *, complete: bool = True, chats: bool = False) -> AnswerRun:
     """Read the words of a launch command and the files that they name.
 
     Args:
         words: those after the script's name.
         complete: whether the model's directory must have weights and a tokenizer; False: a configuration is enough.
+        chats: whether prompts come later, from a conversation.
 
     Raises:
         ConfigError: unknown flags or keys, wrong values, missing files.
@@ -102,41 +116,32 @@ def describe_answers(words: Sequence[str], *, complete: bool = True) -> AnswerRu
             f"{config.file}: {', '.join(map(repr, benchmark))}: this file describes a benchmark; launch it with "
             "evaluate_vlm.py"
         )
-    return answer_run(flags, shared, config, complete=complete)
+    return answer_run(flags, shared, config, complete=complete, chats=chats)
 
 
 def answer_run(
-    flags: AnswerFlags, shared: Mapping[str, Any], config: AnswerConfig, *, complete: bool = True
+    flags: AnswerFlags,
+    shared: Mapping[str, Any],
+    config: AnswerConfig,
+    *,
+    complete: bool = True,
+    chats: bool = False,
 ) -> AnswerRun:
     """Return the description of what the words of a launch and the files that they name ask for.
 
     Args:
         flags, shared, config: what `read_words` returns.
-        complete: as for `describe_answers`.
+        complete, chats: as for `describe_answers`.
 
     Raises:
         ConfigError, CheckpointError: as `describe_answers`.
     """
     keys, inference = config.keys, config.inference
     data = _data(flags.mm_data)
-    load = flags.load or inference.load or keys.tokenizer.from_pretrained
-    model_path = config.model.init_from_hf_path if config.model is not None else None
-    tokenizer = keys.tokenizer.from_pretrained if flags.load else None
-    beside = flags.processor_path or inference.processor_path or tokenizer or model_path or _processor_of(data)
-    place, named_by = load or model_path, "--load"
-    if not flags.load and place:
-        named_by = f"{config.file}: " + (
-            "inference.load" if inference.load else "tokenizer.from_pretrained" if load else "init_from_hf_path"
-        )
-    if place is None:
-        raise ConfigError(
-            "--load is missing: a HF directory, a run folder, a checkpoint in it, an export or a PEFT adapter; or "
-            "--mm-model, a model.json that names one"
-        )
-    source = find_model(place, step=flags.ckpt_step, beside=beside, named_by=named_by, complete=complete)
-    if source.adapter is not None:
-        require_extra("lora", f"{named_by} '{source.adapter}': a PEFT adapter")
-    prompts = _prompts(flags, config)
+    source = _source(flags, config, data, complete)
+    if chats:
+        _refuse_in_chat(flags, _settings(flags, config, shared))
+    prompts = () if chats else _prompts(flags, config)
     rows = flags.data_path or (None if flags.prompt is not None else inference.data_path)
     param = _param(flags, config, data, source, rows if prompts is None else None)
     if prompts is None and not rows and data is None:
@@ -167,6 +172,7 @@ def answer_run(
         trust_remote_code=bool(shared.get("trust_remote_code")) or _trusts(config, param),
         distributed_backend=shared.get("distributed_backend"),
         timeout_minutes=shared.get("distributed_timeout_minutes", 10),
+        processes=shared.get("dry_run_world_size") or this_launch().world_size,
         plugins=tuple(inference.plugin or (config.model.plugin if config.model is not None else ())),
     )
 
@@ -216,6 +222,38 @@ def read_words(words: Sequence[str], group: type[AnswerFlagsT]) -> tuple[AnswerF
     return flags, {name: given[name] for name in _SHARED if name in given}, config
 
 
+def _source(flags: AnswerFlags, config: AnswerConfig, data: DatasetParam | None, complete: bool) -> ModelSource:
+    """The model that flags or files name."""
+    keys, inference = config.keys, config.inference
+    load = flags.load or inference.load or keys.tokenizer.from_pretrained
+    model_path = config.model.init_from_hf_path if config.model is not None else None
+    tokenizer = keys.tokenizer.from_pretrained if flags.load else None
+    beside = flags.processor_path or inference.processor_path or tokenizer or model_path or _processor_of(data)
+    place, named_by = load or model_path, "--load"
+    if not flags.load and place:
+        named_by = f"{config.file}: " + (
+            "inference.load" if inference.load else "tokenizer.from_pretrained" if load else "init_from_hf_path"
+        )
+    if place is None:
+        raise ConfigError(
+            "--load is missing: a HF directory, a run folder, a checkpoint in it, an export or a PEFT adapter; or "
+            "--mm-model, a model.json that names one"
+        )
+    source = find_model(place, step=flags.ckpt_step, beside=beside, named_by=named_by, complete=complete)
+    if source.adapter is not None:
+        require_extra("lora", f"{named_by} '{source.adapter}': a PEFT adapter")
+    return source
+
+
+def _refuse_in_chat(flags: AnswerFlags, settings: GenerationSettings) -> None:
+    for name in ("prompt", "image", "video", "audio", "data_path", "output"):
+        if getattr(flags, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} belongs to inference_vlm.py; in a chat, write what you say, and /image PATH")
+    if settings.values.get("num_beams", 1) > 1:
+        raise ConfigError("num_beams: an answer of a beam search isn't known before its end; chat without --num-beams")
+
+
 def _refuse_other_parallelism(given: Mapping[str, Any]) -> None:
     for name in ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"):
         if (given.get(name) or 1) > 1:
@@ -247,9 +285,7 @@ def _prompts(flags: AnswerFlags, config: AnswerConfig) -> tuple[PlainPrompt, ...
         return None
     texts = config.keys.prompts
     if texts is None:
-        if media:
-            raise ConfigError("--prompt is missing: the text that goes with the media")
-        return None
+        return (PlainPrompt("", media),) if media else None
     if media:
         return tuple(PlainPrompt(text, media) for text in texts)
     return tuple(PlainPrompt(text, _media_of(config, number, len(texts))) for number, text in enumerate(texts))
@@ -317,6 +353,9 @@ def _settings(flags: AnswerFlags, config: AnswerConfig, shared: Mapping[str, Any
     values |= {name: value for name in names if (value := getattr(flags, name)) is not None}
     stop = tuple(flags.stop or values.pop("stop_strings", None) or ())
     values.pop("stop_strings", None)
+    least, most = values.get("min_new_tokens"), values.get("max_new_tokens")
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"min_new_tokens is {least} and max_new_tokens {most}; write at most {most}")
     drawing = [name for name in ("temperature", "top_p", "top_k") if getattr(flags, name) is not None]
     if drawing and not values.get("do_sample"):
         spelt = ", ".join("--" + name.replace("_", "-") for name in drawing)

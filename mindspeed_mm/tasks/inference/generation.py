@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ from mindspeed_mm.data.conversation.encode import TokenSample
 from mindspeed_mm.tasks.inference.prompts import PromptEncoder
 from mindspeed_mm.tasks.inference.requests import AnswerRequest
 from mindspeed_mm.tasks.inference.settings import GenerationSettings
+from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.sample_random import sample_key
 
 if TYPE_CHECKING:
@@ -56,7 +57,15 @@ class AnswerGenerator:
         self.prompts = prompts
         self.settings = settings
         self._lockstep = lockstep
+        self._name = type(model).__name__.removeprefix("FSDP")
         self.config = self._generation_config()
+        if lockstep:
+            self._find_root_unit()
+        self._has_encoder: bool = model.config.is_encoder_decoder
+        if self._has_encoder and lockstep:
+            raise ConfigError(
+                f"{self._name} has an encoder that runs by itself, and isn't sharded; leave --use-torch-fsdp2 out"
+            )
 
     def answer(
         self,
@@ -74,19 +83,42 @@ class AnswerGenerator:
         if samples is None:
             samples = [self.prompts.encode(request) for request in requests]
         batch = self._on_device(self.prompts.batch(samples))
+        begin = batch["input_ids"].shape[1]
+        if self._has_encoder:  # its prompts are those of the decoder, all alike, and no part of the output
+            del batch["attention_mask"]
+            batch["decoder_input_ids"], begin = batch.pop("input_ids"), 0
         accelerator.current().manual_seed(sample_key(self.settings.seed, requests[0].index, 0))
         stops = {"stop_strings": list(self.settings.stop), "tokenizer": self.prompts.tokenizer}
-        with torch.inference_mode(not self._lockstep):
-            output = self.model.generate(
-                **batch,
-                generation_config=copy.deepcopy(self.config),
-                streamer=streamer,
-                synced_gpus=self._lockstep,
-                **(stops if self.settings.stop else {}),
-            )
-        begin = batch["input_ids"].shape[1]
+        if self._lockstep:
+            self.model.unshard()  # `generate` runs encoders of media before it calls the model
+        try:
+            with torch.no_grad():
+                output = self.model.generate(
+                    **batch,
+                    generation_config=copy.deepcopy(self.config),
+                    streamer=streamer,
+                    synced_gpus=self._lockstep,
+                    **(stops if self.settings.stop else {}),
+                )
+        except ValueError as error:  # transformers' own checks of settings and inputs
+            where = " and ".join(str(request.conversation.where) for request in requests[:2])
+            raise DataError(f"{where}: {self._name} can't answer: {error}") from error
         lengths = [len(sample["input_ids"]) for sample in samples]
         return [self._read(row, length) for row, length in zip(output[:, begin:].tolist(), lengths, strict=True)]
+
+    def stream(self, request: AnswerRequest, write: Callable[[str], None]) -> Answer:
+        """Answer a request, and write its text as it is generated.
+
+        Args:
+            write: receives pieces of the text, the last one when the answer is there.
+        """
+        return self.answer([request], streamer=_streamer(self.prompts.tokenizer, write))[0]
+
+    @torch.no_grad()
+    def _find_root_unit(self) -> None:
+        """Run the whole model once: a unit of fully_shard that is run before would take itself for the root."""
+        ids = torch.full((1, 2), self.prompts.pad_token_id, device=accelerator.current().device())
+        self.model(input_ids=ids, use_cache=False)
 
     def _generation_config(self) -> Any:
         config = copy.deepcopy(self.model.generation_config)
@@ -129,6 +161,16 @@ class AnswerGenerator:
         if finish == "stop":
             count = len(_without_padding(ids[:count], self.config.pad_token_id))
         return Answer(text, prompt_tokens, count, finish)
+
+
+def _streamer(tokenizer: Any, write: Callable[[str], None]) -> BaseStreamer:
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            write(text)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def _without_padding(ids: list[int], pad: int) -> list[int]:

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.checkpoint.sources import DcpWeights, WeightSource, open_weights
+from mindspeed_mm.checkpoint.adapters import write_peft_files
+from mindspeed_mm.checkpoint.dcp import read_state
+from mindspeed_mm.checkpoint.lazy import whole
+from mindspeed_mm.checkpoint.sources import DcpWeights, WeightSource, is_dcp, open_weights
+from mindspeed_mm.checkpoint.start import refuse_damaged
 from mindspeed_mm.checkpoint.weights import load_weights
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.meta_model import config_for
-from mindspeed_mm.models.transformers_model import load_hf_config, set_attention
+from mindspeed_mm.models.transformers_model import set_attention
 from mindspeed_mm.tasks.inference.source import ModelSource
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import info_rank0
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 def load_model(
     source: ModelSource,
+    hf_config: PretrainedConfig,
     described: TransformersModelConfig | None = None,
     *,
     dtype: torch.dtype | None = None,
@@ -35,7 +46,8 @@ def load_model(
     """Build a model and load its weights, each process what it holds of them.
 
     Args:
-        source: configuration and weights.
+        source: where the model is.
+        hf_config: its configuration.
         described: model_id and attention kernels of a training's model.json; None: transformers' own choice.
         dtype: of the parameters, but for those that transformers keeps in float32; None: that of config.json on an
             accelerator, float32 on the host.
@@ -52,14 +64,16 @@ def load_model(
         ConfigError: config.json can't be used, or the model generates no text.
         CheckpointError: the weights are damaged, or don't belong to the model.
     """
-    with build_context(BuildContext(trust_remote_code=trust_remote_code, fsdp2=sharding, load_weights=False)):
-        model = _build_on_meta(source, described, dtype)
+    with build_context(BuildContext(trust_remote_code=trust_remote_code, fsdp2=sharding)):
+        model = build_on_meta_device(source, hf_config, described, dtype)
         model.weights_come_later = True
         if sharding is not None:
             model.fsdp2_overrides = {"param_dtype": None, "output_dtype": None, "recompute_modules": []}
             model.fully_shard(None, None)
         else:
             model._post_fully_shard()  # storage, and the values of buffers that no file holds
+    if is_dcp(source.weights):
+        refuse_damaged(source.weights, 0, 1, lambda found: [found], checksums=False)
     weights = _open(source.weights, averaged)
     load_weights(model, weights)
     _read_generation_config(model, source.config)
@@ -72,7 +86,8 @@ def add_adapter(model: Any, directory: Path, *, merge: bool = False) -> Any:
 
     Args:
         model: the base, unsharded.
-        directory: adapter_config.json and adapter_model.safetensors.
+        directory: a PEFT directory (adapter_config.json, adapter_model.safetensors), or a checkpoint of a run with
+            LoRA.
         merge: add the adapter to the base's weights, which makes each token cheaper.
 
     Raises:
@@ -80,26 +95,38 @@ def add_adapter(model: Any, directory: Path, *, merge: bool = False) -> Any:
     """
     from peft import PeftModel
 
-    try:
-        adapted: Any = PeftModel.from_pretrained(model, str(directory))
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        name = type(model).__name__
-        raise ConfigError(f"'{directory}' can't be added to its base {name}: {error}") from error
+    name = type(model).__name__
+    with _as_peft_directory(directory) as place:
+        try:
+            adapted: Any = PeftModel.from_pretrained(model, str(place))
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+            raise ConfigError(f"'{directory}' can't be added to its base {name}: {error}") from error
+    info_rank0(f"adapter: '{directory}'" + (", merged into the base's weights" if merge else ""))
     return adapted.merge_and_unload() if merge else adapted.eval()
 
 
-def build_meta_model_of(
-    source: ModelSource, described: TransformersModelConfig | None = None, trust_remote_code: bool = False
+@contextmanager
+def _as_peft_directory(directory: Path) -> Iterator[Path]:
+    """A PEFT directory as it is; of a checkpoint, one with the same adapters, for as long as the context lasts."""
+    if not is_dcp(directory):
+        yield directory
+        return
+    tensors = DcpWeights(directory).tensors()
+    values = {name.removeprefix("model."): tensor.node.read(whole(tensor.shape)) for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
+        write_peft_files(Path(folder), values, read_state(directory)["lora"])
+        yield Path(folder)
+
+
+def build_on_meta_device(
+    source: ModelSource,
+    hf_config: PretrainedConfig,
+    described: TransformersModelConfig | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the model on the meta device, without weights; arguments and errors are those of `load_model`."""
-    with build_context(BuildContext(trust_remote_code=trust_remote_code)):
-        return _build_on_meta(source, described, None)
-
-
-def _build_on_meta(source: ModelSource, described: TransformersModelConfig | None, dtype: torch.dtype | None) -> Any:
+    """Return the model on the meta device; arguments and errors are those of `load_model`."""
     from transformers.initialization import no_init_weights
 
-    hf_config = load_hf_config(str(source.config), source.named_by)
     model_id = described.model_id if described is not None else None
     model_class: Any = ModelHub.get(model_id, hf_config, where=f"{source.config}/config.json")
     hf_config = copy.deepcopy(config_for(model_class, hf_config))

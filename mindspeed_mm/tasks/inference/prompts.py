@@ -68,6 +68,11 @@ class PromptEncoder:
         return self._encoder.processor()
 
     @property
+    def reads(self) -> tuple[MediaKind, ...]:
+        """Kinds of media that the model takes."""
+        return self.adapter.reads(self.processor)
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer."""
         processor: Any = self.processor

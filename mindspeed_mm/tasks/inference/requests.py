@@ -66,8 +66,12 @@ def prompt_messages(text: str, media: Sequence[tuple[MediaKind, str]] = (), syst
         media: kind and path of each.
     """
     parts: list[MessagePart] = [MediaRef(kind, path) for kind, path in media]
-    messages = [] if system is None else [Message("system", [system])]
-    return [*messages, Message("user", [*parts, text])]
+    return [*system_message(system), Message("user", [*parts, *([text] if text or not parts else [])])]
+
+
+def system_message(text: str | None) -> list[Message]:
+    """Return the message of a system text; none without one."""
+    return [] if text is None else [Message("system", [text])]
 
 
 def prompt_requests(prompts: Sequence[PlainPrompt], system: str | None = None) -> list[AnswerRequest]:

@@ -185,8 +185,8 @@ def settings_of(run: AnswerRun, requests: Requests, rows: FileRequests | None) -
     basic = run.param.basic_parameters
     source = run.source
     settings: dict[str, Any] = {
-        "model": str(source.weights.absolute()),
-        "adapter": str(source.adapter.absolute()) if source.adapter is not None else None,
+        "model": _files_of(source.weights),
+        "adapter": _files_of(source.adapter) if source.adapter is not None else None,
         "averaged": run.averaged,
         "merged": run.merge_adapter,
         "dtype": run.dtype,
@@ -206,6 +206,16 @@ def settings_of(run: AnswerRun, requests: Requests, rows: FileRequests | None) -
     elif run.prompts is not None:
         settings["prompts"] = [asdict(prompt) for prompt in run.prompts]
     return settings
+
+
+def _files_of(directory: Path) -> dict[str, Any]:
+    """A directory's weight files, with their sizes in bytes and when they were written."""
+    files = sorted(f for f in directory.iterdir() if f.suffix in (".safetensors", ".bin", ".distcp"))
+    return {"directory": str(directory.absolute()), "files": {f.name: _facts(f) for f in files}}
+
+
+def _facts(file: Path) -> list[int]:
+    return [file.stat().st_size, file.stat().st_mtime_ns]
 
 
 def file_digest(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.plugins import import_plugins
@@ -17,6 +17,9 @@ from mindspeed_mm.tasks.inference.requests import AnswerRequest
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 def open_prompts(run: AnswerRun) -> PromptEncoder:
     """Load the processor that a launch names, and check that it is the model's.
@@ -25,13 +28,8 @@ def open_prompts(run: AnswerRun) -> PromptEncoder:
         ConfigError: it can't be loaded, doesn't belong to the model, or has no chat template.
     """
     import_plugins(run.plugins)
-    config = model_config(run)
     prompts = PromptEncoder(run.param, find_adapter(described_model(run)))
-    with build_context(BuildContext(trust_remote_code=run.trust_remote_code)):
-        hf_config = load_hf_config(str(run.source.config), run.source.named_by)
-    prompts.check(hf_config, f"{run.source.config}/config.json")
-    if config is not None:
-        config.hf_config()  # raises if the file has other numbers than config.json
+    prompts.check(hf_config_of(run), f"{run.source.config}/config.json")
     return prompts
 
 
@@ -48,6 +46,7 @@ def open_generator(run: AnswerRun, prompts: PromptEncoder) -> AnswerGenerator:
         )
     model = load_model(
         run.source,
+        hf_config_of(run),
         described_model(run),
         dtype=to_torch_dtype(run.dtype),
         sharding=run.sharding,
@@ -81,22 +80,26 @@ def check_length(request: AnswerRequest, size: PromptSize, positions: int | None
 
 def positions_of(run: AnswerRun) -> int | None:
     """Return the most tokens of prompt and answer together that config.json states; None: it states no number."""
-    with build_context(BuildContext(trust_remote_code=run.trust_remote_code)):
-        config: Any = load_hf_config(str(run.source.config), run.source.named_by).get_text_config()
+    config: Any = hf_config_of(run).get_text_config()
     for name in ("max_position_embeddings", "max_target_positions"):
         if isinstance(value := getattr(config, name, None), int):
             return value
     return None
 
 
+def hf_config_of(run: AnswerRun) -> PretrainedConfig:
+    """Return transformers' configuration of the model, with the numbers of a published file that may differ from it.
+
+    Raises:
+        ConfigError: config.json can't be read, or has another structure than the file.
+    """
+    if run.numbers is not None:
+        return run.numbers.model_copy(update={"init_from_hf_path": str(run.source.config)}).hf_config()
+    with build_context(BuildContext(trust_remote_code=run.trust_remote_code)):
+        return load_hf_config(str(run.source.config), run.source.named_by)
+
+
 def described_model(run: AnswerRun) -> TransformersModelConfig:
     """Return a training's description of the model, or one that says where it is."""
     stated = run.model or TransformersModelConfig(plugin=list(run.plugins))
     return stated.model_copy(update={"init_from_hf_path": str(run.source.config)})
-
-
-def model_config(run: AnswerRun) -> Any:
-    """Return the numbers of a published file, beside the directory that they describe; None: there are none."""
-    if run.numbers is None:
-        return None
-    return run.numbers.model_copy(update={"init_from_hf_path": str(run.source.config)})

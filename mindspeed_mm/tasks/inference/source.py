@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 _METADATA, _STATE, _ADAPTER = ".metadata", "state.json", "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _PROCESSOR = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
@@ -72,9 +74,16 @@ def find_model(
     if not path.is_dir():
         raise CheckpointError(f"{named_by}: {describe_missing_model(place)}")
     if (path / _ADAPTER).is_file():
-        return _find_adapter(path, beside, named_by)
+        content = _read(path / _ADAPTER)
+        return _find_base(path, content, str(path / _ADAPTER), beside, named_by)
     has_config = _model_type(path) is not None
     directory = path if has_config and not complete else _weights_of(path, step, named_by)
+    state = _read(directory / _STATE)
+    if isinstance(adapter := state.get("lora"), dict):
+        where = f"{directory / _STATE}: lora"
+        return _find_base(
+            directory, {"base_model_name_or_path": state.get("source"), **adapter}, where, beside, named_by
+        )
     candidates = [directory, *_remembered(directory), *([Path(beside)] if beside else [])]
     config = next((c for c in candidates if _model_type(c) is not None), None)
     if config is None:
@@ -110,21 +119,29 @@ def _weights_of(path: Path, step: CheckpointStep | None, named_by: str) -> Path:
     )
 
 
-def _find_adapter(path: Path, beside: str | Path | None, named_by: str) -> ModelSource:
-    file = path / _ADAPTER
-    content = _read(file)
+def _find_base(
+    adapter: Path, content: Mapping[str, Any], where: str, beside: str | Path | None, named_by: str
+) -> ModelSource:
+    """Find the base model of an adapter.
+
+    Args:
+        adapter: a PEFT directory, or a checkpoint of a run with LoRA.
+        content: of adapter_config.json.
+        where: where that stands, for messages.
+    """
     base = content.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{file}: 'base_model_name_or_path' is {base!r}; expected the directory of the base model")
-    if not any((path / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
-        raise CheckpointError(f"{named_by}: '{path}' holds no adapter_model.safetensors; it holds {_listing(path)}")
-    place = Path(base) if Path(base).is_dir() else path / base
-    if not place.is_dir() and beside is not None:
-        place = Path(beside)
-    if not place.is_dir():
-        raise ConfigError(f"{file}: 'base_model_name_or_path': {describe_missing_model(base)}")
-    found = find_model(place, beside=beside, named_by=f"{file}: 'base_model_name_or_path'")
-    return replace(found, adapter=path)
+        raise ConfigError(f"{where}: 'base_model_name_or_path' is {base!r}; expected the directory of the base model")
+    is_checkpoint = (adapter / _METADATA).is_file()
+    if not is_checkpoint and not any((adapter / name).is_file() for name in _ADAPTER_WEIGHTS):
+        raise CheckpointError(f"{named_by}: '{adapter}' holds no {_ADAPTER_WEIGHTS[0]}; it holds {_listing(adapter)}")
+    places = [Path(base), adapter / base, *([Path(beside)] if beside else [])]
+    place = next((place for place in places if place.is_dir()), None)
+    if place is None:
+        raise ConfigError(f"{where}: 'base_model_name_or_path': {describe_missing_model(base)}")
+    found = find_model(place, beside=beside, named_by=f"{where}: base_model_name_or_path")
+    own = adapter if not beside and _has_processor(adapter) else found.processor
+    return replace(found, adapter=adapter, processor=own)
 
 
 def _remembered(directory: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,23 @@ class TranscriptEncoder:
         medium = PlannedMedium(ref, "", frames, frames**2)
         return [Prepared(ids, labels, np.zeros_like(ids), (medium,), len(ids))]
 
+    def prepare_prompt(self, conversation: Conversation, source: MediaSource) -> Prepared:
+        """Return the tokenizer's prompt, after which a transcript begins.
+
+        Args:
+            conversation: A turn of the user with one audio clip and no text.
+            source: The audio clip.
+
+        Raises:
+            BadSample: The conversation has another form, or the audio file is missing.
+        """
+        ref = _sound(conversation, conversation.messages)
+        source.look(ref)
+        ids = np.asarray(self._processor.tokenizer.prefix_tokens, dtype=np.int64)
+        frames = self._processor.feature_extractor.nb_max_frames
+        medium = PlannedMedium(ref, "", frames, frames**2)
+        return Prepared(ids, np.full_like(ids, IGNORE_INDEX), np.zeros_like(ids), (medium,), len(ids))
+
     def finish(self, prepared: Prepared, source: MediaSource, where: object) -> TokenSample:
         """Decode the audio clip of a prepared row and return the sample, with `input_features` [1, mel bins, frames].
 
@@ -103,17 +121,28 @@ class TranscriptEncoder:
 
 
 def _sound_and_transcript(conversation: Conversation) -> tuple[MediaRef, Message]:
-    messages = conversation.messages
-    if [message.role for message in messages] == ["user", "assistant"]:
-        question, answer = messages
+    answer = conversation.messages[-1]
+    if answer.role != "assistant" or answer.media:
+        raise _other_form(conversation)
+    return _sound(conversation, conversation.messages[:-1]), answer
+
+
+def _sound(conversation: Conversation, asked: Sequence[Message]) -> MediaRef:
+    """The audio clip of the messages before the answer."""
+    if [message.role for message in asked] == ["user"]:
+        (question,) = asked
         text = any(isinstance(part, str) and part.strip() for part in question.parts)
-        if not text and not answer.media and [ref.kind for ref in question.media] == ["audio"]:
-            return question.media[0], answer
+        if not text and [ref.kind for ref in question.media] == ["audio"]:
+            return question.media[0]
+    raise _other_form(conversation)
+
+
+def _other_form(conversation: Conversation) -> BadSample:
     found = []
-    for message in messages:
+    for message in conversation.messages:
         parts = [part.kind if isinstance(part, MediaRef) else "text" for part in message.parts]
         found.append(f"{message.role} with {' and '.join(parts)}")
-    raise BadSample(
+    return BadSample(
         f"{conversation.where}: Whisper takes a turn of the user with one sound and no text, and a turn of the "
         f"assistant with its transcript; the row has: {', '.join(found)}",
         "not a sound with its transcript",
