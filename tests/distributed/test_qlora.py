@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,16 @@ def test_resume_on_another_layout(ranks2: RankPool, ranks4: RankPool, tmp_path: 
     with pytest.raises(RankError, match="were trained with --lora-quantize nf4; add it, or add --finetune"):
         run(ranks2, "broken", 4, lora_quantize=None)
     assert run(ranks4, "broken", 4, {"sharding_size": 2}) == pytest.approx(unbroken, rel=1e-6)
+
+
+def test_random_weights_are_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    hf_dir = tiny_qwen3_dir(tmp_path / "hf", weights=False)
+    data = write_mixed_dataset(tmp_path / "data", rows=4, seed=5, images=False)
+    words = flags_of(tmp_path / "files", hf_dir, data, {}, save=tmp_path / "run")
+    (tmp_path / "files/model.json").write_text(
+        json.dumps({"init_from_hf_path": str(hf_dir), "train_from_scratch": True})
+    )
+    with pytest.raises(
+        RankError, match="--lora-quantize nf4: Qwen3ForCausalLM starts from random weights; there is no"
+    ):
+        ranks2.run(run_entry, words, timeout=120)

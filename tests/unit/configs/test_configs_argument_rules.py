@@ -12,6 +12,7 @@ from mindspeed_mm.utils.errors import ConfigError
 from tests.support.runs import run_of_args
 
 MINIMAL = "--mm-model model.json --mm-data data.json --micro-batch-size 4 --lr 1e-3 --use-torch-fsdp2"
+QUANTIZED = "--train-iters 9 --lora-target-modules q_proj --lora-quantize nf4"
 
 
 def validated(extra: str = "--train-iters 10", world_size: int = 2) -> Namespace:
@@ -84,6 +85,13 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
             "--train-iters 9 --calculate-per-token-loss --calculate-square-loss",
             ["--calculate-per-token-loss and --calculate-square-loss"],
         ),
+        ("--train-iters 9 --lora-quantize nf4", ["--lora-quantize: --lora-target-modules names the layers"]),
+        (
+            f"{QUANTIZED} --tensor-model-parallel-size 2",
+            ["--lora-quantize nf4: layers in 4 bits are not split", "set --tensor-model-parallel-size to 1"],
+        ),
+        (f"{QUANTIZED} --no-strict-load", ["--lora-quantize nf4: a weight that is missing", "leave --no-strict-load"]),
+        (f"{QUANTIZED} --lora-quantize nf3", ["--lora-quantize", "'nf3'", "nf4"]),
         ("--train-iters 9 --save-hf", ["--save-hf needs --save"]),
         ("--train-iters 9 --ckpt-step 3", ["--ckpt-step needs --load"]),
         ("--train-iters 9 --ckpt-step bes", ["found 'bes'; expected a whole number, or best"]),
@@ -100,6 +108,12 @@ def test_what_does_not_fit(run_folder: Path, words: str, parts: list[str]) -> No
         validated(words)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_the_megatron_backend_has_no_layers_in_4_bits(run_folder: Path) -> None:
+    args = parse_args(f"{MINIMAL} false {QUANTIZED}".split(), backends=("fsdp2", "ptd"))
+    with pytest.raises(ConfigError, match="--lora-quantize nf4: the Megatron backend has no layers in 4 bits"):
+        validate_args(args, 1)
 
 
 def test_everything_that_does_not_fit_is_told_together(run_folder: Path) -> None:

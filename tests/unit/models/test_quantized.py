@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.quantized import NF4Linear, quantize, quantize_base, refuse_experts, restore
+from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.live_bytes import LiveBytes
 
@@ -90,6 +92,20 @@ def test_left_as_they_are() -> None:
     assert [type(m) is NF4Linear for m in model] == [False, True, False, False, False, False, False]
     with pytest.raises(ConfigError, match="--lora-quantize nf4: Sequential has no frozen linear layer of 64 inputs"):
         quantize_base(frozen(nn.Linear(32, 64)), torch.float32)
+
+
+def test_operations_are_counted_as_of_the_weights() -> None:
+    """The figures of a step don't depend on how weights are stored."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=64))
+    model.requires_grad_(False)
+    before = flops_model(model, TEXT_TRAITS)
+    quantize_base(model, torch.float32)
+    assert before is not None and flops_model(model, TEXT_TRAITS) == before
+    assert isinstance(model.model.layers[0].mlp.up_proj, NF4Linear) and type(model.lm_head) is nn.Linear
 
 
 def test_experts_are_refused() -> None:
