@@ -7,7 +7,7 @@ MM_BASE=runs/quickstart_base
 # Pretrain on the digits 0 to 4, once: a base that is there is taken.
 mm_lora_base() {
     if [ ! -f "$MM_BASE/report.json" ]; then
-        LORA=base bash examples/quickstart/finetune_quickstart.sh
+        LORA=base LOAD_PATH="" MASTER_PORT="$MASTER_PORT" bash examples/quickstart/finetune_quickstart.sh
         python examples/quickstart/evaluate.py --run "$MM_BASE" --data runs/quickstart/data
     fi
 }
