@@ -8,7 +8,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForC
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.models.transformers_model import _set_attention
+from mindspeed_mm.models.transformers_model import set_attention
 from mindspeed_mm.utils import log
 
 
@@ -35,7 +35,7 @@ def test_attention_follows_the_device(
     monkeypatch.setattr(accelerator, "current", device)
     hf_config = Qwen3Config()
     described = TransformersModelConfig.from_dict({"init_from_hf_path": "hf", "attn_implementation": wanted})
-    _set_attention(hf_config, described, Qwen3ForCausalLM)
+    set_attention(hf_config, described, Qwen3ForCausalLM)
     assert hf_config._attn_implementation == expected
     expected_notices = [f"model.json: attn_implementation {wanted} can't run here ({why}); sdpa is used"]
     assert said == ([] if why is None else expected_notices)
@@ -48,6 +48,6 @@ def test_a_model_without_sdpa_takes_eager(wanted: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(accelerator, "current", CPUAccelerator)
     hf_config = GptOssConfig()
     described = TransformersModelConfig.from_dict({"init_from_hf_path": "hf", "attn_implementation": wanted})
-    _set_attention(hf_config, described, GptOssForCausalLM)
+    set_attention(hf_config, described, GptOssForCausalLM)
     assert hf_config._attn_implementation == "eager"
     assert [text.rsplit("; ")[-1] for text in said] == ([] if wanted == "eager" else ["eager is used"])

@@ -65,7 +65,7 @@ def test_a_megabyte_leaves_a_short_message(door: str, tmp_path: Path) -> None:
 
 
 def test_a_flags_word() -> None:
-    item = SimpleNamespace(kind=int, optional=False, path=None, synonyms=(), choices=None)
+    item = SimpleNamespace(kind=int, optional=False, path=None, synonyms=(), words=(), choices=None)
     with pytest.raises(Exception, match="expected a whole number") as refused:
         reader(item)(LONG)  # type: ignore[arg-type]
     assert len(str(refused.value)) < 200
