@@ -41,7 +41,8 @@ from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
 from mindspeed_mm.configs.trainer_config import TrainerConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
-from mindspeed_mm.configs.vlm_inference import AnswerFlags, AnswerKeys, InferenceKeys  # noqa: E402
+from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags  # noqa: E402
+from mindspeed_mm.configs.vlm_inference import AnswerFlags, AnswerKeys, EvaluationKeys, InferenceKeys  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 
@@ -193,6 +194,12 @@ ANSWERS_CHAPTER = """## inference_vlm.py and mindspeed-mm chat
 See [inference.md](inference.md). Of the flags above, `--use-torch-fsdp2`, `--fsdp2-config-path`, `--trust-remote-code`,
 `--micro-batch-size` (the same as `--batch-size`), `--bf16`, `--fp16`, the tensor- and pipeline-parallel sizes and those
 of collectives count here, too; any others are accepted, with a notice.
+"""
+
+
+EVALUATION_CHAPTER = """## evaluate_vlm.py
+
+See [evaluation.md](evaluation.md). It has the flags of inference_vlm.py except those of a prompt, and these:
 """
 
 
@@ -422,6 +429,20 @@ def answers_chapter() -> str:
     )
 
 
+def evaluation_chapter() -> str:
+    """Return the chapter of evaluate_vlm.py: what it has beside inference_vlm.py."""
+    answers = {item.name: item for item in flags_of(AnswerFlags)}
+    own = [item for item in flags_of(BenchmarkFlags) if item.help != getattr(answers.get(item.name), "help", None)]
+    return "\n".join(
+        [
+            EVALUATION_CHAPTER,
+            table(("flag", "type", "default", "meaning"), [flag_row(item) for item in own]),
+            "Keys of model.json, beside those of inference_vlm.py:\n",
+            table(("key", "type", "default", "meaning"), section_rows(EvaluationKeys)),
+        ]
+    )
+
+
 FATES: dict[Fate, str] = {
     "write": "refused, unless its value has no consequence",
     "absent": "refused, unless its value has no consequence",
@@ -508,6 +529,7 @@ def make_page() -> str:
         ),
         file_chapter("tools.json", ToolsConfig),
         answers_chapter(),
+        evaluation_chapter(),
         YAML_CHAPTER,
         llm_chapter(),
         trainer_chapter(),

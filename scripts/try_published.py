@@ -60,7 +60,6 @@ _NOT_THERE = {
     "mindspeed_mm/fsdp/tasks/cosyvoice3/train.py": "it trains the CosyVoice3LM of its authors' own code, and "
     "transformers has no class of CosyVoice3",
 }
-#: names of files; every other path is that of a directory
 #: the autoencoder of Wan 2.1, which the 14B sizes of Wan 2.2 share, and that of Wan 2.2 5B; as diffusers' script
 #: convert_wan_to_diffusers.py writes them
 _AUTOENCODERS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -76,6 +75,9 @@ _FEATURES = {
     f"mindspeed_mm/tools/feature_extraction/get_{name}_feature.py": family
     for name, family in (("sora", None), ("wan", "wan"), ("vace", "wan"))
 }
+#: a question with options, as VLMEvalKit publishes them
+_ROW_OF_A_BENCHMARK = "index\timage\tquestion\tA\tB\tanswer\n0\t" + "A" * 80 + "\twhat\tone\ttwo\tA\n"
+#: names of files; every other path is that of a directory
 _FILE = re.compile(r"\.(json|jsonl|txt|yaml|csv|tsv|parquet|safetensors|pt|pth|mp4|png|jpe?g|py)$")
 
 
@@ -143,7 +145,7 @@ def stand_in(folder: Path, path: str) -> None:
         return
     if _FILE.search(path):
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text("")
+        place.write_text(_ROW_OF_A_BENCHMARK if place.suffix == ".tsv" else "")
         return
     place.mkdir(parents=True, exist_ok=True)
     (place / "config.json").write_text(json.dumps(config_of(path)))
@@ -184,6 +186,7 @@ def world_size(words: Sequence[str]) -> int:
 def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
     """The answer of a launch's dry run."""
     from mindspeed_mm.dry_run import dry_run
+    from mindspeed_mm.tasks.evaluation import command as evaluation
     from mindspeed_mm.tasks.generation import inference
     from mindspeed_mm.tasks.inference import command as answers
     from mindspeed_mm.tasks.train.generation import SORA
@@ -198,6 +201,8 @@ def answer_of(entry: str, words: list[str], processes: int) -> dict[str, Any]:
             dry_run(recipes[entry], [*words, "--dry-run", "--world-size", str(processes)])
         elif entry == "inference_sora.py":
             inference.main([*words, "--dry-run"])
+        elif entry == "evaluate_vlm.py":
+            evaluation.main([*words, "--dry-run", "--world-size", str(processes)])
         elif entry == "inference_vlm.py":
             answers.main([*words, "--dry-run", "--world-size", str(processes)])
         else:

@@ -14,6 +14,7 @@ from mindspeed_mm.tasks.evaluation.command import main
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.support import benchmark_files as files
 from tests.support.answers import NEW_TOKENS, AnswerCase, transformers_answers
+from tests.support.workers import RankPool
 from tests.unit.configs.published_vlm import ELSEWHERE, published_model
 
 CHOOSE = "Answer with the option's letter from the given choices directly."
@@ -260,11 +261,16 @@ def published_file(case: AnswerCase, data: Path, output: Path) -> dict[str, Any]
     }
 
 
-def test_published_launches_evaluate(case: AnswerCase, tmp_path: Path) -> None:
-    """The 7B launch: transformers' answers, drawn from the one likeliest token."""
+def test_published_launches_evaluate(case: AnswerCase, ranks4: RankPool, tmp_path: Path) -> None:
+    """The 7B launch by itself, and the 72B one on four processes whose stages become shards: the same bytes, which are
+    transformers' answers, drawn from the one likeliest token."""
     data, expected = files.ai2d_tsv(tmp_path), by_transformers(case, [of_ai2d(n) for n in range(5)], {4: [0]})
     words = [*PUBLISHED.split(), "--load", str(case.hf_dir), "--mm-model", str(tmp_path / "evaluate.json")]
     (tmp_path / "evaluate.json").write_text(json.dumps(published_file(case, data, tmp_path / "7b")))
     main([*words, "--pipeline-model-parallel-size", "1"])
     lines = lines_of(tmp_path / "7b" / "predictions.jsonl")
     assert [line["answer"] for line in lines] == expected
+    (tmp_path / "evaluate.json").write_text(json.dumps(published_file(case, data, tmp_path / "72b")))
+    ranks4.run(main, [*words, "--pipeline-model-parallel-size", "4", "--variable-seq-lengths"])
+    for name in ("predictions.jsonl", "scores.jsonl", "results.json"):
+        assert (tmp_path / "72b" / name).read_bytes() == (tmp_path / "7b" / name).read_bytes()
