@@ -43,13 +43,17 @@ class BenchmarkLayout:
         name: for messages.
         columns: those that its rows must have.
         ask: row and pictures → the question; raises RowFault of a faulty row.
+        picture: column of the picture, of rows that have no columns image_1, image_2, …
         folders: where pictures that a row names are, relative to the folder of its file.
+        splits: words of which each file's name has one: the `split` of its rows.
     """
 
     name: str
     columns: tuple[str, ...]
     ask: Callable[[Row, Pictures], Question]
+    picture: str = "image"
     folders: tuple[str, ...] = ("",)
+    splits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
 from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
 from mindspeed_mm.tasks.evaluation.describe import EvaluationRun, describe_evaluation
-from mindspeed_mm.tasks.evaluation.report import report_of, score_rows, table_of, write_report
+from mindspeed_mm.tasks.evaluation.report import remove_report, report_of, score_rows, table_of, write_report
 from mindspeed_mm.tasks.inference.command import answer_outline
 from mindspeed_mm.utils.launch import is_first_rank
 from mindspeed_mm.utils.log import notice
@@ -50,6 +50,8 @@ def evaluate_answers(run: EvaluationRun) -> dict[str, object] | None:
     """
     from mindspeed_mm.tasks.inference.rows import answer_into_file
 
+    if run.answers.overwrite and is_first_rank():
+        remove_report(run.folder)
     lines = answer_into_file(run.answers, run.rows)
     if not is_first_rank():
         return None

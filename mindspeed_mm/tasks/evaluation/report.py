@@ -87,6 +87,12 @@ def table_of(report: dict[str, Any], name: str) -> str:
     )
 
 
+def remove_report(folder: Path) -> None:
+    """Remove the scores of answers that are about to be replaced."""
+    for name in ("results.json", "scores.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def write_report(folder: Path, report: dict[str, Any], scored: Sequence[dict[str, Any]]) -> None:
     """Write `results.json` and, with a line for each row, `scores.jsonl`; the second one first."""
     replace_file(folder / "scores.jsonl", "".join(f"{line}\n" for line in _lines(scored)))

@@ -46,7 +46,8 @@ class BenchmarkFile:
             self._file = _ListFile(path, first["data"])
             first = self._file.row(0)
         self.layout = _layout_of(benchmark, first, path)
-        self._split = _split_of(path) if benchmark.name == "chartqa" else None
+        name = os.path.basename(path)
+        self._split = next((split for split in self.layout.splits if split in name), None)
         self._by_index: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class BenchmarkFile:
             BadSample: the row can't be used.
         """
         row = self._file.row(index)
-        if self._split and "split" not in row:
+        if self._split is not None:
             row = {**row, "split": self._split}
         if missing := [column for column in self.layout.columns if row.get(column) is None]:
             raise BadSample(f"{self.where(index)}: no value of {', '.join(missing)}", "a value is missing")
@@ -81,14 +82,13 @@ class BenchmarkFile:
         """The pictures of a row: columns image_1 …, or one column with one or several of them."""
         if "image_1" in row:
             return [_picture(row[name], name) for name in _PICTURES if row.get(name) is not None]
-        column = "imgname" if "imgname" in row else "image"
-        value = row[column]
-        if isinstance(value, str) and column == "image":
+        value = row[self.layout.picture]
+        if isinstance(value, str):
             if not value and row.get("image_path"):
                 return [MediaRef("image", path) for path in texts_in(row["image_path"])]
             if "index" in row:  # a tsv of VLMEvalKit
                 return [_decoded(self._referred(text)) for text in texts_in(value)]
-        return [_picture(value, column)]
+        return [_picture(value, self.layout.picture)]
 
     def _referred(self, text: str) -> str:
         """The picture of another row, where the row has that row's index in the place of a picture."""
@@ -194,11 +194,6 @@ def _layout_of(benchmark: Benchmark, row: Row, path: str) -> BenchmarkLayout:
         f"{path}: no layout of {benchmark.name}: {', '.join(map(repr, missing))} missing{near}; found the columns "
         f"{', '.join(map(str, itertools.islice(row, 20)))}; expected {expected}"
     )
-
-
-def _split_of(path: str) -> str | None:
-    """ChartQA's questions by people and those of a model are files of their own."""
-    return next((split for split in ("human", "augmented") if split in os.path.basename(path)), None)
 
 
 def _picture(value: object, column: str) -> MediaRef:
