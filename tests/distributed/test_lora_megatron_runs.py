@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,30 @@ def test_both_backends_start_from_the_same_adapters_and_resume_each_other(pools:
 
 
 @pytest.mark.full
+def test_base_of_another_run(pools: Pools, tmp_path: Path) -> None:
+    no_lora = dict.fromkeys(LORA)
+    pools.train(FSDP2, tmp_path / "base", 2, **no_lora, save_interval=2)
+    flags = {"load_base_model": tmp_path / "base/iter_0000002"}
+    expected = pools.train(FSDP2, tmp_path / "fsdp2", 4, **flags)
+    pools.train(TP2, tmp_path / "megatron", 2, **flags)
+    assert pools.train(PP2, tmp_path / "megatron", 4) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
-    [{"lora_init": "gaussian"}, {"lora_init": "random"}, {"lora_use_dora": True}],
-    ids=["gaussian", "random", "DoRA"],
+    [{"lora_init": "gaussian"}, {"lora_init": "random"}, {"lora_use_dora": True}, {"mm_model": "scratch"}],
+    ids=["gaussian", "random", "DoRA", "from scratch"],
 )
 def test_first_values(flags: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
+    if "mm_model" in flags:
+        described = {
+            **json.loads(files()["model.json"].read_text()),
+            "train_from_scratch": True,
+            "ignore_weights": True,
+        }
+        flags = {"mm_model": tmp_path / "model.json"}
+        flags["mm_model"].write_text(json.dumps(described))
     expected = pools.train(FSDP2, tmp_path / "fsdp2", 3, **flags)
     assert pools.train(TP2, tmp_path / "megatron", 3, **flags) == pytest.approx(expected, rel=1e-5)
 

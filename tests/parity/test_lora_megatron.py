@@ -36,6 +36,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ CASES = {
     "TP2 SP": Case(2, {**TP2, **SP}),
     "PP2, accumulation": Case(2, PP2, micro=1),
     "recompute": Case(1, RECOMPUTE),
-    "DP2 distributed optimizer": Case(2, DISTRIBUTED),
+    "DP2 distributed optimizer, overlap": Case(2, OVERLAP),
     "PP2 VPP2": Case(2, {**PP2, "virtual_pipeline_model_parallel_size": 2}, full=True),
     "TP2 SP PP2, recompute": Case(4, {**TP2, **SP, **PP2, **RECOMPUTE}),
     "TP2 DP2 distributed optimizer": Case(4, {**TP2, **DISTRIBUTED}, full=True),

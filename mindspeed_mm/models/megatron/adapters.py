@@ -157,7 +157,7 @@ class LayerAdapters(nn.Module):
             ConfigError: the outputs of transformers' layers don't alternate in the layer's output.
         """
         super().__init__()
-        self._mapping = mapping
+        self._mapping, self._uses_dora = mapping, options.use_dora
         split = _Split(layer)
         ranks = 1 if split.by_input else split.ranks
         pieces = 1
@@ -181,9 +181,9 @@ class LayerAdapters(nn.Module):
         """Return for each parameter, by its name in this module, its ParamMapping."""
         found = {}
         for name, _ in self.named_parameters():
-            _, number, kind = name.split(".", 2)
-            stored = f"{self._paths[int(number)]}.{kind}"
-            has_rows = len(self._paths) == 1 and kind != "lora_A.weight"
+            _, number, kind = name.split(".")
+            stored = f"{self._paths[int(number)]}.{kind}{'' if kind == 'lora_magnitude_vector' else '.weight'}"
+            has_rows = len(self._paths) == 1 and kind != "lora_A"
             found[name] = ParamMapping((stored,), self._mapping.blocks) if has_rows else same(stored)
         return found
 
@@ -202,13 +202,16 @@ class LayerAdapters(nn.Module):
             if str(number) not in self.parts:
                 added.append(result.new_zeros(shape))
                 continue
-            base = BaseLayer(
-                self._own(layer.weight.t(), number).t(),
-                self._own(result, number),
-                None if layer.bias is None or layer.skip_bias_add else self._own(layer.bias, number),
-            )
+            base = self._base(layer, result, number) if self._uses_dora else None
             added.append(self.parts[str(number)](x, base).view(shape))
         return result + torch.cat(added, dim=-1).view(result.shape), bias
+
+    def _base(self, layer: Any, result: torch.Tensor, number: int) -> BaseLayer:
+        return BaseLayer(
+            self._own(layer.weight.t(), number).t(),
+            self._own(result, number),
+            None if layer.bias is None or layer.skip_bias_add else self._own(layer.bias, number),
+        )
 
     def _own(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """Return the part of one transformers layer of what has the layer's outputs as its last dimension."""
@@ -265,12 +268,6 @@ class _Split:
         return param
 
 
-class _Weight(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-
 class Adapter(nn.Module):
     """A rank's part of the adapter of one transformers layer.
 
@@ -287,23 +284,24 @@ class Adapter(nn.Module):
         super().__init__()
         self._split, self._scaling, self._dropout = split, options.scaling, options.dropout
         of_outputs = None if split.by_input else 0
-        self.lora_A = _Weight(split.parameter(options.r, split.inputs, dim=1 if split.by_input else None))
-        self.lora_B = _Weight(split.parameter(outputs, options.r, dim=of_outputs))
+        # parameters of the module that is called: by its hooks, Megatron-core gathers them before they are used
+        self.lora_A = split.parameter(options.r, split.inputs, dim=1 if split.by_input else None)
+        self.lora_B = split.parameter(outputs, options.r, dim=of_outputs)
         self.lora_magnitude_vector = split.parameter(outputs, dim=of_outputs) if options.use_dora else None
 
-    def forward(self, x: torch.Tensor, base: BaseLayer) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, base: BaseLayer | None) -> torch.Tensor:
         """Return what is added to the layer's output.
 
         Args:
             x: the layer's input [sequence, batch, in], as it is split.
-            base: the layer.
+            base: the layer; None: without DoRA.
 
         Returns:
             [sequence, batch, out], as the layer's output is split.
         """
         dropped = self._drop(x) if self.training and self._dropout else x
-        added = F.linear(self._split.cross(F.linear(dropped, self.lora_A.weight)), self.lora_B.weight) * self._scaling
-        if self.lora_magnitude_vector is None:
+        added = F.linear(self._split.cross(F.linear(dropped, self.lora_A)), self.lora_B) * self._scaling
+        if self.lora_magnitude_vector is None or base is None:
             return added
         factor = self.lora_magnitude_vector / self._norms(base.weight)
         return (factor - 1) * self._output(base, x, dropped) + factor * added
@@ -330,7 +328,7 @@ class Adapter(nn.Module):
 
         Source: Liu et al., arXiv:2402.09353, section 4.3.
         """
-        squares = (weight + self._scaling * (self.lora_B.weight @ self.lora_A.weight)).float().square().sum(1)
+        squares = (weight + self._scaling * (self.lora_B @ self.lora_A)).float().square().sum(1)
         if self._split.by_input and self._split.ranks > 1:
             dist.all_reduce(squares, group=self._split.group)
         return squares.sqrt().to(weight.dtype)
