@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.tasks.evaluation.command import main
+from mindspeed_mm.tasks.inference import command as inference
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.support import benchmark_files as files
 from tests.support.answers import NEW_TOKENS, AnswerCase, transformers_answers
@@ -203,6 +204,9 @@ def test_faults_are_sentences_before_a_model_is_loaded(case: AnswerCase, tmp_pat
         BadSample, benchmark="ai2d", data_path=wrong
     )
     assert "--prompt belongs to inference_vlm.py" in message(ConfigError, prompt="x")
+    (tmp_path / "evaluate.json").write_text(json.dumps({"evaluation_dataset": "ai2d_test", "dataset_path": str(tsv)}))
+    with pytest.raises(ConfigError, match="'dataset_path', 'evaluation_dataset': this file describes a benchmark"):
+        inference.main(["--load", str(case.hf_dir), "--mm-model", str(tmp_path / "evaluate.json")])
 
 
 #: words of the published launches, without the model and its file
