@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.utils.errors import DataError
 from tests.support.answers import AnswerCase, launch, transformers_answers
 from tests.support.families import families
 
 #: images and videos, with times in positions and in the text; tiles; sounds; text alone
 ALWAYS = ("qwen2_5_vl", "qwen3_vl", "internvl", "qwen2_5_omni", "qwen3")
-#: Whisper writes no chat; transformers takes no row with images and videos of GLM's
-OTHERS = sorted(families().keys() - {*ALWAYS, "whisper", "glm4v", "glm4v_moe", "glm46v"})
+OTHERS = sorted(families().keys() - {*ALWAYS, "llama4"})  # transformers 5.24 can't generate with Llama 4's pictures
+#: transformers' `generate` takes no row with images and videos of these
+ONE_KIND = ("glm4v", "glm4v_moe", "glm46v")
 
 
 @functools.cache
@@ -31,10 +34,17 @@ def case_of(name: str) -> AnswerCase:
 def test_answers_equal_transformers(name: str, tmp_path: Path) -> None:
     """Greedy answers to rows of all media and of none, token for token, one by one and in padded batches."""
     case = case_of(name)
+    if name in ONE_KIND:
+        both = next(number for number, row in enumerate(case.rows) if row["images"] and row["videos"])
+        with pytest.raises(DataError, match=rf"row {both + 1}: \w+ can't answer: Image features and image tokens"):
+            launch(tmp_path / "both.jsonl", load=case.hf_dir, data_path=case.data)
+        case = AnswerCase.of(case, [row for row in case.rows if not (row["images"] and row["videos"])])
+        case.data = case.data.with_name("one_kind.json")
+        case.data.write_text(json.dumps(case.rows))
     expected = transformers_answers(case)
-    assert len(set(expected)) > 1
+    assert len(set(expected)) > 1 or name not in ALWAYS  # a tiny model may say the same to all
     for batch_size in (1, 4):
         lines = launch(tmp_path / f"{batch_size}.jsonl", load=case.hf_dir, data_path=case.data, batch_size=batch_size)
-        assert [line["index"] for line in lines] == list(range(8))
+        assert [line["index"] for line in lines] == list(range(len(case.rows)))
         assert [line["answer"] for line in lines] == expected
         assert [line["reference"] for line in lines] == [row["messages"][-1]["content"] for row in case.rows]

@@ -100,7 +100,7 @@ class AnswerGenerator:
                     synced_gpus=self._lockstep,
                     **(stops if self.settings.stop else {}),
                 )
-        except ValueError as error:  # transformers' own checks of settings and inputs
+        except (ValueError, AttributeError) as error:  # transformers' checks, and what its models lack for `generate`
             where = " and ".join(str(request.conversation.where) for request in requests[:2])
             raise DataError(f"{where}: {self._name} can't answer: {error}") from error
         lengths = [len(sample["input_ids"]) for sample in samples]
