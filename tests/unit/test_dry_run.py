@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoConfig
 
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
@@ -129,6 +130,20 @@ def test_megatron_stages(folder: Path, config_only: Path, capsys: pytest.Capture
     assert first["has_embedding"] and first["vision_layers"][0] == 0 and not first["has_head"]
     assert last["has_head"] and last["text_layers"][0] == first["text_layers"][1] + 1
     assert found["model"]["parameters"] > found["model"]["trained_parameters"] > 0  # the tower is frozen by default
+
+
+def test_adapters_on_megatron(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By transformers' and by Megatron's names; the tower is frozen by default, and its layers get none."""
+    words = ("--tensor-model-parallel-size", "2", "--seq-length", "64", "--world-size", "2")
+    config = AutoConfig.from_pretrained(config_only)
+    text, vision = config.get_text_config(), config.vision_config
+    of_text = text.num_hidden_layers * (text.hidden_size + text.intermediate_size)
+    of_projector = vision.hidden_size * vision.spatial_merge_size**2 + text.hidden_size
+    for target, expected in (("mlp.down_proj", of_text), ("linear_fc2", of_text + of_projector)):
+        found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words, "--lora-target-modules", target)
+        assert found["model"]["trained_parameters"] == 8 * expected
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words, "--lora-target-modules", "lm_head")
+    assert "lm_head is the output layer, which gets no adapter on the Megatron backend" in found["refusal"]
 
 
 def test_generation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,9 @@ from torch import nn
 
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.models.common.adapters import AdapterPlan, inject_adapters, plan_adapters
+from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS
+from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape, decoder_tensor
+from mindspeed_mm.models.megatron.vision.names import tower_tensor
 from mindspeed_mm.optimizer.muon import matrix_names
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -122,6 +125,28 @@ def test_what_muon_orthogonalises() -> None:
     }
 
 
+def test_names_of_megatron() -> None:
+    """A fused layer's name means the transformers layers that it consists of, but those of frozen parts."""
+    found = plan_adapters(model("tower"), LoraOptions(("linear_qkv",)), PARTS, MEGATRON_LAYERS)
+    assert found.modules == ("layers.0.q_proj", "layers.0.v_proj", "layers.1.q_proj", "layers.1.v_proj")
+    with pytest.raises(ConfigError, match="--lora-target-modules linear_fc1: no layer of Model has this name"):
+        plan_adapters(model(), LoraOptions(("linear_fc1",)), PARTS, MEGATRON_LAYERS)
+
+
+def test_names_of_megatron_are_those_of_its_layers() -> None:
+    shape = DecoderShape(2, 1)
+    found: dict[str, set[str]] = {}
+    for layer in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        towers = [f"vision_encoder.blocks.layers.0.{layer}.weight"]
+        towers += [f"vision_projector.{layer}.weight"] if layer.startswith("mlp") else []
+        sources = [*decoder_tensor(f"decoder.layers.0.{layer}.weight", shape).sources]
+        sources += [source for name in towers for source in tower_tensor(name, 2, 1).sources]
+        found[layer.split(".")[1]] = {source.removesuffix(".weight") for source in sources}
+    for name, paths in found.items():
+        assert all(any(path.endswith(f".{end}") for end in MEGATRON_LAYERS[name]) for path in paths)
+        assert all(any(path.endswith(f".{end}") for path in paths) for end in MEGATRON_LAYERS[name])
+
+
 @pytest.mark.parametrize(
     ("targets", "options", "sentence"),
     [
@@ -129,6 +154,7 @@ def test_what_muon_orthogonalises() -> None:
         (("up_proj",), {}, "its experts are single parameters: --lora-target-parameters experts.gate_up_proj"),
         (("tower.0",), {}, "--lora-target-modules tower.0: tower.0 is a Block; expected a linear, convolution or"),
         (("norm",), {}, "--lora-target-modules norm: no layer of Model has this name"),
+        (("linear_qkv",), {}, "has this name; it is the Megatron backend's name: write q_proj v_proj"),
         (
             ("v_proj",),
             {"apply_to": ("head",)},
