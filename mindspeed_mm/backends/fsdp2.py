@@ -31,6 +31,7 @@ from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable, as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists
@@ -309,7 +310,8 @@ class FSDP2Backend:
         if (config := self._adapter_config()) is not None:
             fetcher = hf_export.FromModel(self._root, dist.get_rank(group))
             names = list(trained_tensors(self._root, tied_once=False))  # PEFT reads a tied weight by each of its names
-            export_adapters(fetcher, names, directory, config, origin.source, group)
+            of_pipeline = is_diffusers_class(type(self._root))
+            export_adapters(fetcher, names, directory, config, origin.source, group, of_pipeline=of_pipeline)
             return
         layout = self._contract.final_export_layout() if is_final else None
         hf_export.export(self._root, directory, origin.source, group, origin.dtype, self._conversions, layout)
@@ -328,7 +330,8 @@ class FSDP2Backend:
         """Give adapters their first values, once the model's own weights are there."""
         draw_adapters(self._root, options, self.described.process.seed)
         if options.start is not None:
-            load_adapters(self._root, Path(options.start), options)
+            unsafe = self.described.checkpoint.allow_unsafe_pickle
+            load_adapters(self._root, Path(options.start), options, allow_pickle=unsafe)
 
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         run = self.described

@@ -1,4 +1,4 @@
-"""Adapters in files: PEFT directories (adapter_config.json, adapter_model.safetensors), and the checks of checkpoints.
+"""Adapters of a run in files: what is loaded and exported, and the checks of checkpoints.
 
 A checkpoint of a run with LoRA holds the adapters, what is trained whole, and their optimizer's state; its state.json
 has the content of adapter_config.json under `lora`, and refers to the base model by `source`.
@@ -17,11 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from mindspeed_mm.checkpoint.adapter_files import OF_PEFT, WEIGHTS, open_adapters, write_pipeline_adapters
 from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.hf_export import Fetcher
 from mindspeed_mm.checkpoint.lazy import LazyTensor, whole
 from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
-from mindspeed_mm.checkpoint.sources import SafetensorsWeights, listing, shown
+from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors, trained_tensors
 from mindspeed_mm.configs.lora import LoraOptions
@@ -33,8 +34,6 @@ from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.files import fsync_path
 from mindspeed_mm.utils.log import info_rank0
 
-WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 #: flag → key of adapter_config.json
 _KEYS = {
     "lora_r": "r",
@@ -94,6 +93,12 @@ def refuse_other_adapters(found: Mapping[str, Any], options: LoraOptions, where:
     Raises:
         ConfigError: a setting differs; the message names the flag and both values.
     """
+    patterns = [key for key in ("rank_pattern", "alpha_pattern") if found.get(key)]
+    if patterns:
+        raise ConfigError(
+            f"{where}: its adapters have a rank or alpha of their own for some layers ({', '.join(patterns)}), and "
+            "those of a run have one; merge them into their base model (mm-convert … merge_lora) to train on from there"
+        )
     differ = []
     for flag, value in options.identity.items():
         stored = found.get(_KEYS[flag], value)
@@ -170,14 +175,18 @@ def base_of(saved: Mapping[str, Any], options: LoraOptions, start: Start) -> str
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> None:
-    """Fill adapters and what is trained whole from a PEFT directory; each rank reads its part.
+def load_adapters(model: nn.Module, path: Path, options: LoraOptions, *, allow_pickle: bool = False) -> None:
+    """Fill adapters and what is trained whole from files; each rank reads its part.
+
+    Args:
+        path: what `open_adapters` opens.
+        allow_pickle: see `open_weights`.
 
     Raises:
         CheckpointError: a tensor is missing, left over or of another shape; nothing has been changed then.
-        ConfigError: the directory's adapters mean something else under the flags of the run.
+        ConfigError: the stored adapters mean something else under the flags of the run.
     """
-    stored, wanted = read_adapters(model, directory, options)
+    stored, wanted = read_adapters(model, path, options, allow_pickle=allow_pickle)
     for name, target in wanted.items():
         local, region = local_part(target.detach())
         if 0 not in local.shape:
@@ -185,26 +194,28 @@ def load_adapters(model: nn.Module, directory: Path, options: LoraOptions) -> No
 
 
 def read_adapters(
-    model: nn.Module, directory: Path, options: LoraOptions
+    model: nn.Module, path: Path, options: LoraOptions, *, allow_pickle: bool = False
 ) -> tuple[dict[str, LazyTensor], dict[str, torch.Tensor]]:
-    """Return the tensors of a PEFT directory, none of which is read yet, and those of the model that they fill.
+    """Return the tensors of stored adapters, none of which is read yet, and those of the model that they fill.
 
     Args:
         model: with adapters; may be on the meta device.
+        path, allow_pickle: see `load_adapters`.
 
     Raises:
         CheckpointError: a tensor is missing, left over or of another shape.
-        ConfigError: the directory's adapters mean something else under the flags of the run.
+        ConfigError: the stored adapters mean something else under the flags of the run.
     """
-    refuse_other_adapters(read_adapter_config(directory), options, f"--lora-load '{directory}'")
-    stored = SafetensorsWeights(directory, [directory / WEIGHTS]).tensors()
-    stored = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
+    found = open_adapters(path, allow_pickle=allow_pickle)
+    refuse_other_adapters(found.config, options, f"--lora-load '{path}'")
+    every = persistent_tensors(model, tied_once=False)
+    stored = found.named(lambda name: stored_name(name) in every)
     wanted = _tensors_of_file(model, stored)
     plan = as_trainable(model).adapter_plan
     parameters = () if plan is None else plan.parameters
     stored = {n: from_peft(n, t, parameters, wanted[n].shape) if n in wanted else t for n, t in stored.items()}
-    refuse_adapter_misfits(stored, {name: tuple(t.shape) for name, t in wanted.items()}, directory)
-    info_rank0(f"adapters: {len(wanted)} tensors from '{directory}'")
+    refuse_adapter_misfits(stored, {name: tuple(t.shape) for name, t in wanted.items()}, path)
+    info_rank0(f"adapters: {len(wanted)} tensors from '{path}'")
     return stored, wanted
 
 
@@ -249,27 +260,6 @@ def refuse_adapter_misfits(stored: Mapping[str, Any], wanted: Mapping[str, tuple
         )
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json.
-
-    Raises:
-        CheckpointError: it is missing, can't be read, or describes no LoRA.
-    """
-    path = directory / PEFT_CONFIG
-    if not path.is_file() or not (directory / WEIGHTS).is_file():
-        raise CheckpointError(
-            f"'{directory}' is no PEFT directory: expected {PEFT_CONFIG} and {WEIGHTS}; it holds {listing(directory)}"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' can't be read: {error}") from error
-    kind = content.get("peft_type") if isinstance(content, dict) else None
-    if kind != "LORA":
-        raise CheckpointError(f"'{path}': peft_type is {kind!r}; expected LORA")
-    return dict(content)
-
-
 def write_peft_files(directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """Write adapter_model.safetensors and adapter_config.json.
 
@@ -279,8 +269,9 @@ def write_peft_files(directory: Path, tensors: Mapping[str, torch.Tensor], confi
         config: content of adapter_config.json.
     """
     parameters = config.get("target_parameters") or ()
-    values = {_PREFIX + n: to_peft(n, t, parameters).contiguous().clone() for n, t in tensors.items()}
+    values = {OF_PEFT + n: to_peft(n, t, parameters).contiguous().clone() for n, t in tensors.items()}
     save_file(values, directory / WEIGHTS, metadata={"format": "pt"})
+    fsync_path(directory / WEIGHTS)
     (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -291,8 +282,13 @@ def export_adapters(
     config: Mapping[str, Any],
     source: str | None,
     group: dist.ProcessGroup,
+    *,
+    of_pipeline: bool = False,
 ) -> None:
     """Write adapters as a PEFT directory that loads with `PeftModel.from_pretrained`; a collective.
+
+    Those of a diffusers model are written as its pipelines load them (`load_lora_weights`), in one file with the
+    settings in its header, unless modules were trained whole, which that file has no place for.
 
     Args:
         fetcher: gathers the tensors.
@@ -301,19 +297,21 @@ def export_adapters(
         config: content of adapter_config.json.
         source: directory of the base model, whose tokenizer, processor and templates are copied.
         group: process group for tensors in host memory.
+        of_pipeline: whether they belong to a diffusers model.
 
     Raises:
         CheckpointError: a rank could not write; the directory is then unchanged.
     """
     agreement = Agreement(group, directory.parent)
     working = working_folder(directory)
+    of_pipeline = of_pipeline and all(map(is_adapter, names))
 
     def write() -> None:
         make_empty(working, working)
         tensors = fetcher.tensors()
-        write_peft_files(working, {n: tensors[n].node.read(whole(tensors[n].shape)) for n in names}, config)
-        fsync_path(working / WEIGHTS)
-        if source is not None and Path(source).is_dir():
+        values = {n: tensors[n].node.read(whole(tensors[n].shape)) for n in names}
+        (write_pipeline_adapters if of_pipeline else write_peft_files)(working, values, config)
+        if source is not None and Path(source).is_dir() and not of_pipeline:
             copy_small_files(Path(source), working)
         sync_files(working)
         replace_folder(working, directory)
@@ -327,4 +325,11 @@ def export_adapters(
         if isinstance(error, (StepFailed, OSError)):
             raise CheckpointError(f"'{directory}' could not be exported: {error}; nothing is left of it") from error
         raise
-    info_rank0(f"exported {len(names)} tensors of adapters to {directory} (loads with PeftModel.from_pretrained)")
+    info_rank0(f"exported {len(names)} tensors of adapters to {directory} (loads with {_loader(of_pipeline, source)})")
+
+
+def _loader(of_pipeline: bool, source: str | None) -> str:
+    if not of_pipeline:
+        return "PeftModel.from_pretrained"
+    second = source is not None and Path(source).name == "transformer_2"
+    return "load_lora_weights of a diffusers pipeline" + (", load_into_transformer_2=True" if second else "")

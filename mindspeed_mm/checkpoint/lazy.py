@@ -297,6 +297,16 @@ def leaf(
     return LazyTensor(Leaf(name, shape, dtype, reader, keeps_dtype))
 
 
+def computed(func: Callable[..., torch.Tensor], inputs: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
+    """Return a lazy tensor with the shape of the first input; it is computed whole, from whole inputs.
+
+    Args:
+        func: (values of the inputs) → the value.
+        dtype: of the result of `func`.
+    """
+    return LazyTensor(_Result(_Call(func, tuple(inputs), {}), None, inputs[0].shape, dtype))
+
+
 def rounded(node: Node, dtype: torch.dtype) -> Node:
     """Return the expression with its values rounded to `dtype`, in its original dtype."""
     return _Cast(_Cast(node, dtype), node.dtype)

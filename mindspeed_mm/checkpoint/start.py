@@ -24,6 +24,8 @@ from mindspeed_mm.utils.files import is_same_path
 from mindspeed_mm.utils.log import notice
 
 PEFT_CONFIG = "adapter_config.json"
+#: file of adapters that diffusers' pipelines load with `load_lora_weights`
+OF_PIPELINE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def find_start(
         return _start(path, finetune)
     if is_peft(path):
         raise CheckpointError(
-            f"--load '{load}' holds adapters only ({path.name}/adapter_config.json); give it as --lora-load, and the "
-            "base model as --load or init_from_hf_path"
+            f"--load '{load}' holds adapters only; give it as --lora-load, and the base model as --load, "
+            "init_from_hf_path or from_pretrained"
         )
     if has_weight_files(path) or is_pipeline(path):
         return Start(path)
@@ -99,8 +101,8 @@ def find_start(
 
 
 def is_peft(directory: Path) -> bool:
-    """Whether a folder holds adapters in PEFT's layout."""
-    return (directory / PEFT_CONFIG).is_file()
+    """Whether a folder holds adapters in PEFT's layout or in diffusers'."""
+    return any((directory / name).is_file() for name in (PEFT_CONFIG, OF_PIPELINE))
 
 
 def has_state(directory: Path) -> bool:

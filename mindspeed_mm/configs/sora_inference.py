@@ -59,6 +59,13 @@ class InferenceFlags:
     low_noise_predictor: Annotated[
         str | None, flag("the second expert's weights: as --load, or a transformer's directory", path="directory")
     ] = None
+    lora_load: Annotated[
+        str | None,
+        flag("adapters for the predictor: a directory or file of PEFT or diffusers", path="file or directory"),
+    ] = None
+    low_noise_lora_load: Annotated[
+        str | None, flag("adapters for the second expert, likewise", path="file or directory")
+    ] = None
     prompts: Annotated[str | None, flag("text file, one prompt a line", path="file")] = None
     images: Annotated[
         str | None, flag("text file of first frames, one path a line beside each prompt", path="file")
@@ -133,6 +140,8 @@ class SamplingKeys(Section):
     fps: Count | None = Field(None, description="frames a second of written videos")
     dtype: DtypeName | None = Field(None, description="of the predictor")
     low_noise_predictor: str | None = Field(None, description="weights of the second expert")
+    lora_load: str | None = Field(None, description="adapters for the predictor: a directory or file")
+    low_noise_lora_load: str | None = Field(None, description="adapters for the second expert")
     boundary_ratio: Share | None = Field(
         None, description="share of the noise range at which the second one takes over"
     )

@@ -2,6 +2,7 @@
 
     mm-convert GenericDCPConverter hf_to_dcp --hf_dir HF --dcp_dir OUT
     mm-convert GenericDCPConverter dcp_to_hf --load_dir RUN_OR_CHECKPOINT --save_dir OUT --model_assets_dir HF
+    mm-convert GenericDCPConverter merge_lora --base HF --adapter PEFT_OR_RUN --out OUT
     mm-convert Qwen2_5_VLConverter hf_to_mm --cfg.hf_config.hf_dir HF --cfg.mm_dir OUT
     mm-convert Qwen2_5_VLConverter mm_to_hf --cfg.hf_config.hf_dir HF --cfg.mm_dir RUN --cfg.save_hf_dir OUT
     mm-convert info DIR

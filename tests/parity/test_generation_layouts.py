@@ -98,7 +98,17 @@ def clips_and_captions() -> tuple[torch.Tensor, list[str]]:
 @functools.cache
 def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, norms before clipping, and averaged weights of a plain loop."""
-    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel.from_pretrained(workspace() / "transformer").train()
+    losses, norms, average = train_plainly(model)
+    average.copy_to(model.parameters())
+    return losses, norms, model.state_dict()
+
+
+def train_plainly(model: Any) -> tuple[list[float], list[float], Any]:
+    """Train what of a diffusers transformer isn't frozen: losses, norms before clipping, and diffusers' EMAModel."""
+    from diffusers import AutoencoderKLWan, WanPipeline
     from diffusers.training_utils import EMAModel
     from transformers import AutoTokenizer, UMT5EncoderModel
 
@@ -109,13 +119,13 @@ def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     text_encoder = UMT5EncoderModel.from_pretrained(folder / "encoders" / "text_encoder").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "encoders" / "tokenizer")
     pipeline = WanPipeline(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=None, transformer=None)
-    model = WanTransformer3DModel.from_pretrained(folder / "transformer").train()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95)
     )
-    average = EMAModel(model.parameters(), decay=0.9999)
+    average = EMAModel(parameters, decay=0.9999)
     clips, captions = clips_and_captions()
     with torch.no_grad():
         posterior = vae.encode(clips).latent_dist
@@ -138,13 +148,12 @@ def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
         predicted = model(hidden_states=noisy, timestep=sigmas.flatten() * 1000, encoder_hidden_states=states).sample
         loss = torch.nn.functional.mse_loss(predicted, noise - latents)
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
-        average.step(model.parameters())
-    average.copy_to(model.parameters())
-    return losses, norms, model.state_dict()
+        average.step(parameters)
+    return losses, norms, average
 
 
 # what other rows of the table cover as well

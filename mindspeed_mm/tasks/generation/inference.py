@@ -137,12 +137,20 @@ def _open(config: SoRAInferenceConfig | None, flags: InferenceFlags) -> Generati
             sampler=flags.sampler,
             shift=flags.shift,
             low_noise_predictor=flags.low_noise_predictor,
+            adapters=flags.lora_load,
+            low_noise_adapters=flags.low_noise_lora_load,
             cpu_offload=flags.cpu_offload,
         )
     if flags.load is not None and not is_pipeline(Path(flags.load)) and is_pipeline(Path(flags.load) / "hf"):
         flags.load = str(Path(flags.load) / "hf")
     return open_pipeline(
-        str(flags.load), dtype=flags.dtype, sampler=flags.sampler, shift=flags.shift, cpu_offload=flags.cpu_offload
+        str(flags.load),
+        dtype=flags.dtype,
+        sampler=flags.sampler,
+        shift=flags.shift,
+        adapters=flags.lora_load,
+        low_noise_adapters=flags.low_noise_lora_load,
+        cpu_offload=flags.cpu_offload,
     )
 
 

@@ -38,9 +38,10 @@ def parse_flags(words: Sequence[str]) -> InferenceFlags:
         names = ", ".join("--" + name.replace("_", "-") for name in others)
         notice(f"no effect here: {names}: they belong to training")
     flags = InferenceFlags(**{name: value for name, value in given.items() if name in own})
-    paths = {name: value for name, value in vars(flags).items() if own[name].path in ("file", "directory") and value}
+    inputs = ("file", "directory", "file or directory")
+    paths = {name: value for name, value in vars(flags).items() if own[name].path in inputs and value}
     missing = [name for name, value in paths.items() if not Path(value).exists()]
-    describe = {"directory": describe_missing_model, "file": describe_missing}
+    describe = {"directory": describe_missing_model, "file": describe_missing, "file or directory": describe_missing}
     raise_all([f"{own[name].spelling}: {describe[str(own[name].path)](paths[name])}" for name in missing])
     if flags.mm_model is None and flags.load is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ from mindspeed_mm.models.generation.diffusion.build import build_objective
 from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
 from mindspeed_mm.models.generation.sora_model import generation_rule, resolve_predictor
 from mindspeed_mm.tasks.generation.sampler import build_sampler, with_shift
-from mindspeed_mm.tasks.generation.weights import load_predictor
+from mindspeed_mm.tasks.generation.weights import fill_with_adapters, load_predictor
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
@@ -66,6 +66,8 @@ def build_pipeline(
     sampler: Sampler | None = None,
     shift: float | None = None,
     low_noise_predictor: str | Path | None = None,
+    adapters: str | Path | None = None,
+    low_noise_adapters: str | Path | None = None,
     cpu_offload: bool | None = None,
 ) -> GenerationPipeline:
     """Build the pipeline of a model's weights, its frozen parts and a sampler.
@@ -78,6 +80,7 @@ def build_pipeline(
         dtype: the predictor's (bf16, fp16, fp32); None: model.json's, else bf16 on an accelerator, fp32 on the host.
         sampler, shift: see `build_sampler`; None: model.json's.
         low_noise_predictor: weights of a second expert; None: model.json's, if any.
+        adapters, low_noise_adapters: adapters for the predictor and for the second expert; None: model.json's, if any.
         cpu_offload: parts stay on the host while they aren't used; None: model.json's.
 
     Raises:
@@ -99,17 +102,15 @@ def build_pipeline(
     pipeline_class = getattr(diffusers, family.pipelines[family.task])
     takes = inspect.signature(pipeline_class.__init__).parameters
     load_weights = functools.partial(load_predictor, family.model_class_name, structure, dtype=of_predictor, ema=ema)
-    transformer, words = load_weights(place, step=step)
+    transformer, words = load_weights(place, step=step, base=source, adapters=adapters or keys.lora_load)
     components = {**_components(parts, takes), "transformer": transformer}
     second, boundary = _second_expert(config, low_noise_predictor, pipeline_class)
+    of_second = _adapters_of_second(config, low_noise_adapters, second)
     if second is not None:
-        expert, more = load_weights(second)
+        expert, more = load_weights(second, base=_beside(config), adapters=of_second)
         components |= {"transformer_2": expert, "boundary_ratio": boundary}
         words = f"{words}, {more}"
-    if family.task == "ti2v" and "expand_timesteps" in takes:
-        components["expand_timesteps"] = True
-    if "guider" in takes:
-        components["guider"] = diffusers.ClassifierFreeGuidance()
+    components |= _settings(family.task, takes)
     objective = build_objective(model.diffusion, family.defaults, model.file)
     wanted_shift = shift or keys.pipeline_config.flow_shift or keys.diffusion.flow_shift
     components["scheduler"] = build_sampler(objective, model.diffusion.model_id, sampler, wanted_shift)
@@ -133,6 +134,8 @@ def open_pipeline(
     dtype: str | None = None,
     sampler: Sampler | None = None,
     shift: float | None = None,
+    adapters: str | Path | None = None,
+    low_noise_adapters: str | Path | None = None,
     cpu_offload: bool | None = None,
 ) -> GenerationPipeline:
     """Open the directory of a whole pipeline, such as a run's export; the arguments are those of `build_pipeline`.
@@ -156,6 +159,11 @@ def open_pipeline(
         pipeline = diffusers.DiffusionPipeline.from_pretrained(str(path), dtype=_dtype(dtype))
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise CheckpointError(f"pipeline '{path}' can't be loaded: {error}") from error
+    for name, files in (("transformer", adapters), ("transformer_2", low_noise_adapters)):
+        if files is not None and (model := pipeline.components.get(name)) is None:
+            raise CheckpointError(f"pipeline '{path}' has no {name} that the adapters '{files}' could belong to")
+        if files is not None:
+            fill_with_adapters(model, path / name, files)
     pipeline.scheduler = with_shift(pipeline.scheduler, sampler, shift)
     temporal = getattr(pipeline, "vae_scale_factor_temporal", 1)
     spatial = getattr(pipeline, "vae_scale_factor_spatial", getattr(pipeline, "vae_scale_factor", 8))
@@ -178,6 +186,14 @@ def _dtype(name: str | None) -> torch.dtype:
     return dtype
 
 
+def _settings(task: str, takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Arguments of a pipeline that are neither models nor tokenizers."""
+    import diffusers
+
+    found: dict[str, Any] = {"guider": diffusers.ClassifierFreeGuidance()} if "guider" in takes else {}
+    return {**found, "expand_timesteps": True} if task == "ti2v" and "expand_timesteps" in takes else found
+
+
 def _components(parts: FrozenParts, takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """The frozen parts by the names of the pipeline's arguments; None for missing ones without a default."""
     assert parts.ae is not None and parts.captions is not None
@@ -195,10 +211,7 @@ def _second_expert(
 ) -> tuple[Path | None, float]:
     """Weights of the expert of low noise, and the share of the noise range at which it takes over."""
     whole = Path(config.model.init_from_diffusers) if config.model.init_from_diffusers else None
-    beside = whole / "transformer_2" if whole is not None else None
-    place = given or config.sampling.low_noise_predictor
-    if place is None and beside is not None and (beside / "config.json").is_file():
-        place = beside
+    place = given or config.sampling.low_noise_predictor or _beside(config)
     boundary = config.sampling.boundary_ratio
     if place is None:
         if boundary is not None:
@@ -219,6 +232,25 @@ def _second_expert(
             "takes over (Wan 2.2: 0.875 for text to video, 0.9 for image to video)"
         )
     return Path(place), boundary
+
+
+def _adapters_of_second(
+    config: SoRAInferenceConfig, given: str | Path | None, second: Path | None
+) -> str | Path | None:
+    adapters = given or config.sampling.low_noise_lora_load
+    if adapters is not None and second is None:
+        raise ConfigError(
+            f"{config.file}: adapters for a second expert ({adapters}), and there is none; write "
+            "'low_noise_predictor' (or --low-noise-predictor), or name them as --lora-load"
+        )
+    return adapters
+
+
+def _beside(config: SoRAInferenceConfig) -> Path | None:
+    """The second expert in the pipeline that model.json names, if there is one."""
+    whole = config.model.init_from_diffusers
+    place = Path(whole) / "transformer_2" if whole else None
+    return place if place is not None and (place / "config.json").is_file() else None
 
 
 def _normalise_as_trained(vae: ModelMixin, described: AeConfig) -> None:

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.adapter_files import AdapterFiles, open_adapters
+from mindspeed_mm.checkpoint.dcp import read_state
+from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.lazy import LazyTensor, leaf
+from mindspeed_mm.checkpoint.merged import merge_weights
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory, is_pipeline
 from mindspeed_mm.checkpoint.run_folder import CheckpointStep, find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import (
@@ -20,6 +24,7 @@ from mindspeed_mm.checkpoint.sources import (
     listing,
     open_weights,
 )
+from mindspeed_mm.checkpoint.start import has_state, is_peft
 from mindspeed_mm.checkpoint.weights import load_weights
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.models.common.meta_build import build_on_meta
@@ -107,8 +112,10 @@ def load_predictor(
     dtype: torch.dtype,
     step: CheckpointStep | None = None,
     ema: bool | None = None,
+    base: str | Path | None = None,
+    adapters: str | Path | None = None,
 ) -> tuple[ModelMixin, str]:
-    """Build a predictor on the host and load its weights.
+    """Build a predictor on the host and load its weights; adapters are merged into them.
 
     Args:
         class_name: diffusers class.
@@ -116,6 +123,11 @@ def load_predictor(
         place, step: see `locate_weights`.
         dtype: dtype of its parameters, except for those that diffusers keeps in float32.
         ema: see `open_predictor_weights`.
+        base: where the base model's weights are, if `place` holds adapters only; None: as the checkpoint says.
+        adapters: further adapters; see `open_adapters`.
+
+    Raises:
+        CheckpointError: weights are missing or don't fit.
 
     Returns:
         the model, in evaluation mode, and where its weights came from, in words.
@@ -123,14 +135,55 @@ def load_predictor(
     import diffusers
 
     directory = locate_weights(place, class_name, step)
-    source = open_predictor_weights(directory, ema)
     model = build_on_meta(getattr(diffusers, class_name), structure)
+    words = f"{directory}"
+    source: WeightSource
+    if (found := _adapters_in(directory, ema)) is not None:
+        origin = locate_weights(_base_of(directory, base), class_name)
+        source = merge_weights(model, open_weights(origin), found)
+        words = f"{origin} with the adapters of {directory}"
+    else:
+        source = open_predictor_weights(directory, ema)
+        words += " (averaged)" if isinstance(source, AveragedWeights) else ""
+    if adapters is not None:
+        source = merge_weights(model, source, open_adapters(Path(adapters)))
+        words += f" with the adapters of {adapters}"
     _allocate(model, dtype)
     load_weights(model, source)
     model.requires_grad_(False)
-    words = f"{directory}" + (" (averaged)" if isinstance(source, AveragedWeights) else "")
     info_rank0(f"weights: {words}")
     return model.eval(), words
+
+
+def _adapters_in(directory: Path, ema: bool | None) -> AdapterFiles | None:
+    """Return the adapters of a folder that holds nothing else; None: it holds whole weights."""
+    if is_peft(directory):
+        return open_adapters(directory)
+    if not (is_dcp(directory) and has_state(directory) and read_state(directory).get("lora")):
+        return None
+    averages = any(name.startswith(_AVERAGE) for name in DcpReader(directory).tensors)
+    return open_adapters(directory, averaged=ema if ema is not None else averages)
+
+
+def _base_of(directory: Path, base: str | Path | None) -> str | Path:
+    """Return where the base of a folder's adapters is: as its own run says, if that is there, else `base`."""
+    state = read_state(directory) if has_state(directory) else {}
+    own = [found for found in (state.get("base"), base, state.get("source")) if found and Path(found).is_dir()]
+    if not own:
+        raise CheckpointError(
+            f"'{directory}' holds adapters only, and their base model is not there; write its directory as "
+            "'predictor.from_pretrained' or 'init_from_diffusers' in model.json"
+        )
+    return str(own[0])
+
+
+def fill_with_adapters(model: nn.Module, directory: Path, adapters: str | Path) -> None:
+    """Fill a model with the weights of its directory and adapters on top of them.
+
+    Raises:
+        CheckpointError: there are no adapters, or they don't fit.
+    """
+    load_weights(model, merge_weights(model, open_weights(directory), open_adapters(Path(adapters))))
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:

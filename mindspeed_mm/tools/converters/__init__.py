@@ -18,17 +18,19 @@ from mindspeed_mm.tools.converters.layouts import (
 )
 
 _DCP = ("hf_to_dcp", "dcp_to_hf")
+_LORA = ("lora_hf_to_dcp", "lora_dcp_to_hf")
+_LORA_MERGE = (*_LORA, "merge_mm_lora_dcp_weight_to_base_hf")
 _LAYOUTS = ("hf_to_mm", "mm_to_hf", "resplit")
-_DIFFUSERS = ("hf_to_mm", "mm_to_hf", "mm_to_dcp", "resplit")
+_DIFFUSERS = ("hf_to_mm", "mm_to_hf", "mm_to_dcp", "resplit", "lora_hf_to_mm", "merge_lora_to_base")
 
 #: converter → its directions
 CONVERTERS: dict[type, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (GenericDCPConverter, ExpertMergeDcpConverter, Mistral3Converter, Qwen35Converter, Qwen3VLConverter), _DCP
-    ),
+    GenericDCPConverter: (*_DCP, "merge_lora", *_LORA),
+    **dict.fromkeys((ExpertMergeDcpConverter, Qwen35Converter), _DCP),
+    **dict.fromkeys((Mistral3Converter, Qwen3VLConverter), (*_DCP, *_LORA_MERGE)),
     **dict.fromkeys(
         (GlmConverter, InternVLConverter, Qwen2VLConverter, Qwen2_5_OmniConverter, Qwen3VLMegatronConverter), _LAYOUTS
     ),
-    Qwen2_5_VLConverter: (*_LAYOUTS, "hf_to_mm_ldt"),
+    Qwen2_5_VLConverter: (*_LAYOUTS, "hf_to_mm_ldt", "lora_hf_to_mm", "lora_mm_to_hf"),
     **dict.fromkeys((CogVideoConverter, HunyuanVideoConverter, WanConverter), _DIFFUSERS),
 }

@@ -4,22 +4,76 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mindspeed_mm.tools.converters.generic import (
-    Given,
-    checkpoint_to_hf,
-    hf_to_checkpoint,
-    structure,
-    tell_no_effect,
-)
+from mindspeed_mm.tools.converters.generic import checkpoint_to_hf, hf_to_checkpoint
 from mindspeed_mm.tools.converters.layouts import require_type
+from mindspeed_mm.tools.converters.lora import (
+    Factor,
+    adapters_to_peft,
+    merge_adapters,
+    nothing_to_convert_of_adapters,
+)
+from mindspeed_mm.tools.converters.places import Given, structure, tell_no_effect
 from mindspeed_mm.utils.errors import ConfigError
 
 _HEAD = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
 
 
-class _DcpConverter:
+class _LoraConverter:
+    """The directions of adapters, by published arguments."""
+
     model_types: ClassVar[tuple[str, ...]]
 
+    def lora_hf_to_dcp(self, hf_dir: str, dcp_dir: str = "") -> None:
+        """Say what to pass to --lora-load: a run reads PEFT directories as they are, and nothing is written.
+
+        Args:
+            hf_dir: PEFT directory.
+            dcp_dir: nothing is written.
+        """
+        nothing_to_convert_of_adapters(Given("--hf_dir", hf_dir))
+
+    def lora_dcp_to_hf(self, load_dir: str, save_dir: str, model_assets_dir: str | None = None) -> None:
+        """Write the adapters of a checkpoint as a PEFT directory.
+
+        Args:
+            load_dir: a run folder (its newest checkpoint is taken), or a checkpoint of adapters.
+            save_dir: the PEFT directory to write.
+            model_assets_dir: no effect, a PEFT directory holds no files of the base model.
+        """
+        tell_no_effect("--model_assets_dir", model_assets_dir, "a PEFT directory holds no files of the base model")
+        adapters_to_peft(Given("--load_dir", load_dir), Given("--save_dir", save_dir))
+
+    def merge_mm_lora_dcp_weight_to_base_hf(
+        self,
+        base_hf_dir: str,
+        lora_dcp_dir: str,
+        save_merged_hf_dir: str,
+        lora_target_modules: str = "",
+        scaling: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a base model with the adapters of a checkpoint or PEFT directory added, as a HF directory.
+
+        Args:
+            base_hf_dir: HF directory of the base model.
+            lora_dcp_dir: a run folder, a checkpoint of adapters, or a PEFT directory.
+            save_merged_hf_dir: the HF directory to write.
+            lora_target_modules: no effect, all adapters are merged.
+            scaling: factor on the adapters' output, where nothing beside them says alpha and rank.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        tell_no_effect("--lora_target_modules", lora_target_modules, "all adapters are merged")
+        merge_adapters(
+            Given("--base_hf_dir", base_hf_dir),
+            Given("--lora_dcp_dir", lora_dcp_dir),
+            Given("--save_merged_hf_dir", save_merged_hf_dir),
+            scaling=None if scaling is None else Factor("--scaling", scaling),
+            trust_remote_code=trust_remote_code,
+            check=lambda model, given: require_type(model, given, self.model_types),
+        )
+
+
+class _DcpConverter(_LoraConverter):
     def hf_to_dcp(
         self,
         hf_dir: str,

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mindspeed_mm.tools.converters.generic import (
-    Given,
-    checkpoint_to_hf,
-    hf_to_checkpoint,
-    nothing_to_convert,
-    structure,
-)
+from mindspeed_mm.tools.converters.generic import checkpoint_to_hf, hf_to_checkpoint
 from mindspeed_mm.tools.converters.layouts import EVERY_LAYOUT, require_type
+from mindspeed_mm.tools.converters.lora import Factor, merge_adapters, nothing_to_convert_of_adapters
+from mindspeed_mm.tools.converters.places import Given, nothing_to_convert, structure
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -49,6 +45,21 @@ class ConversionPaths:
     hf_dir: str = ""
 
 
+@dataclass
+class MergePaths:
+    """Arguments of a merge.
+
+    Args:
+        source_path: diffusers directory of the base transformer.
+        target_path: the diffusers directory to write.
+        lora_path: run folder, checkpoint, PEFT directory or file with the adapters.
+    """
+
+    source_path: str
+    target_path: str
+    lora_path: str
+
+
 class _DiffusersConverter:
     class_name: ClassVar[str]
     #: key of config.json with the number of blocks
@@ -79,6 +90,33 @@ class _DiffusersConverter:
     def resplit(self, cfg: ConversionPaths) -> None:
         """Say what to pass to --load: a checkpoint fits every layout, and nothing is split or written."""
         nothing_to_convert(Given(_SOURCE, cfg.source_path), EVERY_LAYOUT)
+
+    def lora_hf_to_mm(self, cfg: ConversionPaths) -> None:
+        """Say what to pass to --lora-load: a run reads adapters of diffusers as they are, and nothing is written."""
+        nothing_to_convert_of_adapters(Given(_SOURCE, cfg.source_path))
+
+    def merge_lora_to_base(
+        self, cfg: MergePaths, lora_alpha: float | None = None, lora_rank: float | None = None
+    ) -> None:
+        """Write a base transformer with adapters added as a diffusers directory.
+
+        Args:
+            cfg: paths.
+            lora_alpha: numerator of the factor on the adapters' output, where nothing beside them says it.
+            lora_rank: its denominator.
+        """
+        if (lora_alpha is None) != (lora_rank is None):
+            raise ConfigError("--lora_alpha and --lora_rank are given together, or neither: their quotient counts")
+        factor = None
+        if lora_alpha is not None and lora_rank is not None:
+            factor = Factor(f"--lora_alpha {lora_alpha:g} --lora_rank {lora_rank:g}", lora_alpha / lora_rank)
+        merge_adapters(
+            Given(_SOURCE, cfg.source_path),
+            Given("--cfg.lora_path", cfg.lora_path),
+            Given(_TARGET, cfg.target_path),
+            scaling=factor,
+            check=lambda model, given: require_type(model, given, (self.class_name,)),
+        )
 
     def _check(self, model: Any, given: Given, layout: TargetParallelConfig) -> None:
         require_type(model, given, (self.class_name,))

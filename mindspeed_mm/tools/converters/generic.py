@@ -7,9 +7,22 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_mm.configs.hf_directory import describe_missing_model
+from mindspeed_mm.tools.converters.lora import (
+    Factor,
+    adapters_to_peft,
+    merge_adapters,
+    nothing_to_convert_of_adapters,
+)
+from mindspeed_mm.tools.converters.places import (
+    Given,
+    checkpoint_in,
+    refuse_existing,
+    structure,
+    tell_no_effect,
+    weights_in,
+)
 from mindspeed_mm.tools.inspect_weights import progress_bar, size_words
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, did_you_mean
 from mindspeed_mm.utils.files import is_same_path
@@ -20,18 +33,6 @@ if TYPE_CHECKING:
 
     from mindspeed_mm.checkpoint.lazy import LazyTensor
     from mindspeed_mm.checkpoint.sources import WeightSource
-
-
-class Given(NamedTuple):
-    """A directory of the command line.
-
-    Attributes:
-        argument: the argument that names it, for messages.
-        path: the directory.
-    """
-
-    argument: str
-    path: str
 
 
 class GenericDCPConverter:
@@ -117,6 +118,52 @@ class GenericDCPConverter:
             best=best,
         )
 
+    def merge_lora(
+        self,
+        base: str,
+        adapter: str,
+        out: str,
+        scaling: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Write a base model with adapters added as a HF or diffusers directory, tensor by tensor.
+
+        A weight is base + alpha / rank · B·A, computed in float32 and rounded to the base's dtype.
+
+        Args:
+            base: HF directory, or the folder of a transformer in a diffusers pipeline.
+            adapter: PEFT directory, pytorch_lora_weights.safetensors, another file of adapters, a run folder or a
+                checkpoint of adapters, of either backend.
+            out: the directory to write.
+            scaling: factor on the adapters' output, where nothing beside them says alpha and rank.
+            trust_remote_code: let config.json bring Python code of its own.
+        """
+        merge_adapters(
+            Given("--base", base),
+            Given("--adapter", adapter),
+            Given("--out", out),
+            scaling=None if scaling is None else Factor("--scaling", scaling),
+            trust_remote_code=trust_remote_code,
+        )
+
+    def lora_dcp_to_hf(self, load_dir: str, save_dir: str) -> None:
+        """Write the adapters of a checkpoint as a PEFT directory.
+
+        Args:
+            load_dir: a run folder (its newest checkpoint is taken), or a checkpoint of adapters.
+            save_dir: the PEFT directory to write.
+        """
+        adapters_to_peft(Given("--load_dir", load_dir), Given("--save_dir", save_dir))
+
+    def lora_hf_to_dcp(self, hf_dir: str, dcp_dir: str = "") -> None:
+        """Say what to pass to --lora-load: a run reads PEFT directories as they are, and nothing is written.
+
+        Args:
+            hf_dir: PEFT directory.
+            dcp_dir: nothing is written.
+        """
+        nothing_to_convert_of_adapters(Given("--hf_dir", hf_dir))
+
 
 def hf_to_checkpoint(
     model: Any,
@@ -159,7 +206,7 @@ def hf_to_checkpoint(
         return
     values = {dcp_prefix + name: node for name, node in plan.values.items()}
     release, root = Path(target.path) / "release", Path(target.path)
-    _refuse_existing(release, target.argument)
+    refuse_existing(release, target.argument)
     working = root / ".release.saving"
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
@@ -214,105 +261,11 @@ def checkpoint_to_hf(
     if check is not None:
         check(model, described)
     source = DcpWeights(directory, averaged=True) if averaged else weights_in(directory, checkpoint)
-    _refuse_existing(Path(target.path), target.argument)
+    refuse_existing(Path(target.path), target.argument)
     total = sum(tensor_bytes(tuple(t.shape), wanted or t.dtype) for t in source.tensors().values())
     with progress_bar(f"{directory} → {target.path}", total) as advance:
         count = export_from(source, model, Path(target.path), described.path, wanted, advance, stored=stored)
     print(f"{count} tensors in {target.path}; it loads with from_pretrained")
-
-
-def nothing_to_convert(source: Given, reason: str) -> None:
-    """Say that a run reads a checkpoint or HF directory as it is.
-
-    Raises:
-        CheckpointError: it holds no weights that a run reads.
-    """
-    weights_in(checkpoint_in(source), source)
-    print(f"nothing to convert: {reason}; start a run from '{source.path}' as it is, with --load {source.path}")
-
-
-def structure(directory: Given, trust_remote_code: bool = False) -> Any:
-    """Build the model of config.json on the meta device.
-
-    Raises:
-        ConfigError: no HF directory, or its config.json can't be used.
-    """
-    import torch
-
-    from mindspeed_mm.checkpoint.sources import listing
-    from mindspeed_mm.models.common.build_context import BuildContext, build_context
-    from mindspeed_mm.models.common.diffusers_init import diffusers_structure
-    from mindspeed_mm.models.common.modelzoo import ModelHub
-    from mindspeed_mm.models.transformers.meta_model import config_for
-    from mindspeed_mm.models.transformers_model import load_hf_config
-
-    argument, path = directory.argument, Path(directory.path)
-    if not path.is_dir():
-        raise ConfigError(f"{argument}: {describe_missing_model(directory.path)}; expected a HF directory")
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"{argument}: '{directory.path}' has no config.json; expected a HF directory; it holds {listing(path)}"
-        )
-    if (of_diffusers := diffusers_structure(path)) is not None:
-        return of_diffusers
-    with build_context(BuildContext(trust_remote_code=trust_remote_code)):
-        config = load_hf_config(directory.path, where=f"{argument}:")
-    model_class: Any = ModelHub.get(None, config, where=str(path / "config.json"))
-    with torch.device("meta"):
-        dtype = getattr(config, "dtype", None) or torch.float32
-        return model_class._from_config(config_for(model_class, config), dtype=dtype)
-
-
-def checkpoint_in(given: Given, *, best: bool = False) -> Path:
-    """The folder of the newest checkpoint of a run folder; any other directory unchanged.
-
-    Args:
-        best: of the checkpoint that best.json names.
-
-    Raises:
-        CheckpointError: the checkpoint, or best.json, is missing; for Megatron's torch format it says what to do.
-    """
-    from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
-
-    root = Path(given.path)
-    if best:
-        return find_checkpoint(root, "best").directory
-    if not has_checkpoint(root):
-        return root
-    try:
-        return find_checkpoint(root).directory
-    except CheckpointError:
-        for folder in (root / "release", *sorted(root.glob("iter_*"))):
-            _refuse_older_format(folder, given)
-        raise
-
-
-def weights_in(directory: Path, given: Given) -> WeightSource:
-    """The weights of a checkpoint or HF directory.
-
-    Args:
-        given: what named the directory, for messages.
-
-    Raises:
-        CheckpointError: there are none; for Megatron's torch format it says what to do with it.
-    """
-    from mindspeed_mm.checkpoint.sources import open_weights
-
-    _refuse_older_format(directory, given)
-    return open_weights(directory)
-
-
-def tell_no_effect(argument: str, value: object, reason: str) -> None:
-    """Say that an argument has no effect, if it is given."""
-    if value:
-        notice(f"{argument} has no effect: {reason}")
-
-
-def _refuse_older_format(directory: Path, given: Given) -> None:
-    from mindspeed_mm.checkpoint.run_folder import describe_older_format
-
-    if directory.is_dir() and (advice := describe_older_format(directory)):
-        raise CheckpointError(f"{given.argument}: '{directory}' can't be read{advice}, and pass that to --load")
 
 
 def _dtype_named(name: str | None) -> torch.dtype | None:
@@ -376,11 +329,6 @@ def _remembered_source(directory: Path, argument: str) -> str:
             f"'{directory}' holds no config.json and {where}; give {argument}, the HF directory that has it"
         )
     return str(source)
-
-
-def _refuse_existing(path: Path, argument: str) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{argument}: '{path}' is there already; remove it, or choose another place")
 
 
 @contextmanager

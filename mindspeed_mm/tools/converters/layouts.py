@@ -9,13 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from mindspeed_mm.tools.converters.generic import (
-    Given,
-    checkpoint_to_hf,
-    hf_to_checkpoint,
-    nothing_to_convert,
-    structure,
-)
+from mindspeed_mm.tools.converters.generic import checkpoint_to_hf, hf_to_checkpoint
+from mindspeed_mm.tools.converters.lora import adapters_to_peft, nothing_to_convert_of_adapters
+from mindspeed_mm.tools.converters.places import Given, nothing_to_convert, structure
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -86,9 +82,13 @@ class CommonModelConfig:
 
     Args:
         enable_canonical_hf_struct: no effect, weights are stored under transformers' names, and none is fused.
+        model_prefix: no effect, adapters are found with PEFT's prefix, and without it.
+        new_transformers_weight_key: no effect, names are those of the transformers that is installed.
     """
 
     enable_canonical_hf_struct: bool | None = None
+    model_prefix: str = ""
+    new_transformers_weight_key: bool | None = None
 
 
 @dataclass
@@ -133,6 +133,23 @@ class MmToHf:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
     trust_remote_code: bool = False
+
+
+@dataclass
+class LoraMmToHf:
+    """Arguments of lora_mm_to_hf.
+
+    Args:
+        mm_dir: a run folder (its newest checkpoint is taken), or a checkpoint of adapters.
+        save_hf_dir: the PEFT directory to write.
+        parallel_config: layout of the run.
+        common_model_config: form of the weights.
+    """
+
+    mm_dir: str
+    save_hf_dir: str
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    common_model_config: CommonModelConfig = field(default_factory=CommonModelConfig)
 
 
 @dataclass
@@ -225,6 +242,16 @@ class Qwen2_5_VLConverter(_LayoutConverter):
     """Weights of Qwen2.5-VL: HF directory to a checkpoint for pretrain_vlm.py and back, by published arguments."""
 
     model_types = ("qwen2_5_vl",)
+
+    def lora_hf_to_mm(self, cfg: HfToMm) -> None:
+        """Say what to pass to --lora-load: a run reads PEFT directories as they are, and nothing is written."""
+        nothing_to_convert_of_adapters(Given(_HF_DIR, cfg.hf_config.hf_dir))
+
+    def lora_mm_to_hf(self, cfg: LoraMmToHf) -> None:
+        """Write the adapters of a checkpoint of either backend, from any layout, as a PEFT directory."""
+        if cfg.parallel_config != ParallelConfig():
+            notice(f"--cfg.parallel_config has no effect: {EVERY_LAYOUT}")
+        adapters_to_peft(Given("--cfg.mm_dir", cfg.mm_dir), Given("--cfg.save_hf_dir", cfg.save_hf_dir))
 
     def hf_to_mm_ldt(self, cfg: HfToMm) -> None:
         """The same as hf_to_mm: a checkpoint fits every layout, also those of two sites."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
-#: what to do with adapters
-LORA = (
-    "LoRA is not there yet, so no run takes or writes adapters; merge them into their base model where they were "
-    "trained (peft: merge_and_unload), and pass the merged HF directory to --load"
+_LORA = (
+    "adapters are PEFT's here, for every model: GenericDCPConverter merge_lora adds them to their base, lora_dcp_to_hf "
+    "writes those of a checkpoint as a PEFT directory, and a run reads one as it is, with --lora-load"
 )
 
 _NO_CLASS = "{0} can't be trained here: neither transformers nor diffusers has a class for it"
@@ -42,7 +41,7 @@ _DIRECTIONS: Mapping[str, str] = {
             "merge_lora_to_base",
             "merge_mm_lora_dcp_weight_to_base_hf",
         ),
-        LORA,
+        _LORA,
     ),
     "layerzero_to_mm": (
         "no run here writes such folders; convert them to a diffusers directory where they were written, and pass that "

@@ -20,7 +20,7 @@ from mindspeed_mm.data.adapter import check_model_path
 from mindspeed_mm.models.generation.ae.autoencoder import open_autoencoder
 from mindspeed_mm.models.transformers_model import load_hf_config
 from mindspeed_mm.tasks.generation.options import parse_flags
-from mindspeed_mm.tools.converters.generic import Given, structure
+from mindspeed_mm.tools.converters.places import Given, structure
 from mindspeed_mm.utils.errors import MMError
 
 HUB = "Qwen/Qwen2.5-VL-3B-Instruct"

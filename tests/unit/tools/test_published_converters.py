@@ -29,10 +29,14 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "Mistral3Converter": {
         "hf_to_dcp": "hf_dir dcp_dir is_lora_base",
         "dcp_to_hf": "load_dir save_dir model_assets_dir",
+        "lora_hf_to_dcp": "hf_dir dcp_dir",
+        "merge_mm_lora_dcp_weight_to_base_hf": "base_hf_dir lora_dcp_dir lora_target_modules save_merged_hf_dir "
+        "scaling",
     },
     "Qwen3VLConverter": {
         "hf_to_dcp": "hf_dir dcp_dir tie_weight is_lora_base",
         "dcp_to_hf": "load_dir save_dir model_assets_dir to_bf16",
+        "lora_hf_to_dcp": "hf_dir dcp_dir",
     },
     "Qwen35Converter": {
         "hf_to_dcp": "hf_dir dcp_dir dcp_prefix hf_prefix tie_weight_mapping fused_linear_names num_workers",
@@ -180,7 +184,7 @@ def test_a_published_name_is_the_generic_conversion(
 
 # --- answers without a conversion ----------------------------------------------------------------------------------
 
-_LORA = "LoRA is not there yet, so no run takes or writes adapters; merge them into their base model"
+_LORA = "adapters are PEFT's here, for every model: GenericDCPConverter merge_lora adds them to their base"
 _LAYERS = "--cfg.source_parallel_config.llm_pp_layers [1,1] --cfg.target_parallel_config.llm_pp_layers [2]"
 
 #: words, the sentence on standard error
@@ -190,12 +194,15 @@ REFUSED = [
     ("BagelConverter hf_to_mm --cfg.source_path x", "BAGEL can't be trained here"),
     ("VACEConverter mm_to_hf --cfg.source_path x", "pretrain_sora.py has no predictor for it"),
     ("WanConverter layerzero_to_mm --cfg.source_path x", "convert them to a diffusers directory where they were"),
-    ("WanConverter merge_lora_to_base --cfg.lora_path x --lora_alpha 64 --lora_rank 64", _LORA),
-    ("WanConverter lora_hf_to_mm --cfg.source_path x", _LORA),
-    ("Mistral3Converter merge_mm_lora_dcp_weight_to_base_hf --base_hf_dir x", _LORA),
-    ("Qwen2_5_VLConverter lora_hf_to_mm --cfg.common_model_config.model_prefix base_model.model.", _LORA),
-    ("Qwen2_5_VLConverter lora_mm_to_hf --cfg.mm_dir x", _LORA),
-    ("Qwen3VLConverter lora_hf_to_dcp --hf_dir x", _LORA),
+    ("Qwen35Converter merge_lora --base x", _LORA),
+    (
+        "Mistral3Converter merge_mm_lora_dcp_weight_to_base_hf --base_hf_dir x",
+        "the following arguments are required: --lora_dcp_dir, --save_merged_hf_dir",
+    ),
+    (
+        "WanConverter merge_lora_to_base --cfg.source_path x --cfg.target_path y --cfg.lora_path z --lora_alpha 64",
+        "--lora_alpha and --lora_rank are given together, or neither",
+    ),
     ("Qwen3VLConverter resplit --cfg.source_dir x", "a checkpoint fits every layout; pass the folder as it is"),
     ("Mistral3Converter hf_to_mm --cfg.mm_dir x", "writes torch_dcp, which every backend starts from"),
     ("Qwen2_5VLConverter hf_to_mm", "is no command of mm-convert; did you mean 'Qwen2_5_VLConverter'"),
