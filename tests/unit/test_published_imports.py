@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.support.workers import RankPool
-
 ROOT = Path(__file__).resolve().parents[2]
 
 #: path → for a class what it must have and its parents, for a function the names of its first parameters
@@ -32,7 +30,6 @@ CLASSES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mindspeed_mm.models.transformers_model.TransformersModel": (("fully_shard", "forward"), ("MultiModalModule",)),
     "mindspeed_mm.models.sora_model.SoRAModel": (("fully_shard", "forward"), ("MultiModalModule",)),
 }
-ON_MEGATRON = {"mindspeed_mm.models.vlm_model.VLModel": (("set_input_tensor", "forward"), ("MegatronModule",))}
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.configs.config.merge_mm_args": ("args",),
     "mindspeed_mm.configs.config.mm_extra_args_provider": ("parser",),
@@ -86,17 +83,6 @@ def problems_of_classes(classes: dict[str, tuple[tuple[str, ...], tuple[str, ...
 def test_classes() -> None:
     assert problems_of_classes(CLASSES) == []
     assert issubclass(named("mindspeed_mm.models.common.module.MultiModalModule"), nn.Module)
-
-
-def test_classes_of_the_megatron_backend(megatron_pools: dict[int, RankPool]) -> None:
-    assert megatron_pools[1].run(problems_on_megatron, timeout=60) == [[]]
-
-
-def problems_on_megatron() -> list[str]:
-    from mindspeed_mm import accelerator
-
-    accelerator.prepare_megatron()
-    return problems_of_classes(ON_MEGATRON)
 
 
 @pytest.mark.parametrize("path", FUNCTIONS)

@@ -21,7 +21,6 @@ from mindspeed_mm.checkpoint.dcp_writer import write_dcp
 from mindspeed_mm.checkpoint.lazy import Leaf, Region, whole
 from mindspeed_mm.utils.errors import CheckpointError
 from tests.support.canary import Canary
-from tests.support.workers import RankPool
 
 TENSORS = {
     "matrix": torch.arange(35.0).view(7, 5),
@@ -77,31 +76,6 @@ def test_torch_reads_what_write_dcp_wrote(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-
-
-def sharded() -> dict[str, torch.Tensor]:
-    return {"rows": torch.arange(35.0).view(7, 5), "columns": torch.arange(60).view(6, 10).bfloat16()}
-
-
-def save_sharded(folder: str) -> None:
-    """Rows over two ranks (4 and 3 of them), columns over two ranks, and a replica."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    values = sharded()
-    state = {
-        "rows": distribute_tensor(values["rows"], mesh, [Shard(0)]),
-        "columns": distribute_tensor(values["columns"], mesh, [Shard(1)]),
-        "replica": distribute_tensor(values["rows"], mesh, [Replicate()]),
-    }
-    dcp.save(state, checkpoint_id=folder)
-
-
-def test_regions_over_the_pieces_of_several_ranks_are_slices(ranks2: RankPool, tmp_path: Path) -> None:
-    ranks2.run(save_sharded, str(tmp_path))
-    assert len(list(tmp_path.glob("*.distcp"))) == 2
-    assert_regions_are_slices(tmp_path, {**sharded(), "replica": sharded()["rows"]})
 
 
 def test_values_are_converted_to_the_dtype_of_who_asks(tmp_path: Path) -> None:

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.backends.sums import StepReducer, StepSums
-from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.models.common.expert_load import ExpertLoad, RoutedTokens, load_figures
-from mindspeed_mm.parallel.world import start_world
-from tests.support.workers import RankPool
+from mindspeed_mm.models.common.expert_load import ExpertLoad, load_figures
 from tests.unit.parallel.test_experts import model as meta_model
 
 
@@ -69,31 +65,3 @@ def test_a_model_without_experts_has_no_load() -> None:
 )
 def test_figures(counts: list[int], figures: list[float]) -> None:
     assert load_figures(torch.tensor(counts, dtype=torch.float64)).tolist() == pytest.approx(figures)
-
-
-def reduced_loads() -> list[dict[str, float]]:
-    """Three steps: experts come with the second one, on one rank before the other, as a metric does."""
-    world = start_world("gloo", timeout_minutes=5)
-    reducer, found = StepReducer(world), []
-    for number in range(4):
-        sums = StepSums(torch.float64, torch.device("cpu"))
-        metrics: dict[str, Any] = {"other": 2.0} if number != 2 or world.rank else {"new": (6.0, 2.0)}
-        if number > world.rank:
-            metrics["routed"] = RoutedTokens(torch.tensor([1.0, 0.0, 3.0]))
-        for _ in range(2):
-            sums.add((torch.tensor(1.0), 1, metrics))
-        step = reducer.reduce(sums, torch.tensor(1.0), BatchCounts(), False)
-        read = step.figures(torch.tensor(1.0, dtype=torch.float64)).tolist()
-        found.append(step.result(read, learning_rate=0.0, loss_scale=1.0).metrics)
-    return found
-
-
-def test_counts_are_summed_before_the_figures_are_made(ranks2: RankPool) -> None:
-    load = {"expert_imbalance": 2.25, "dead_experts": 1.0}
-    for found in ranks2.run(reduced_loads):
-        assert found == [
-            {"other": 2.0},
-            {"other": 2.0} | load,
-            {"other": 2.0, "new": 3.0} | load,
-            {"other": 2.0} | load,
-        ]
