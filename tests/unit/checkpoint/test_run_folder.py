@@ -130,33 +130,51 @@ all_stories = pytest.mark.parametrize("story", STORIES, ids=[story.name for stor
 NOT_REACHED, DONE, RAISED, KILLED = 0, 4, 3, 9
 
 
-def at_each_change(story: Story, root: Path, can_exchange: bool, act: Callable[[], None]) -> Iterator[int]:
-    """Do `act` before a change of the file system: before the first in one run, the second in the next, and so on."""
+def at_each_change(story: Story, root: Path, save: Callable[[int], int]) -> Iterator[int]:
+    """Prepare a folder anew for `save` with 1, 2 and so on, until it returns NOT_REACHED; what it returned."""
     for number in range(1, 200):
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir()
         for iteration in story.there:
             put(root, iteration, "old")
         (root / TRACKER).write_text(str(story.tracker))
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                acted = act_before_change(number, can_exchange, act)
-                put(root, story.iteration, keep=story.keep)
-                status = DONE if acted else NOT_REACHED
-            except OSError:
-                status = RAISED
-            finally:
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = save(number)
         if status == NOT_REACHED:
             return
         yield status
 
 
-def act_before_change(number: int, can_exchange: bool, act: Callable[[], None]) -> list[bool]:
-    """Watch the calls that change the file system; returns a list that is filled when `act` is called."""
+def killed_at(number: int, story: Story, root: Path, can_exchange: bool) -> int:
+    """Save in a process that ends before the n-th change of the file system."""
+    child = os.fork()
+    if child == 0:
+        status = RAISED
+        try:
+            with acting_before_change(number, can_exchange, lambda: os._exit(KILLED)):
+                put(root, story.iteration, keep=story.keep)
+            status = NOT_REACHED
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def failed_at(number: int, story: Story, root: Path, can_exchange: bool) -> int:
+    """Save where the n-th change of the file system fails."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with acting_before_change(number, can_exchange, fail) as acted:
+        try:
+            put(root, story.iteration, keep=story.keep)
+        except OSError:
+            return RAISED
+    return DONE if acted else NOT_REACHED
+
+
+@contextlib.contextmanager
+def acting_before_change(number: int, can_exchange: bool, act: Callable[[], None]) -> Iterator[list[bool]]:
+    """Call `act` before the n-th call that changes the file system; yields a list that is filled then."""
     acted: list[bool] = []
     done = 0
 
@@ -171,10 +189,13 @@ def act_before_change(number: int, can_exchange: bool, act: Callable[[], None]) 
 
         return call
 
-    for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync"):
-        setattr(os, name, watched(getattr(os, name)))
-    run_folder.exchange = watched(run_folder.exchange) if can_exchange else lambda one, other: False
-    return acted
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync"):
+            patch.setattr(os, name, watched(getattr(os, name)))
+        patch.setattr(
+            run_folder, "exchange", watched(run_folder.exchange) if can_exchange else lambda one, other: False
+        )
+        yield acted
 
 
 def hidden(root: Path) -> list[str]:
@@ -186,7 +207,7 @@ def hidden(root: Path) -> list[str]:
 def test_killed_at_any_instant(tmp_path: Path, story: Story, can_exchange: bool) -> None:
     root = tmp_path / "run"
     kills = 0
-    for status in at_each_change(story, root, can_exchange, lambda: os._exit(KILLED)):
+    for status in at_each_change(story, root, lambda number: killed_at(number, story, root, can_exchange)):
         assert status == KILLED
         kills += 1
         whole = seen(root)
@@ -207,12 +228,8 @@ def test_killed_at_any_instant(tmp_path: Path, story: Story, can_exchange: bool)
 def test_a_change_that_fails_at_any_instant(tmp_path: Path, story: Story, can_exchange: bool) -> None:
     """Either the new checkpoint is there and named, or all is as it was."""
     root = tmp_path / "run"
-
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     outcomes = set()
-    for status in at_each_change(story, root, can_exchange, fail):
+    for status in at_each_change(story, root, lambda number: failed_at(number, story, root, can_exchange)):
         outcomes.add(status)
         assert status in (DONE, RAISED)
         whole = seen(root)
@@ -308,14 +325,17 @@ def test_best_json_agrees_with_the_checkpoint_that_a_run_goes_on_from(tmp_path: 
 def test_killed_while_the_best_one_changes(tmp_path: Path, number: int) -> None:
     """best.json always names a whole checkpoint, and the next run has the better one."""
     put_best(tmp_path, 1, only=True)
+    put(tmp_path, 2)
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException):
-            act_before_change(number, True, lambda: os._exit(KILLED))
-            RunFolder(tmp_path).mark_best(best_of(2))
-        os._exit(DONE)
-    put(tmp_path, 2)
-    os.waitpid(child, 0)
+        status = RAISED
+        try:
+            with acting_before_change(number, True, lambda: os._exit(KILLED)):
+                RunFolder(tmp_path).mark_best(best_of(2))
+            status = DONE
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (KILLED, DONE)
     assert find_checkpoint(tmp_path, "best").iteration in (1, 2)
     RunFolder(tmp_path).remove_leftovers()
     assert RunFolder(tmp_path).settle_best(2, best_of(2)) == best_of(2)
