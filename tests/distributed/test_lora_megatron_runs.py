@@ -155,3 +155,14 @@ def test_what_does_not_fit_is_refused(flags: dict[str, Any], sentence: str, pool
         pools.train(TP2, tmp_path / "run", 1)
     with pytest.raises(RankError, match=sentence):
         pools.train(TP2, tmp_path / "run", 2, **flags)
+
+
+def build_own_model() -> None:
+    from tests.support.tiny_steps import TinySteps
+
+    TinySteps("ptd", lora_target_modules=["linear_qkv"])
+
+
+def test_a_model_of_ones_own_is_refused(megatron_pools: dict[int, RankPool]) -> None:
+    with pytest.raises(RankError, match="which model_provider returned, inserts no adapters"):
+        megatron_pools[2].run(build_own_model, timeout=120)
