@@ -1,4 +1,4 @@
-"""docs/evaluation.md: benchmarks of five rows, and rows of one's own, answered by a tiny model with random weights."""
+"""docs/evaluation.md and the answers of docs/inference.md: rows answered by a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-from scripts.docs_runs.common import DocumentError, Done, fences, items, key, page_of, preload, start
+from scripts.docs_runs.common import DocumentError, Done, fences, items, key, page_of, preload, shell, start
 
 #: how the commands are made short; a directory of transformers has no checkpoints to choose from
 SHORTER = {" --ckpt-step best": "", "--output": "--max-new-tokens 2 --output"}
 
 
 def run() -> Done:
-    """Run the commands of the first fence."""
+    """Run the commands of the first fence, then those that answer."""
     from tests.support import benchmark_files as files
     from tests.support.families import families
     from tests.support.family_case import write_rows
@@ -35,4 +35,25 @@ def run() -> Done:
         found = json.loads(Path(f"results/{name}/results.json").read_text(encoding="utf-8"))
         if found["rows"] != rows:
             raise DocumentError(f"{page.name}: {name} has {found['rows']} rows, expected {rows}")
-    return {key(page, command) for command in commands}
+    return {key(page, command) for command in commands} | answers(page_of("inference.md"))
+
+
+def answers(page: Path) -> Done:
+    """Answer a prompt, rows by one process and by two, in a conversation, and from Python."""
+    from PIL import Image
+
+    Image.new("RGB", (56, 56), (200, 120, 40)).save("cat.png")
+    rows = json.loads(Path("heldout.json").read_text(encoding="utf-8"))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    prompt, batch, shared, chat = items(fences(page, "bash")[0])
+    start(f"{prompt} --max-new-tokens 2", page)
+    short = batch.replace("--max-new-tokens 256", "--max-new-tokens 2")
+    start(short, page)
+    flags = short.partition("inference_vlm.py")[2].replace("answers.jsonl", "shared.jsonl")
+    start(shared.replace(" …", flags), page, ranks=2)
+    if Path("answers.jsonl").read_bytes() != Path("shared.jsonl").read_bytes():
+        raise DocumentError(f"{page.name}: two processes give other answers than one")
+    shell(f"printf '/image cat.png\nWhat is this?\n' | {chat} --max-new-tokens 2", page)
+    python = fences(page, "python")[0]
+    exec(compile(python.text.replace('"64"', '"2"'), python.place, "exec"), {"__name__": python.place})
+    return {key(page, item) for item in (prompt, batch, shared, chat, python.text)}

@@ -60,7 +60,7 @@ def inference(page: Path, encoders: Path) -> Done:
     made.folder.rename("runs/my_run")
     shutil.copy(made.model_json, "model.json")
     write_prompts(Path())
-    first, shared, *figures = [item for snippet in fences(page, "bash") for item in items(snippet)]
+    first, shared, *figures = [item for snippet in fences(page, "bash")[1:] for item in items(snippet)]
     command = exchange(first, SMALLEST, page)
     start(command, page)
     flags = command.partition("inference_sora.py")[2].replace("--save-path samples", "--save-path shared")
@@ -70,7 +70,7 @@ def inference(page: Path, encoders: Path) -> Done:
     )
     if len(pictures) != 6 or pictures != by_two:
         raise DocumentError(f"{page.name}: the samples are not the same: {sorted(pictures)}, {sorted(by_two)}")
-    (python,) = fences(page, "python")
+    (_, python) = fences(page, "python")
     names: dict[str, object] = {"__name__": python.place}
     exec(compile(python.text, python.place, "exec"), names)
     shapes = [frames.shape for frames in names["frames"]]  # type: ignore[attr-defined]
