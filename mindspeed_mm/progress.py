@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend
+from mindspeed_mm.checkpoint.adapter_files import holds_only_adapters
 from mindspeed_mm.checkpoint.adapters import base_of, refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
 from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
+from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.start import Start, find_start, has_state, refuse_damaged
 from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.run import Run
@@ -94,6 +97,22 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
     progress.improvement = Improvement.of(run, improvement)
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     return start, progress
+
+
+def with_adapters_of_load(run: Run) -> Run:
+    """Return the run with adapters that --load names as those of --lora-load, where another program wrote them.
+
+    Published launches load a torch_dcp folder of adapters by --load, and the base model by --load-base-model.
+    """
+    load = Path(run.checkpoint.load or "")
+    if run.lora is None or run.lora.start is not None or not load.is_dir():
+        return run
+    folder = find_checkpoint(load).directory if has_checkpoint(load) else load
+    if has_state(folder) or not holds_only_adapters(folder):
+        return run
+    info_rank0(f"--load '{folder}' holds adapters only; training starts from them")
+    checkpoint = replace(run.checkpoint, load=None)
+    return replace(run, lora=replace(run.lora, start=str(folder)), checkpoint=checkpoint)
 
 
 def load_start(start: Start, progress: Progress, backend: Backend, run: Run) -> None:

@@ -37,7 +37,7 @@ from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
-from mindspeed_mm.progress import Progress, load_start, resume_point
+from mindspeed_mm.progress import Progress, load_start, resume_point, with_adapters_of_load
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.launch import is_first_rank
 from mindspeed_mm.utils.log import info_rank0, logger
@@ -103,6 +103,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
         stop: handler of this process's termination signals.
     """
     prepare_process(run)
+    run = with_adapters_of_load(run)
     backend = create_backend(run)
     backend.setup(run)
     batch = backend.world.batch

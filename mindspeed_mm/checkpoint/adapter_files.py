@@ -126,6 +126,11 @@ def holds_adapters(path: Path) -> bool:
     return True
 
 
+def holds_only_adapters(path: Path) -> bool:
+    """Whether a place is a torch_dcp folder with the tensors of adapters, and no others of a model."""
+    return is_dcp(path) and all(map(is_adapter, DcpWeights(path).tensors()))
+
+
 def _of_checkpoint(path: Path, averaged: bool) -> AdapterFiles:
     state: dict[str, Any] = {}
     if (path / STATE).is_file():

@@ -22,6 +22,7 @@ from mindspeed_mm.checkpoint.agreement import Agreement, StepFailed
 from mindspeed_mm.checkpoint.hf_export import Fetcher
 from mindspeed_mm.checkpoint.lazy import LazyTensor, whole
 from mindspeed_mm.checkpoint.publish import copy_small_files, make_empty, replace_folder, sync_files, working_folder
+from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.start import PEFT_CONFIG, Start
 from mindspeed_mm.checkpoint.tensors import local_part, persistent_tensors, trained_tensors
@@ -164,6 +165,8 @@ def base_of(saved: Mapping[str, Any], options: LoraOptions, start: Start) -> str
             "keep one of them"
         )
     found = saved.get("base")
+    if options.base is not None and has_checkpoint(Path(options.base)):  # mm-convert and runs write such a folder
+        return str(find_checkpoint(Path(options.base)).directory)
     if options.base is not None or found is None:
         return options.base
     if not Path(found).is_dir():

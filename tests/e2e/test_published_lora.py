@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -20,7 +21,10 @@ from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tools.convert import main as mm_convert
 from tests.e2e.test_published_scripts import directory_of, rows, start
 from tests.parity.test_features import extract
+from tests.parity.test_lora import ROWS as ALL_ROWS
+from tests.parity.test_lora import TEXT_TARGETS, model_and_data, reference
 from tests.support import published_launches
+from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.published_launches import Launch
 from tests.support.tiny_diffusers import diffusers_config
 from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
@@ -154,3 +158,23 @@ def expected_layers(launch: Launch, kind: str, hf_dir: Path) -> set[str]:
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in targets and "language_model" in path
     }
+
+
+def test_adapters_of_published_folders(ranks1: RankPool, tmp_path: Path) -> None:
+    """As published launches go on: --load is a torch_dcp folder of adapters, --load-base-model that of their base."""
+    start, losses, _, _ = reference("text", TEXT_TARGETS, ())
+    hf_dir, data = model_and_data("text")
+    inside = {
+        name.replace("base_model.model.", "base_model.model.model.", 1).replace(".weight", ".default.weight"): value
+        for name, value in load_file(start / "adapter_model.safetensors").items()
+    }
+    folder, base = tmp_path / "adapters", tmp_path / "base"
+    dcp.save(inside, checkpoint_id=folder / "release", no_dist=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    assert mm_convert(f"GenericDCPConverter hf_to_dcp --hf_dir {hf_dir} --dcp_dir {base}".split()) == 0
+    files = write_run_files(tmp_path / "files", hf_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+    settings = {"lora_target_modules": ",".join(TEXT_TARGETS), "lora_r": 4, "lora_alpha": 8}
+    sizes = {"micro_batch_size": 2, "global_batch_size": ALL_ROWS, "train_iters": STEPS}
+    places = {"load": folder, "load_base_model": base, "save": tmp_path / "run"}
+    ranks1.run(run_entry, launch_flags(files, **settings, **sizes, **places), timeout=120)
+    assert metrics_of(tmp_path / "run")[0] == pytest.approx(losses, rel=1e-6)

@@ -95,6 +95,16 @@ def test_a_model_builds_with_its_published_number_of_parameters(name: str) -> No
     assert model.family.task == (of_pictures if content["task"] == "i2v" else "t2v")
 
 
+def test_names_of_layers_for_adapters_are_layers_of_the_class() -> None:
+    model = on_meta(wan_model("wan2.1/14b/i2v"))
+    layers = [path for path, module in model.predictor.named_modules() if isinstance(module, torch.nn.Linear)]
+    for published, own in model.family.older_layers.items():
+        found = [path for path in layers if path.endswith(f".{own}")]
+        # each block has two attentions, of which the second one has keys and values of a picture
+        expected = 40 if published.startswith(("ffn", "k_img", "v_img")) else 80
+        assert len(found) == expected, published
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_taken(name: str, said: list[str]) -> None:
     content, of_data = published(name)

@@ -45,7 +45,14 @@ class Wan(PredictorFamily):
     )
     # examples/wan2.1/fsdp2_config.yaml, examples/wan2.2/5B/fsdp2_config.yaml and A14B/fsdp2_config.yaml
     older_paths = {"head": "proj_out"}
+    # as published launches name layers, and as Wan's authors and the trainers of their model do
     older_layers = {
+        "q": "to_q",
+        "k": "to_k",
+        "v": "to_v",
+        "o": "to_out.0",
+        "k_img": "add_k_proj",
+        "v_img": "add_v_proj",
         "proj_q": "to_q",
         "proj_k": "to_k",
         "proj_v": "to_v",
