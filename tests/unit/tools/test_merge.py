@@ -166,6 +166,44 @@ def test_spellings_of_other_programs(way: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize("name", ["experts", pytest.param("one parameter of experts", marks=pytest.mark.full)])
+def test_experts_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """A run's checkpoint stacks their adapters by expert; it merges, and becomes a PEFT directory, like PEFT's own."""
+    from mindspeed_mm.models.common.expert_adapters import from_peft
+
+    hf_dir, model = base_of("qwen3_vl_moe", tmp_path / "base")
+    experts = next(len(param) for path, param in model.named_parameters() if path.endswith("experts.down_proj"))
+    targets = tuple(CASES[name].peft["target_parameters"])
+    parameters = [path for path, _ in model.named_parameters() if path.endswith(targets)]
+    adapted(model, CASES[name].peft).save_pretrained(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    config["target_parameters"] = parameters  # a run names them by their whole paths
+    stored = {}
+    for key, value in load_file(tmp_path / "adapter/adapter_model.safetensors").items():
+        own = key.removeprefix("base_model.model.")
+        stacked = value
+        if ".experts." in own:
+            wanted = (experts, 4, value.shape[1]) if "lora_A" in own else (experts, value.shape[0], 4)
+            owner = own.split(".lora_")[0].replace(".base_layer", "")
+            stacked = from_peft(own, value, [f"{owner}.any"], torch.Size(wanted))
+            assert stacked.dim() == 3
+        stored[f"model.{own}"] = stacked.contiguous()
+    (tmp_path / "run").mkdir()
+    run = _to_dcp(tmp_path / "run", stored)
+    (run / "release/state.json").write_text(json.dumps({"lora": config}))
+    words = f"GenericDCPConverter merge_lora --base {hf_dir} --adapter"
+    assert mm_convert([*words.split(), f"{tmp_path}/adapter", "--out", f"{tmp_path}/expected"]) == 0
+    assert mm_convert([*words.split(), str(run), "--out", f"{tmp_path}/found"]) == 0
+    expected, found = (loaded("qwen3_vl_moe", tmp_path / out).state_dict() for out in ("expected", "found"))
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6, msg=key)
+    words = f"GenericDCPConverter lora_dcp_to_hf --load_dir {run} --save_dir {tmp_path}/peft"
+    assert mm_convert(words.split()) == 0
+    of_peft, written = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("adapter", "peft"))
+    assert of_peft.keys() == written.keys()
+    assert all(torch.equal(written[key], value) for key, value in of_peft.items())
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
