@@ -399,8 +399,8 @@ OLDER: tuple[Older, ...] = (*_MODEL, *_DATA, *_FSDP2, *_OF_TRAINERS, *_FLAGS)
 #: entry script or command → flags of its own, with underscores; those of a training, and those that other trainers
 #: have too (`--dtype`, `--save-dir`), aren't listed
 FLAGS_OF_OTHERS: dict[str, str] = {
-    "inference_sora.py": "ema low_noise_predictor prompts images save_path size fps num_inference_steps guidance_scale "
-    "negative_prompt sampler shift num_samples_per_prompt cpu_offload",
+    "inference_sora.py": "ema low_noise_predictor low_noise_lora_load prompts images save_path size fps "
+    "num_inference_steps guidance_scale negative_prompt sampler shift num_samples_per_prompt cpu_offload",
     "inference_vlm.py": "do_sample enable_thinking image audio max_new_tokens merge_adapter processor_path "
     "prompt repetition_penalty stop temperature top_k top_p video num_beams",
     "evaluate_vlm.py": "benchmark category limit score",

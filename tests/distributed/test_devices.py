@@ -15,11 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor import watch
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.generation import pipeline
+from mindspeed_mm.tasks.inference import loading
 from mindspeed_mm.tools.cli import doctor
 from tests.distributed.test_saving import assert_same_checkpoint
 from tests.support.fake_accelerator import Site, fake_accelerator, questions, stray_comparisons
@@ -214,6 +216,7 @@ def asked_beside_training() -> set[Site]:
     """What sampling and `mindspeed-mm doctor` ask."""
     with fake_accelerator() as fake:
         assert pipeline._dtype(None) == torch.bfloat16
+        assert loading._usual_dtype(PreTrainedConfig()) == torch.bfloat16
         sampler = mock.Mock()
         assert pipeline._placed(sampler, True) is sampler
         sampler.enable_model_cpu_offload.assert_called_once_with(device=torch.device("cpu"))

@@ -132,9 +132,7 @@ def build_on_meta_device(
     hf_config = copy.deepcopy(config_for(model_class, hf_config))
     if described is not None:
         set_attention(hf_config, described, model_class)
-    if dtype is None:
-        stated = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else None
-        dtype = torch.float32 if accelerator.current().is_host else stated or torch.bfloat16
+    dtype = dtype or _usual_dtype(hf_config)
     if not model_class.can_generate():
         raise ConfigError(f"{source.config}/config.json: {model_class.__name__} generates no text")
     with torch.device("meta"), no_init_weights():
@@ -142,6 +140,12 @@ def build_on_meta_device(
     model.tie_weights()
     _keep_in_float32(model, dtype)
     return model.requires_grad_(False).eval()
+
+
+def _usual_dtype(hf_config: PretrainedConfig) -> torch.dtype:
+    """Return float32 on the host; on a device the dtype of config.json, else bfloat16."""
+    stated = hf_config.dtype if isinstance(hf_config.dtype, torch.dtype) else None
+    return torch.float32 if accelerator.current().is_host else stated or torch.bfloat16
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
