@@ -24,6 +24,7 @@ from mindspeed_mm.tasks.generation.outputs import read_frames
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 from mindspeed_mm.utils.sample_random import generator, sample_key
 from tests.support.generation_runs import PROMPTS, write_prompts, write_run
+from tests.support.tiny_diffusers import wan_inputs
 from tests.support.tiny_wan import write_encoders
 
 OPTIONS = SamplingOptions((5, 32, 48), steps=3, guidance=(3.0,), seed=7)
@@ -185,6 +186,52 @@ def test_two_experts_and_unipc(video, tmp_path):
     assert np.abs(theirs[0] - _ours(video, options.__class__(OPTIONS.size, 4, (4.0,)), ema=False)[0]).max() > 1
     with pytest.raises(ConfigError, match="'boundary_ratio' is missing"):
         build_pipeline(SoRAInferenceConfig.from_dict({**content, "boundary_ratio": None}), load=video.folder)
+
+
+def test_adapters_of_both_experts(video, prompts, tmp_path):
+    """By flag, by key of model.json, and of a whole pipeline: what diffusers' own `load_lora_weights` makes."""
+    from diffusers import WanPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    files, merged = {}, {}
+    for seed, name in enumerate(("transformer", "transformer_2")):
+        torch.manual_seed(seed)
+        model = video.predictor(video.trained)
+        model.add_adapter(LoraConfig(r=4, lora_alpha=12, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        settings = {
+            k: sorted(v) if isinstance(v, set) else v for k, v in model.peft_config["default"].to_dict().items()
+        }
+        files[name] = tmp_path / name
+        WanPipeline.save_lora_weights(
+            files[name], get_peft_model_state_dict(model), transformer_lora_adapter_metadata=settings
+        )
+        merged[name] = model.eval()
+    inputs = wan_inputs()
+
+    def check(made, *names):
+        for name in names:
+            with torch.no_grad():
+                found, expected = (m(**inputs)[0] for m in (made.pipeline.components[name], merged[name]))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+    config = SoRAInferenceConfig.from_file(video.model_json)
+    check(build_pipeline(config, load=video.folder, ema=False, adapters=files["transformer"]), "transformer")
+    with pytest.raises(ConfigError, match=r"adapters for a second expert .* and there is none"):
+        build_pipeline(config, load=video.folder, ema=False, low_noise_adapters=files["transformer_2"])
+    video.predictor(video.trained).save_pretrained(tmp_path / "low")
+    content = json.loads(video.model_json.read_text()) | {
+        "low_noise_predictor": str(tmp_path / "low"), "boundary_ratio": 0.875,
+        "lora_load": str(files["transformer"]), "low_noise_lora_load": str(files["transformer_2"]),
+    }  # fmt: skip
+    made = build_pipeline(SoRAInferenceConfig.from_dict(content), load=video.folder, ema=False)
+    check(made, "transformer", "transformer_2")
+    build_pipeline(config, load=video.folder, ema=False).pipeline.save_pretrained(tmp_path / "whole")
+    check(open_pipeline(tmp_path / "whole", dtype="fp32", adapters=files["transformer"]), "transformer")
+    words = _words(
+        video, prompts, tmp_path / "made", size=OPTIONS.size, num_samples_per_prompt=1, lora_load=tmp_path / "x"
+    )
+    with pytest.raises(ConfigError, match=r"--lora-load: .*x does not exist"):
+        main(words)
 
 
 def test_pictures_their_index_and_a_rerun(pixel, prompts, tmp_path, monkeypatch):
