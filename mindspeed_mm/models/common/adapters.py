@@ -261,14 +261,15 @@ def draw_adapter(name: str, shape: Sequence[int], options: LoraOptions, seed: in
 
 
 def _draw_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the norms of the rows of the weights: B is zero."""
+    """Set DoRA's magnitudes to the norms of the weights of each output: B is zero."""
     for name, magnitude in model.named_parameters():
         if "lora_magnitude_vector" not in name:
             continue
         layer = name.split(".lora_magnitude_vector")[0]
-        weight: Any = model.get_submodule(f"{layer}.base_layer").weight
-        values: Any = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[operator]
-        norms = values.float().flatten(1).norm(dim=1)
+        base: Any = model.get_submodule(f"{layer}.base_layer")
+        values: Any = base.weight.full_tensor() if hasattr(base.weight, "full_tensor") else base.weight
+        of_outputs = values.T if isinstance(base, nn.Embedding) else values.flatten(1)
+        norms = of_outputs.float().norm(dim=1)
         copy_whole(magnitude, norms.view(magnitude.shape).to(magnitude.device, magnitude.dtype))
 
 

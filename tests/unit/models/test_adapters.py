@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.configs.lora import LoraOptions
-from mindspeed_mm.models.common.adapters import AdapterPlan, inject_adapters, plan_adapters
+from mindspeed_mm.models.common.adapters import AdapterPlan, draw_adapters, inject_adapters, plan_adapters
 from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS
 from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape, decoder_tensor
 from mindspeed_mm.models.megatron.vision.names import tower_tensor
@@ -200,3 +200,22 @@ def test_layers_of_frozen_parts_only() -> None:
         ConfigError, match=r"q_proj: such layers are in frozen parts only \(tower.0.q_proj, …\); unfreeze"
     ):
         plan(made, "q_proj")
+
+
+def test_first_magnitudes_are_pefts() -> None:
+    """DoRA of a linear layer, a convolution and an embedding: with B zero, the model is the base model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    def layers() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Conv2d(3, 5, 2), "c": nn.Embedding(7, 6)})
+
+    ours = layers()
+    inject_adapters(ours, LoraOptions(("a", "b", "c"), r=2, use_dora=True), {})
+    draw_adapters(ours, LoraOptions(("a", "b", "c"), r=2, use_dora=True), 1)
+    config = LoraConfig(r=2, target_modules=["a", "b", "c"], use_dora=True)
+    theirs = dict(inject_adapter_in_model(config, layers()).named_parameters())
+    magnitudes = {name: p for name, p in ours.named_parameters() if "magnitude" in name}
+    assert len(magnitudes) == 3
+    for name, magnitude in magnitudes.items():
+        torch.testing.assert_close(magnitude, theirs[name])
