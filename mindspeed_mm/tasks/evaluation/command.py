@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Sequence
 
-from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
-from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
+from mindspeed_mm.tasks.command_line import run_command
 from mindspeed_mm.tasks.evaluation.describe import EvaluationRun, describe_evaluation
 from mindspeed_mm.tasks.evaluation.report import remove_report, report_of, score_rows, table_of, write_report
 from mindspeed_mm.tasks.inference.command import answer_outline
@@ -17,22 +14,14 @@ from mindspeed_mm.utils.log import notice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launch command; return the exit status.
-
-    Raises:
-        MMError: the command can't be done.
-    """
-    gc.enable()  # entry scripts begin without it
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in words or "--help" in words:
-        parser = build_parser((BenchmarkFlags,))
-        parser.description = "Evaluate a model on a benchmark, or on rows of your own (docs/evaluation.md)."
-        parser.print_help()
-        return 0
-    if asks_for_dry_run(words):
-        return print_answer(lambda: _outline(describe_evaluation(words, complete=False)))
-    evaluate_answers(describe_evaluation(words))
-    return 0
+    """Run a launch command; see `run_command`."""
+    return run_command(
+        argv,
+        BenchmarkFlags,
+        "Evaluate a model on a benchmark, or on rows of your own (docs/evaluation.md).",
+        lambda words: _outline(describe_evaluation(words, complete=False)),
+        lambda words: evaluate_answers(describe_evaluation(words)),
+    )
 
 
 def _outline(run: EvaluationRun) -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SamplingKeys, SoRAInferenceConfig
-from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
+from mindspeed_mm.tasks.command_line import run_command
 from mindspeed_mm.tasks.generation.options import needed, parse_flags, read_images, read_prompts, sampling_options
 from mindspeed_mm.tasks.generation.requests import Request, SamplingOptions
 from mindspeed_mm.utils.errors import ConfigError, DataError
@@ -52,22 +49,14 @@ class _Work:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launch command; return the exit status.
-
-    Raises:
-        MMError: the command can't be done.
-    """
-    gc.enable()  # entry scripts begin without it
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in words or "--help" in words:
-        parser = build_parser((InferenceFlags,))
-        parser.description = "Make pictures or videos of prompts (docs/inference.md)."
-        parser.print_help()
-        return 0
-    if asks_for_dry_run(words):
-        return print_answer(lambda: _outline(_describe(words)))
-    _run(_describe(words))
-    return 0
+    """Run a launch command; see `run_command`."""
+    return run_command(
+        argv,
+        InferenceFlags,
+        "Make pictures or videos of prompts (docs/inference.md).",
+        lambda words: _outline(_describe(words)),
+        lambda words: _run(_describe(words)),
+    )
 
 
 def _describe(words: Sequence[str]) -> _Launch:

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
 from collections.abc import Sequence, Sized
 
 from mindspeed_mm.configs.dims import Dims
-from mindspeed_mm.configs.flags.parser import build_parser
 from mindspeed_mm.configs.vlm_inference import AnswerFlags
-from mindspeed_mm.dry_run import asks_for_dry_run, print_answer
+from mindspeed_mm.tasks.command_line import run_command
 from mindspeed_mm.tasks.inference.describe import AnswerRun, describe_answers
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import info_rank0, log_on_stderr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a launch command; return the exit status.
+    """Run a launch command; see `run_command`."""
+    return run_command(
+        argv,
+        AnswerFlags,
+        "Answer prompts with a model that reads texts, images, videos or sounds (docs/inference.md).",
+        lambda words: answer_outline(describe_answers(words, complete=False)),
+        lambda words: _answer(describe_answers(words)),
+    )
 
-    Raises:
-        MMError: the command can't be done.
-    """
-    gc.enable()  # entry scripts begin without it
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in words or "--help" in words:
-        parser = build_parser((AnswerFlags,))
-        parser.description = (
-            "Answer prompts with a model that reads texts, images, videos or sounds (docs/inference.md)."
-        )
-        parser.print_help()
-        return 0
-    if asks_for_dry_run(words):
-        return print_answer(lambda: answer_outline(describe_answers(words, complete=False)))
-    run = describe_answers(words)
+
+def _answer(run: AnswerRun) -> None:
     if run.output is None:
         with log_on_stderr():
             _print_answers(run)
@@ -41,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mindspeed_mm.tasks.inference.rows import answer_into_file
 
         answer_into_file(run)
-    return 0
 
 
 def answer_outline(run: AnswerRun, rows: Sized | None = None) -> dict[str, object]:
