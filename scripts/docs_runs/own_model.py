@@ -114,14 +114,16 @@ def follow(page: Path) -> Done:
 
 
 def lora(page: Path) -> Done:
-    """Tune adapters with the section's files, as the page says and in 4 bits, and merge them."""
-    (command,) = (item for snippet in fences(page, "bash") for item in items(snippet))
+    """Tune adapters with the section's files, as the page says and in 4 bits, and merge them in both ways."""
+    command, convert_it = (item for snippet in fences(page, "bash") for item in items(snippet))
     small = exchange(command, SMALLEST, page)
     for launch in (small, f"{small} --lora-quantize nf4 --overwrite"):
         expect(shell(launch, page), ["done: 2 iterations"], page)
     (merge,) = fences(page, "python")
     exec(compile(merge.text, merge.place, "exec"), {"__name__": merge.place})
-    return {key(page, command), key(page, merge.text)}
+    shutil.rmtree("merged")
+    start(convert_it, page)
+    return {key(page, command), key(page, convert_it), key(page, merge.text)}
 
 
 def configuration(page: Path) -> Done:
