@@ -51,8 +51,9 @@ def import_torch() -> ModuleType:
 def import_torch_and_transformers() -> ModuleType:
     """Import transformers and torch in less time than one after the other, and return torch.
 
-    A large part of torch's import is the loading of `libtorch_cpu.so`, which needs no Python: a thread does it while
-    this one imports the list of transformers' models, which are Python alone. It needs a second core to gain anything.
+    A large part of torch's import is the loading of its libraries, which needs no Python: a thread does it while this
+    one imports what is Python alone, the list of transformers' models and sympy, which both of them import later. It
+    needs a second core to gain anything.
 
     Raises:
         MMError: as `import_torch`, and as early where torch_npu is installed.
@@ -63,14 +64,16 @@ def import_torch_and_transformers() -> ModuleType:
     loading = threading.Thread(target=_load_libraries, name="load-libtorch", daemon=True)
     loading.start()
     importlib.import_module("transformers.models")
+    if importlib.util.find_spec("sympy") is not None:
+        importlib.import_module("sympy")
     loading.join()  # no process is forked while libraries are loaded
     return import_torch()
 
 
 def _load_libraries() -> None:
-    """Load torch's library without Python's lock, in torch's own order; the import of torch reports what fails.
+    """Load torch's libraries without Python's lock, in torch's own order; the import of torch reports what fails.
 
-    The libraries of CUDA, but for the two that this one names, are left to torch, which chooses among several copies.
+    If the first one finds no library of CUDA, nothing else is loaded: torch then chooses among several copies.
     """
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or not spec.submodule_search_locations:
@@ -78,6 +81,8 @@ def _load_libraries() -> None:
     load = ctypes.CDLL(None).dlopen  # the call of a foreign function, unlike ctypes.CDLL(path), releases the lock
     load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     folder = Path(spec.submodule_search_locations[0], "lib")
-    for name, scope in (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_cpu.so", os.RTLD_LOCAL)):
+    libraries = {"libtorch_global_deps.so": os.RTLD_GLOBAL}
+    libraries |= dict.fromkeys(("libtorch_cpu.so", "libtorch_cuda.so"), os.RTLD_LOCAL)
+    for name, scope in libraries.items():
         if (folder / name).is_file() and load(os.fsencode(folder / name), os.RTLD_NOW | scope) is None:
             return

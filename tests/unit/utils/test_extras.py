@@ -154,6 +154,7 @@ def test_mm_convert_says_it_too(hide: Callable[..., None], capsys: pytest.Captur
 def test_a_processor_is_not_loaded_without_torchvision(tmp_path: Path, hide: Callable[..., None]) -> None:
     """transformers would fall back to another resampling of pictures, without a word."""
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    importlib.import_module("transformers")  # its first import looks for packages, and this finder raises
     hide("torchvision")
     with pytest.raises(ConfigError, match="needs torchvision, which isn't installed"):
         DefaultAdapter().load_processor(str(tmp_path), PreprocessParameters(model_name_or_path=str(tmp_path)))
