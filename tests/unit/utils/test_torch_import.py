@@ -15,13 +15,16 @@ from mindspeed_mm.utils.torch_import import _load_libraries
 ROOT = Path(__file__).resolve().parents[3]
 
 IN_A_NEW_PROCESS = """
-import sys, threading
+import importlib.util, pathlib, sys, threading
 from mindspeed_mm.utils import torch_import
 
 def checked(import_torch=torch_import.import_torch):
-    assert "transformers.models" in sys.modules and "torch" not in sys.modules
+    assert {"transformers.models", "sympy"} <= sys.modules.keys() and "torch" not in sys.modules
+    (folder,) = importlib.util.find_spec("torch").submodule_search_locations
+    installed = [p.name for p in pathlib.Path(folder, "lib").glob("libtorch_c*.so") if p.stem[8:] in ("_cpu", "_cuda")]
     with open("/proc/self/maps") as maps:
-        assert "libtorch_cpu.so" in maps.read()
+        loaded = maps.read()
+    assert "libtorch_cpu.so" in installed and all(name in loaded for name in installed)
     assert threading.active_count() == 1
     return import_torch()
 
@@ -47,7 +50,7 @@ def test_an_imported_torch_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch)
 def test_libraries_that_do_not_load_are_left_to_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None installed, no such files, and files that are no libraries."""
     (broken := tmp_path / "broken" / "lib").mkdir(parents=True)
-    for name in ("libtorch_global_deps.so", "libtorch_cpu.so"):
+    for name in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_cuda.so"):
         (broken / name).write_text("cut off")
     for folders in (None, [str(tmp_path / "none")], [str(broken.parent)]):
         spec = None if folders is None else SimpleNamespace(submodule_search_locations=folders)
