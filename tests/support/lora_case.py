@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tests.support.parallel_case import CLIP, LEARNING_RATE, STEPS, VALID, Found, ParallelCase
+from tests.support.parallel_case import VALID, Found, ParallelCase
 from tests.support.parallel_models import Layout
-from tests.support.reference import PlainRun, load_plain, row_losses, train_plainly
+from tests.support.reference import PlainRun, load_plain, row_losses
 
 RANK, ALPHA = 4, 8
 _PREFIX = "base_model.model."
@@ -85,20 +85,8 @@ class LoraCase:
         """The hand-written loop, over the rows of the run of one process."""
         from peft import PeftModel
 
-        case, rows = self.case, self.alone(form).rows
-        model = PeftModel.from_pretrained(load_plain(case.family.hf_dir), self.start, is_trainable=True)
-        found = train_plainly(
-            case.family.hf_dir,
-            case.family.inputs(),
-            STEPS,
-            rows_of=lambda step: rows[step],
-            valid=VALID,
-            lr=LEARNING_RATE,
-            clip=CLIP,
-            coefficient=case.model.balance,
-            outputs=case.model.family.outputs,
-            model=model,
-        )
+        model = PeftModel.from_pretrained(load_plain(self.case.family.hf_dir), self.start, is_trainable=True)
+        found = self.case.plain_of(self.alone(form), model=model)
         found.gradients, found.weights = (
             {name.removeprefix(_PREFIX).replace(".modules_to_save.default", ""): t for name, t in tensors.items()}
             for tensors in (found.gradients, found.weights)

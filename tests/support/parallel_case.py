@@ -217,16 +217,23 @@ class ParallelCase:
         Args:
             frozen: a pattern that is found in the names of parameters that are not trained.
         """
-        rows = self.alone(form).rows
+        return self.plain_of(self.alone(form), frozen=lambda name: re.search(frozen, name) is not None)
+
+    def plain_of(self, alone: Found, **how: Any) -> PlainRun:
+        """The hand-written loop, over the rows of a run of one process.
+
+        Args:
+            how: further arguments of `train_plainly`.
+        """
         return train_plainly(
             self.family.hf_dir,
             self.family.inputs(),
             STEPS,
-            rows_of=lambda step: rows[step],
+            rows_of=lambda step: alone.rows[step],
             valid=VALID,
             lr=LEARNING_RATE,
             clip=CLIP,
             coefficient=self.model.balance,
             outputs=self.model.family.outputs,
-            frozen=lambda name: re.search(frozen, name) is not None,
+            **how,
         )
