@@ -25,7 +25,7 @@ from mindspeed_mm.configs.global_args import report_progress
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Recipe, recipe_of
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import CountingIterator
-from mindspeed_mm.data.loading.providers import RunData, build_run_data
+from mindspeed_mm.data.loading.providers import RunData, ValidData, build_run_data
 from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
@@ -85,6 +85,7 @@ def pretrain(
         model_schema=ours.model_schema if ours is not None else None,
         data_schema=our_data.data_schema if our_data is not None else None,
         backends=ours.backends if ours is not None else BACKENDS,
+        scorer=ours.scorer if ours is not None and our_data is not None else None,
         own_flags=extra_args_provider,
         defaults=args_defaults or {},
     )
@@ -122,6 +123,8 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
             report_progress(train_iters=run.train_iters, lr_decay_iters=run.schedule.lr_decay_iters)
             if data.valid is None:
                 refuse_without_validation(run)
+            elif recipe.scorer is not None:
+                data.valid.scorer = recipe.scorer(run, data.valid)
             if not progress.is_over(run):
                 data.train.start()  # workers prepare the first micro-batches while the model is built
             else:
@@ -232,21 +235,23 @@ def train_step(
 
 
 def evaluate(
-    forward_step: ForwardStep, loader: Any, backend: Backend, run: Run, watch: Watch, iteration: int
+    forward_step: ForwardStep, valid: ValidData, backend: Backend, run: Run, watch: Watch, iteration: int
 ) -> dict[MetricName, float]:
-    """Return the figures over the first --eval-iters global batches of the validation data; forward only.
+    """Return the figures of an evaluation; they are the same on all ranks.
 
-    They are the same on all ranks: the mean loss, NaN without targets.
+    The mean loss over the first --eval-iters global batches of the validation data, NaN without targets, forward only;
+    and those of what the model generates, if that is scored.
     """
-    iterator: Iterator[Any] = loader.fresh_iterator()
-    batches = loader.limit_batches(run.logging.eval_iters)
-    forward_step = without_fillers(forward_step, loader.is_filler)
+    iterator: Iterator[Any] = valid.fresh_iterator()
+    batches = valid.limit_batches(run.logging.eval_iters)
+    forward_step = without_fillers(forward_step, valid.is_filler)
     loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * run.batch.num_microbatches)
     loss = loss_sum / denominator if denominator else float("nan")
-    watch.log_evaluation(iteration, batches, loss)
+    generated = None if valid.scorer is None else valid.scorer(backend)
+    watch.log_evaluation(iteration, batches, loss, generated)
     if run.process.manual_gc and run.process.manual_gc_eval:
         gc.collect()
-    return {"loss": loss}
+    return {"loss": loss} if generated is None else {"loss": loss, **generated.figures}
 
 
 def _judge(

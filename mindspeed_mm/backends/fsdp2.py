@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
+from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Value
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.adapters import adapter_config, export_adapters, load_adapters
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
+from mindspeed_mm.checkpoint.rng import kept_random_states
 from mindspeed_mm.checkpoint.snapshot import Snapshot, Snapshots
 from mindspeed_mm.checkpoint.sources import open_weights
 from mindspeed_mm.checkpoint.tensors import trained_tensors
@@ -32,7 +33,7 @@ from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
 from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
-from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
+from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable, as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
@@ -212,6 +213,17 @@ class FSDP2Backend:
     ) -> tuple[float, float]:
         """See the protocol."""
         return self.engine.evaluate(forward_step, data_iterator, num_microbatches)
+
+    @contextmanager
+    def generation(self) -> Iterator[Generation]:
+        """See the protocol; the model is the trained one, sharded as it is."""
+        batch = self.world.batch
+        with torch.no_grad(), kept_random_states(), evaluation_mode([self.model]), self._contract.generating():
+            try:
+                yield Generation(self._root, batch.rank, batch.size, in_lockstep=bool(self._units))
+            finally:
+                for unit in self._units:
+                    unit.reshard()
 
     def run(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int, *, forward_only: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -70,6 +71,24 @@ class StepResult:
         return cls(loss, grad_norm, "" if finite else "not finite", learning_rate, loss_scale, metrics)
 
 
+@dataclass(frozen=True)
+class Generation:
+    """The trained model as its own library generates with it.
+
+    Attributes:
+        model: in evaluation mode, with the last step's weights; None: this rank generates nothing.
+        rank, size: place among the ranks that share what is generated, and their number. Ranks with the same `rank`
+            generate the same.
+        in_lockstep: whether parameters are sharded over the ranks, so that all of them must call the model equally
+            often.
+    """
+
+    model: Any
+    rank: int
+    size: int
+    in_lockstep: bool
+
+
 class PendingStep(Protocol):
     """A step that has been launched; its loss and gradient norm may still be on the device.
 
@@ -129,6 +148,13 @@ class Backend(Protocol):
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int
     ) -> tuple[float, float]:
         """Run the forward pass of micro-batches; returns (loss sum, denominator) over all ranks."""
+
+    def generation(self) -> AbstractContextManager[Generation]:
+        """Return a context with the model for generation; a collective at both ends.
+
+        Afterwards the state of model, hooks and random generators is that of before, so that the steps that follow are
+        those that would have followed without it.
+        """
 
     def flops(self, counts: BatchCounts) -> float | None:
         """Return the model FLOPs of a batch with these counts (forward and backward, no recompute); None: unknown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, ModelProvider, Value
+from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Value
 from mindspeed_mm.backends.tied_embedding import tied_embedding
 from mindspeed_mm.checkpoint.adapters import adapter_config
 from mindspeed_mm.checkpoint.megatron.state import MegatronState
+from mindspeed_mm.checkpoint.rng import kept_random_states
 from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.run import Run
@@ -34,6 +36,7 @@ from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.contract import Staged, as_staged
 from mindspeed_mm.models.transformers.inferred import traits_of
+from mindspeed_mm.models.transformers.meta_model import build_from_meta
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
 from mindspeed_mm.optimizer.groups import IsIdle
@@ -188,6 +191,21 @@ class PTDBackend:
         result = self.engine.evaluate(forward_step, data_iterator, num_microbatches)
         self._resume_overlap()
         return result
+
+    @contextmanager
+    def generation(self) -> Iterator[Generation]:
+        """See the protocol; the model is transformers', with an export's weights, and lives as long as the context.
+
+        Of the ranks that read the same rows one has it.
+        """
+        assert self._meta_model is not None, "the recipe's model is one of transformers"
+        batch = self.world.batch
+        with torch.no_grad(), kept_random_states():
+            model = build_from_meta(self._meta_model, self.sizes.params_dtype) if self.world.counts_rows else None
+            self._gather_parameters()
+            self._stored.fill_whole(model)
+            self._resume_overlap()
+            yield Generation(model, batch.rank, batch.size, in_lockstep=False)
 
     def run(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int, *, forward_only: bool

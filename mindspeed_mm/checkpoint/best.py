@@ -14,7 +14,7 @@ from mindspeed_mm.utils.files import write_json
 
 BEST = "best.json"
 _EXPECTED = (
-    f"expected iteration (a whole number), metric ({' or '.join(EVAL_METRICS)}) and value (a finite number); "
+    f"expected iteration (a whole number), metric (one of {', '.join(EVAL_METRICS)}) and value (a finite number); "
     "--ckpt-step N names a checkpoint without it"
 )
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.best import BEST
-from mindspeed_mm.checkpoint.run_folder import METRICS, ROWS, TRACKER, checkpoints, hide
+from mindspeed_mm.checkpoint.run_folder import ANSWERS, METRICS, ROWS, TRACKER, checkpoints, hide
 from mindspeed_mm.checkpoint.start import Start
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import fsync_path, is_inside, is_same_path
 from mindspeed_mm.utils.log import logger
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
-_OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|{METRICS.replace('.jsonl', '')}(\.\d+)?\.jsonl")
+_RECORDS = "|".join(name.removesuffix(".jsonl") for name in (METRICS, ANSWERS))
+_OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|({_RECORDS})(\.\d+)?\.jsonl")
 
 
 def traces_of_run(root: Path) -> list[Path]:

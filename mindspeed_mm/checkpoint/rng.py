@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ def random_state() -> dict[str, torch.Tensor]:
         "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
         "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
     }
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Context after which the random states of this rank are what they were before it."""
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), accelerator.current().rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        accelerator.current().set_rng_state(of_torch)
 
 
 def restore_random_state(

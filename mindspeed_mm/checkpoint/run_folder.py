@@ -26,6 +26,7 @@ STATE = "state.json"
 #: key of state.json: no checkpoint was due, it is there as the best one of --save-best
 ONLY_BEST = "only_best"
 METRICS = "metrics.jsonl"
+ANSWERS = "eval_answers.jsonl"
 ROWS = "rows"
 #: --ckpt-step: an iteration, or the one that best.json names
 CheckpointStep = int | Literal["best"]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import read_files
-from mindspeed_mm.configs.evaluation_rules import check_validation_rows
+from mindspeed_mm.configs.evaluation_rules import check_answers, check_validation_rows
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
@@ -72,7 +72,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         data=typed.data,
         own_flags=MappingProxyType(own_flags),
     )
-    raise_all([*check_validation_rows(run), *check_parallel_model(run, recipe.model_schema)])
+    answers = check_answers(run, is_scored=recipe.scorer is not None)
+    raise_all([*check_validation_rows(run), *answers, *check_parallel_model(run, recipe.model_schema)])
     flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
     publish(run, PublishedArguments(flat, own_flags))
     return run

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-MetricName = Literal["loss"]
+#: scores of generated answers (`tasks/evaluation/scores.py`), which --eval-generate computes
+AnswerScoreName = Literal["exact_match", "relaxed_accuracy", "anls", "multiple_choice", "wer"]
+MetricName = Literal["loss", "exact_match", "relaxed_accuracy", "anls", "multiple_choice", "wer"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,18 @@ class EvalMetric:
 
 EVAL_METRICS: Mapping[MetricName, EvalMetric] = {
     "loss": EvalMetric("validation loss", higher_is_better=False),
+    "exact_match": EvalMetric("share of exact answers", higher_is_better=True),
+    "relaxed_accuracy": EvalMetric("relaxed accuracy of answers", higher_is_better=True),
+    "anls": EvalMetric("ANLS of answers", higher_is_better=True),
+    "multiple_choice": EvalMetric("share of right choices", higher_is_better=True),
+    "wer": EvalMetric("word error rate of answers", higher_is_better=False),
 }
 
 #: what --early-stop follows without --save-best
 DEFAULT_METRIC: MetricName = "loss"
 
 #: other names → names: those of metrics.jsonl and of the log line
-METRIC_SYNONYMS = (("eval_loss", "loss"), ("validation loss", "loss"))
+METRIC_SYNONYMS = (*((f"eval_{name}", name) for name in EVAL_METRICS), ("validation loss", "loss"))
 
 
 def improves(metric: MetricName, value: float, best: float | None) -> bool:

@@ -1,27 +1,47 @@
-"""What --save-best and --early-stop need: evaluations, validation rows, and a folder for what is saved."""
+"""What --save-best, --early-stop and --eval-generate need: evaluations, validation rows, a folder for what is saved."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mindspeed_mm.configs.data_config import DataConfig
+from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
 
 if TYPE_CHECKING:
     from mindspeed_mm.configs.run import Run
 
+_OF_ANSWERS = ("eval_generate_rows", "eval_generate_batch_size", "eval_max_new_tokens")
 
-def asking_flags(save_best: str | None, early_stop: int | None) -> list[str]:
-    """Return the flags that follow a figure of evaluations, with their values."""
-    given = {"--save-best": save_best, "--early-stop": early_stop}
+
+def asking_flags(save_best: str | None, early_stop: int | None, eval_generate: str | None) -> list[str]:
+    """Return the flags that need evaluations, with their values."""
+    given = {"--save-best": save_best, "--early-stop": early_stop, "--eval-generate": eval_generate}
     return [f"{flag} {value}" for flag, value in given.items() if value is not None]
 
 
+def asking_flags_of(run: Run) -> list[str]:
+    """Return `asking_flags` of a run."""
+    return asking_flags(run.checkpoint.save_best, run.length.early_stop, run.logging.eval_generate)
+
+
 def check_evaluation(args: ParsedFlags) -> list[str]:
-    """Return a sentence for each flag that is missing beside --save-best or --early-stop."""
+    """Return a sentence for each flag that is missing beside one that needs evaluations, or their figure."""
     problems = []
     if args.save_best is not None and args.save is None:
         problems.append(f"--save-best {args.save_best} needs --save, the run folder that keeps the best checkpoint")
-    asking = asking_flags(args.save_best, args.early_stop)
+    if args.save_best not in (None, "loss", args.eval_generate):
+        other = f", and --eval-generate computes {args.eval_generate}" if args.eval_generate is not None else ""
+        problems.append(
+            f"--save-best {args.save_best} follows a score of generated answers{other}: give --eval-generate "
+            f"{args.save_best}"
+        )
+    if args.eval_generate is None:
+        default = LoggingArguments()
+        changed = {name: getattr(args, name) for name in _OF_ANSWERS if getattr(args, name) != getattr(default, name)}
+        for name, value in changed.items():
+            problems.append(f"--{name.replace('_', '-')} {value} belongs to --eval-generate; give it, too")
+    asking = asking_flags(args.save_best, args.early_stop, args.eval_generate)
     for flag, value, of in (
         ("--eval-interval", args.eval_interval, "steps between two evaluations"),
         ("--eval-iters", args.eval_iters, "global batches in one evaluation"),
@@ -32,9 +52,33 @@ def check_evaluation(args: ParsedFlags) -> list[str]:
 
 
 def check_validation_rows(run: Run) -> list[str]:
-    """Return a sentence if the run's data.json keeps no rows for the evaluations that its flags follow."""
-    asking = asking_flags(run.checkpoint.save_best, run.length.early_stop)
+    """Return a sentence if the run's data.json keeps no rows for the evaluations that its flags ask for."""
+    asking = asking_flags_of(run)
     if not asking or run.data is None:
         return []
     why = run.data.dataset_param.why_no_validation
     return [f"{asking[0]} needs validation rows, and {run.files.data.config_file}: {why}"] if why else []
+
+
+def check_answers(run: Run, *, is_scored: bool) -> list[str]:
+    """Return a sentence if nothing can be answered for --eval-generate.
+
+    Args:
+        is_scored: whether the script's recipe scores what its model generates.
+    """
+    if run.logging.eval_generate is None:
+        return []
+    flag = f"--eval-generate {run.logging.eval_generate}"
+    if not is_scored:
+        return [
+            f"{flag}: this script's model writes no answers to rows of data.json, as those of pretrain_vlm.py and "
+            "pretrain_transformers.py do; leave it out"
+        ]
+    if not isinstance(run.data, DataConfig):
+        return []
+    param, file = run.data.dataset_param, run.files.data.config_file
+    if param.dataset_type == "corpus":
+        return [f"{flag}: {file}: the rows of dataset_type corpus are texts without turns; expected conversations"]
+    if (stage := param.basic_parameters.stage) in ("pt", "pretrain"):
+        return [f"{flag}: {file}: the rows of stage {stage} are texts without turns; expected conversations"]
+    return []

@@ -221,6 +221,12 @@ class LlmTraining(Section):
     early_stop: Count | None = Field(
         None, description="ours: evaluations in a row without a better value that end the run; null = none"
     )
+    eval_generate: str | None = Field(
+        None, description="ours: score of the answers to validation rows that each evaluation generates; null = none"
+    )
+    eval_generate_rows: Count = Field(64, description="ours: the first so many validation rows are answered")
+    eval_generate_batch_size: Count = Field(8, description="ours: rows that a process answers at a time")
+    eval_max_new_tokens: Count = Field(128, description="ours: longest answer of an evaluation in tokens")
     save_only_model: Bool = Field(False, description="leave optimizer and random states out of checkpoints")
     save_async: Bool = Field(False, description="write checkpoints in the background")
     save_hf_weights: Bool = Field(True, description="export a HF directory at the end")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.arguments import ExtraArgsProvider
+from mindspeed_mm.configs.eval_metrics import MetricName
 from mindspeed_mm.configs.flags.spec import BACKENDS, BackendName
 from mindspeed_mm.configs.other_scripts import FileKind
 
@@ -21,6 +22,27 @@ ModelProvider = Callable[..., Any]
 DataProvider = Callable[..., Any]
 #: (data_iterator, model) → (output, loss_func)
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class GeneratedFigures:
+    """What an evaluation has found of the samples that a model generated; the same on all ranks.
+
+    Attributes:
+        figures: its figures, by name.
+        rows: number of validation rows that they are of.
+        samples: some of the samples, as JSON objects for eval_answers.jsonl.
+    """
+
+    figures: Mapping[MetricName, float] = field(default_factory=dict)
+    rows: int = 0
+    samples: Sequence[Mapping[str, Any]] = ()
+
+
+#: (backend) → figures; called at each evaluation, a collective
+SampleScorer = Callable[[Any], GeneratedFigures]
+#: (run, ValidData) → scorer; None: the flags ask for none
+ScorerProvider = Callable[["Run", Any], SampleScorer | None]
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,9 @@ class Recipe:
         forward_step: (data_iterator, model) → (output, loss_func).
         model_schema, data_schema: which published keys model.json and data.json hold; None: keys of the script's own.
         backends: those that it can train with.
+        scorer: (run, ValidData) → what scores samples that the model generates for validation rows, at each evaluation;
+            called once the data are open, before the model is built, so that rows and model can be refused then. None:
+            nothing is generated.
         own_flags: adds flags of the script's own: gets the parser, returns it.
         defaults: attribute → value that takes the place of a flag's default.
     """
@@ -47,6 +72,7 @@ class Recipe:
     model_schema: FileKind | None = None
     data_schema: FileKind | None = None
     backends: tuple[BackendName, ...] = BACKENDS
+    scorer: ScorerProvider | None = None
     own_flags: ExtraArgsProvider | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 

@@ -35,6 +35,10 @@ TRAINING_FLAGS = {
     "val_interval": "eval_interval",
     "save_best": "save_best",
     "early_stop": "early_stop",
+    "eval_generate": "eval_generate",
+    "eval_generate_rows": "eval_generate_rows",
+    "eval_generate_batch_size": "eval_generate_batch_size",
+    "eval_max_new_tokens": "eval_max_new_tokens",
 }
 #: key of `training` → flag, with optimizer muon
 MUON_FLAGS = {"muon_momentum": "muon_momentum", "ns_steps": "ns_steps", "matched_adamw_rms": "matched_adamw_rms"}

@@ -8,6 +8,7 @@ typed views that these functions return, which read the model's attributes on ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,6 +129,11 @@ class Trainable:
         freeze = _stated(self.model, "freeze")
         if freeze is not None:
             freeze(config)
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return the result of `generating()`: a context in which the model's own library may generate with it."""
+        enter = _stated(self.model, "generating")
+        return nullcontext() if enter is None else enter()
 
     def final_export_layout(self) -> PipelineLayout | None:
         """Return the result of `export_layout`: the diffusers pipeline around the model; None: it is exported alone."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,26 @@ class TransformersModel(MultiModalModule):
         if outputs:
             output["log_probabilities"] = of_head
         return output
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Context in which transformers may generate with `model`: every rank that calls it has whole rows.
+
+        What `forward` sets for a micro-batch is used up by then, but for the split of media. Afterwards `model` has the
+        positions of before, which some classes keep for the next token.
+        """
+        kept = {module: module.rope_deltas for module in self.model.modules() if "rope_deltas" in vars(module)}
+        if self._media is not None:
+            self._media.for_batch({})
+        if self._context is not None:
+            self._context.is_off = True
+        try:
+            yield
+        finally:
+            if self._context is not None:
+                self._context.is_off = False
+            for module, deltas in kept.items():
+                module.rope_deltas = deltas
 
     def _expect_shard(
         self,

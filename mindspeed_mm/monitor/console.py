@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from mindspeed_mm.configs.recipe import GeneratedFigures
+
 
 def format_step(record: dict[str, Any]) -> str:
     """Return the log line of a training step.
@@ -70,7 +72,11 @@ def _extra_figures(record: dict[str, Any]) -> list[str]:
     return shown
 
 
-def format_evaluation(iteration: int, batches: int, loss: float) -> str:
+def format_evaluation(iteration: int, batches: int, loss: float, generated: GeneratedFigures | None = None) -> str:
     """Return the log line of an evaluation."""
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    return f" [{now}] validation loss at iteration {iteration} | validation batches: {batches} | loss: {loss:.6E} |"
+    line = f" [{now}] validation loss at iteration {iteration} | validation batches: {batches} | loss: {loss:.6E} |"
+    if generated is None:
+        return line
+    figures = [f"{name}: {value:.6E}" for name, value in generated.figures.items()]
+    return " ".join([line, *(f"{part} |" for part in (*figures, f"rows answered: {generated.rows}"))])

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.best import BestCheckpoint
 from mindspeed_mm.configs.eval_metrics import DEFAULT_METRIC, MetricName, improves
-from mindspeed_mm.configs.evaluation_rules import asking_flags
+from mindspeed_mm.configs.evaluation_rules import asking_flags_of
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -81,12 +81,12 @@ class Improvement:
 
 
 def refuse_without_validation(run: Run) -> None:
-    """Raise for a run that follows a figure of evaluations, and whose data provider returned no validation data.
+    """Raise for a run whose flags need evaluations, and whose data provider returned no validation data.
 
     Raises:
         ConfigError: it does.
     """
-    asking = asking_flags(run.checkpoint.save_best, run.length.early_stop)
+    asking = asking_flags_of(run)
     if asking:
         raise ConfigError(
             f"{asking[0]} needs validation data, and train_valid_test_datasets_provider returned none: the second of "

@@ -53,16 +53,17 @@ class LineWriter:
 
 
 class MetricsWriter(LineWriter):
-    """Appends lines to `<save>/metrics.jsonl`."""
+    """Appends lines to `<save>/metrics.jsonl`, or another file of a run folder."""
 
-    def __init__(self, folder: str | Path, *, resumed: bool) -> None:
+    def __init__(self, folder: str | Path, *, resumed: bool, name: str = METRICS) -> None:
         """Open the file, repairing a last line that a kill tore.
 
         Args:
             resumed: whether this run continues the folder's run. Otherwise the file of a run that ended before its
                 first checkpoint is kept under another name (metrics.1.jsonl, metrics.2.jsonl …) and a new one begun.
+            name: of the file.
         """
-        path = Path(folder) / METRICS
+        path = Path(folder) / name
         if path.exists():
             if resumed:
                 repair_last_line(path)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.checkpoint.run_folder import ANSWERS
+from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console import format_evaluation, format_step
 from mindspeed_mm.monitor.metrics import MetricsWriter
@@ -40,6 +42,7 @@ class Watch:
 
     _flops: float | None  # of the interval; None: unknown
     _imbalance: float
+    _answers: MetricsWriter | None
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Watch:
         self._world_size, self._compute_dtype = world_size, compute_dtype
         self._is_writer = is_writer
         self._metrics = MetricsWriter(save, resumed=resumed) if is_writer and save else None
+        self._save, self._resumed, self._answers = save, resumed, None
         self._tensorboard = _open_tensorboard(tensorboard_dir) if is_writer and tensorboard_dir else None
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
@@ -165,14 +169,35 @@ class Watch:
             print(format_step(line), flush=True)
         self._start_interval()
 
-    def log_evaluation(self, iteration: int, batches: int, loss: float) -> None:
-        """Log an evaluation after `iteration`."""
+    def log_evaluation(
+        self, iteration: int, batches: int, loss: float, generated: GeneratedFigures | None = None
+    ) -> None:
+        """Log an evaluation after `iteration`.
+
+        Args:
+            generated: figures of what the model has generated; None: it has generated nothing.
+        """
+        figures = {"eval_loss": loss}
+        record: dict[str, Any] = {"iteration": iteration, **figures, "eval_batches": batches}
+        if generated is not None:
+            figures |= {f"eval_{name}": value for name, value in generated.figures.items()}
+            record |= {**figures, "eval_rows": generated.rows}
+            self._write_answers(iteration, generated)
         if self._metrics is not None:
-            self._metrics.write({"iteration": iteration, "eval_loss": loss, "eval_batches": batches})
+            self._metrics.write(record)
         if self._tensorboard is not None:
-            self._tensorboard.add_scalar("eval_loss", loss, iteration)
+            for name, value in figures.items():
+                self._tensorboard.add_scalar(name, value, iteration)
         if self._is_writer:
-            print(format_evaluation(iteration, batches, loss), flush=True)
+            print(format_evaluation(iteration, batches, loss, generated), flush=True)
+
+    def _write_answers(self, iteration: int, generated: GeneratedFigures) -> None:
+        if not self._is_writer or self._save is None or not generated.samples:
+            return
+        if self._answers is None:
+            self._answers = MetricsWriter(self._save, resumed=self._resumed, name=ANSWERS)
+        for sample in generated.samples:
+            self._answers.write({"iteration": iteration, **sample})
 
     def restart_clock(self) -> None:
         """Exclude the time since `pause_clock` (evaluation, a save) from the step time."""
@@ -188,6 +213,8 @@ class Watch:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._answers is not None:
+            self._answers.close()
         if self._row_log is not None:
             self._row_log.close()
 

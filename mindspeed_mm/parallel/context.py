@@ -63,7 +63,7 @@ class ContextParallel:
         self._implementation: str = self._config._attn_implementation
         self._shard: SequenceShard | None = None
         self._world: World | None = None
-        self._is_checked = self._is_counted = False
+        self._is_checked = self._is_counted = self._is_off = False
         check_attention(self._config, name, dims)
         if self._implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ConfigError(
@@ -76,6 +76,16 @@ class ContextParallel:
         """The processes, after `install`."""
         assert self._world is not None, "install() comes first"
         return self._world
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the model has whole rows, and its own attention, on every rank."""
+        return self._is_off
+
+    @is_off.setter
+    def is_off(self, value: bool) -> None:
+        self._is_off = value
+        self._config._attn_implementation = self._implementation if value else ATTENTION
 
     def install(self, world: World) -> None:
         """Put hook and attention function in place.
@@ -113,6 +123,8 @@ class ContextParallel:
         self._is_checked = True
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._is_off:
+            return args, kwargs
         shard, self._shard = self._shard, None
         if shard is None:
             raise DataError(f"a micro-batch came to {self._name} without its shard; call prepare() first")
@@ -125,6 +137,8 @@ class ContextParallel:
         return args, {**_cut(shard, kwargs), "attention_mask": None, _KEYWORD: self._call}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_off:
+            return
         found, expected = self._call.attended, len(self._language_model.layers)  # type: ignore[arg-type]
         del self._call
         if not self._is_counted and found != expected:

@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from mindspeed_mm.tasks.evaluation.command import main
 from mindspeed_mm.tasks.inference.answers_file import AnswersFile
 from mindspeed_mm.tasks.inference.generation import AnswerGenerator
+from tests.support.labelled_pictures import write_labelled_pictures
 from tests.support.launch import ROOT, WRAP, launch_flags, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen2_5_vl_dir
 from tests.support.workers import RankPool
 
-STEPS, LABELS = 28, "three seven two four"
+STEPS = 28
 FILES = ("predictions.jsonl", "scores.jsonl", "results.json")
 
 
@@ -36,22 +35,9 @@ class TrainedRun(NamedTuple):
 def trained(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """Four pictures are learnt with their labels; of the eight rows that are held out, four have them."""
     folder = tmp_path_factory.mktemp("digits")
-    data, run = folder / "data", folder / "run"
-    data.mkdir()
-    rows = []
-    for number, label in enumerate(LABELS.split() * 2):
-        pixels = np.random.RandomState(number % 4).randint(0, 256, (28, 28, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(data / f"{number}.png")
-        answer = label if number < 4 else LABELS.split()[(number + 1) % 4]
-        turns = [("user", "<image>which digit"), ("assistant", answer)]
-        rows.append(
-            {"messages": [{"role": role, "content": text} for role, text in turns], "images": [f"{number}.png"]}
-        )
-    (data / "train.json").write_text(json.dumps(rows[:4]))
-    (data / "contrary.json").write_text(json.dumps(rows[4:]))  # its loss falls and rises again
-    (data / "heldout.json").write_text(json.dumps(rows))
+    data, run = write_labelled_pictures(folder / "data"), folder / "run"
     hf_dir = tiny_qwen2_5_vl_dir(folder / "hf")
-    held_out = {"dataset_param.basic_parameters.val_dataset": str(data / "contrary.json")}
+    held_out = {"dataset_param.basic_parameters.val_dataset": str(data / "contrary.json")}  # its loss falls and rises
     files = write_run_files(folder, hf_dir, data / "train.json", data=held_out, fsdp2={"sub_modules_to_wrap": WRAP})
     flags = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": STEPS, "save": run, "save_hf": True}
     best = {"save_best": "loss", "eval_interval": STEPS // 4, "eval_iters": 1, "save_interval": STEPS}

@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.adapters import export_adapters
 from mindspeed_mm.checkpoint.dcp import read_state, refuse_state_misfits
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader
 from mindspeed_mm.checkpoint.hf_export import export_gathered
-from mindspeed_mm.checkpoint.lazy import Node, rounded
+from mindspeed_mm.checkpoint.lazy import Node, rounded, whole
 from mindspeed_mm.checkpoint.megatron.adapters import first_adapters
 from mindspeed_mm.checkpoint.megatron.export import GatheredParts
 from mindspeed_mm.checkpoint.megatron.load import read_tensors
@@ -116,7 +116,7 @@ class MegatronState:
 
         def tensors() -> dict[str, Stored]:
             return checkpoint_tensors(
-                self._to_write(), self._mains(), self._known.shapes, with_optimizer=save_optimizer
+                self._to_write(self._stored), self._mains(), self._known.shapes, with_optimizer=save_optimizer
             )
 
         return TensorSnapshots(
@@ -195,15 +195,41 @@ class MegatronState:
         fetcher = self._gathered(others)
         export_adapters(fetcher, list(every), directory, config, source, self._world.host.group)
 
-    def _gathered(self, others: Mapping[str, Sequence[str]] | None = None) -> GatheredParts:
+    @torch.no_grad()
+    def fill_whole(self, model: Any) -> None:
+        """Fill a transformers model on each of the first stage's first tensor-parallel ranks; a collective.
+
+        One tensor after the other is gathered on rank 0, and sent to the other data-parallel ranks.
+
+        Args:
+            model: of the meta model's structure; None on all other ranks.
+        """
+        fetcher, batch = self._gathered(stored_only=False), self._world.batch
+        targets = persistent_tensors(model) if model is not None else {}
+        for name, tensor in fetcher.tensors().items():
+            fetcher.fetch({name}, owner=0)
+            if model is None:
+                continue
+            if self._world.rank == 0:
+                value = tensor.node.read(whole(tensor.shape)).to(self._world.device)
+            else:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+            if batch.size > 1:
+                dist.broadcast(value, group=batch.group, group_src=0)
+            targets[name].copy_(value)
+
+    def _gathered(
+        self, others: Mapping[str, Sequence[str]] | None = None, *, stored_only: bool = True
+    ) -> GatheredParts:
         """Return what gathers the tensors; a collective.
 
         Args:
             others: more names of tied tensors, by the first one.
+            stored_only: only those that checkpoints hold; False: all.
         """
         assert self._shapes is not None
         mains, parts = self._mains(), []
-        for p, span in self._to_write():
+        for p, span in self._to_write(self._stored if stored_only else self._local):
             main = mains[p.param].main if p.param in mains else p.param
             parts += [(part, main) for part in p.parts(span)]
         shapes = dict(self._shapes)
@@ -259,9 +285,9 @@ class MegatronState:
     def _mains(self) -> dict[nn.Parameter, MainParameter]:
         return {} if self._optimizer is None else main_parameters(self._optimizer)
 
-    def _to_write(self) -> list[tuple[LocalParameter, FlatRange]]:
+    def _to_write(self, parameters: Sequence[LocalParameter]) -> list[tuple[LocalParameter, FlatRange]]:
         return to_write(
-            self._stored,
+            parameters,
             self._mains(),
             spread=self._optimizer is not None and is_spread(self._optimizer),
             tensor_rank=self._world.tensor.rank,

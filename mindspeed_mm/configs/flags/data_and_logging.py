@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, AnswerScoreName
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
 _ONE_LOGGER = no_effect("metrics.jsonl and tensorboard are the writers here")
@@ -33,6 +34,22 @@ class LoggingArguments:
         int | None, flag("steps between two evaluations; 0 or None = no evaluation", minimum=0)
     ] = 1000
     eval_iters: Annotated[int, flag("global batches in one evaluation; 0 = no evaluation", minimum=0)] = 100
+    eval_generate: Annotated[
+        AnswerScoreName | None,
+        flag(
+            "ours: at each evaluation, answer validation rows greedily and score the answers; without a value "
+            "exact_match",
+            bare="exact_match",
+            synonyms=METRIC_SYNONYMS,
+        ),
+    ] = None
+    eval_generate_rows: Annotated[
+        int, flag("ours: of eval-generate: the first so many validation rows are answered", minimum=1)
+    ] = 64
+    eval_generate_batch_size: Annotated[
+        int, flag("ours: of eval-generate: rows that a process answers at a time", minimum=1)
+    ] = 8
+    eval_max_new_tokens: Annotated[int, flag("ours: of eval-generate: longest answer in tokens", minimum=1)] = 128
     tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
     log_row_ids: Annotated[
         bool, flag("each rank records which rows each step trained on: <save>/rows/rank<k>.jsonl")

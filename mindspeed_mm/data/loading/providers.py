@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from mindspeed_mm.configs.config import ConfigReader
 from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.configs.recipe import DataProvider
+from mindspeed_mm.configs.recipe import DataProvider, SampleScorer
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
@@ -52,10 +52,12 @@ class ValidData:
     Attributes:
         loader: yields micro-batches of this rank.
         global_batches: in one pass; None: unknown.
+        scorer: scores what the model generates for the rows at each evaluation; None: it generates nothing.
     """
 
     loader: MMDataLoader | UserLoader
     global_batches: float | None
+    scorer: SampleScorer | None = None
 
     def __post_init__(self) -> None:
         self._empty: set[int] = set()

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mindspeed_mm.utils.adapter_names import is_adapter
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -48,3 +50,31 @@ def build_meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
         model = model_class._from_config(copy.deepcopy(hf_config), dtype=torch.float32)
     model.tie_weights()
     return model
+
+
+def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give float32 to the parameters of a model in `dtype` that transformers' own loading keeps in it."""
+    kept = set(model._get_dtype_plan(dtype))
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and kept.intersection((*path.split("."), name)):
+                module._parameters[name] = nn.Parameter(param.float(), requires_grad=False)
+
+
+def build_from_meta(meta_model: Any, dtype: torch.dtype) -> Any:
+    """Build a model for generation of one on the meta device, on this process's device; its parameters have no values.
+
+    Args:
+        meta_model: has the mixins of `adapt_class`; it is not changed.
+        dtype: of the parameters, but for those of adapters and those that transformers keeps in float32.
+    """
+    model = copy.deepcopy(meta_model)
+    casts: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and not is_adapter(f"{path}.{name}"):
+                module._parameters[name] = casts.setdefault(id(param), nn.Parameter(param.to(dtype)))
+    keep_in_float32(model, dtype)
+    model.weights_come_later = True
+    model._post_fully_shard()  # storage, and the values of buffers that no file holds
+    return model.requires_grad_(False).eval()

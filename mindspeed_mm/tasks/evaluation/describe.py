@@ -80,10 +80,11 @@ def describe_evaluation(words: Sequence[str], *, complete: bool = True) -> Evalu
         complete=complete,
     )
     from mindspeed_mm.tasks.evaluation.questions import BenchmarkQuestions, OwnQuestions
+    from mindspeed_mm.tasks.inference.requests import RowRequests
 
     if benchmark is None:
         score = SCORES[flags.score or "exact_match"]
-        own = OwnQuestions(answers.param, score, flags.category, flags.limit)
+        own = OwnQuestions(RowRequests(answers.param), score, flags.category, flags.limit)
         return EvaluationRun(answers, own, score, ", ".join(Path(p).name for p in own.paths), Path(folder))
     assert path is not None, "a benchmark has a path"
     questions = BenchmarkQuestions(benchmark, path, answers.system, flags.limit, named_by)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.conversation.messages import Conversation, Message
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.tasks.evaluation.benchmark import Benchmark, Question
 from mindspeed_mm.tasks.evaluation.choices import letters_of
 from mindspeed_mm.tasks.evaluation.scores import Score, Target
 from mindspeed_mm.tasks.evaluation.tables import BenchmarkRows
-from mindspeed_mm.tasks.inference.requests import AnswerRequest, RowRequests
+from mindspeed_mm.tasks.inference.requests import AnswerRequest, SourceRequests
 from mindspeed_mm.utils.errors import BadSample, did_you_mean
 from mindspeed_mm.utils.text import shorten
 
@@ -83,28 +82,40 @@ class BenchmarkQuestions(BenchmarkRows):
         )
 
 
-class OwnQuestions(RowRequests):
+class OwnQuestions:
     """Rows of a user's own; the last answer of each is the reference.
 
     Args:
-        param: names files, columns and roles.
+        requests: the rows.
         score: that their answers will have.
         category: column by which scores are also given; None: there is none.
         limit: most rows; None: all.
 
     Raises:
-        DataError: a file is missing or damaged, the form of its rows isn't known, or the column isn't there.
+        BadSample: the first row can't be used, or the column isn't there.
     """
 
     def __init__(
-        self, param: DatasetParam, score: Score, category: str | None = None, limit: int | None = None
+        self, requests: SourceRequests, score: Score, category: str | None = None, limit: int | None = None
     ) -> None:
-        super().__init__(param)
+        self._requests, self.paths = requests, requests.paths
         self._score, self._category, self._limit = score, category, limit
         self.question(0)
 
     def __len__(self) -> int:
-        return super().__len__() if self._limit is None else min(self._limit, super().__len__())
+        return len(self._requests) if self._limit is None else min(self._limit, len(self._requests))
+
+    def __getitem__(self, index: int) -> AnswerRequest:
+        """Return the request of a row.
+
+        Raises:
+            BadSample: the row can't be used.
+        """
+        return self._requests[index]
+
+    def where(self, index: int) -> str:
+        """Name file and row, for messages."""
+        return self._requests.where(index)
 
     def question(self, index: int) -> Question:
         """Return the reference of a row, with its options where the score needs them.
@@ -141,7 +152,7 @@ class OwnQuestions(RowRequests):
     def _categories(self, index: int) -> dict[str, str]:
         if self._category is None:
             return {}
-        row = self.row(index)
+        row = self._requests.row(index)
         if self._category not in row:
             near = did_you_mean(self._category, row)
             raise BadSample(

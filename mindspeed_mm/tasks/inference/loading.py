@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.adapters import write_peft_files
@@ -23,7 +22,7 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.transformers.meta_model import config_for
+from mindspeed_mm.models.transformers.meta_model import config_for, keep_in_float32
 from mindspeed_mm.models.transformers_model import set_attention
 from mindspeed_mm.tasks.inference.source import ModelSource
 from mindspeed_mm.utils.errors import ConfigError
@@ -76,7 +75,7 @@ def load_model(
         refuse_damaged(source.weights, 0, 1, lambda found: [found], checksums=False)
     weights = _open(source.weights, averaged)
     load_weights(model, weights)
-    _read_generation_config(model, source.config)
+    read_generation_config(model, source.config)
     info_rank0(f"model: {type(model).__name__.removeprefix('FSDP')} of '{source.weights}'")
     return model
 
@@ -138,7 +137,7 @@ def build_on_meta_device(
     with torch.device("meta"), no_init_weights():
         model = model_class._from_config(hf_config, dtype=dtype)
     model.tie_weights()
-    _keep_in_float32(model, dtype)
+    keep_in_float32(model, dtype)
     return model.requires_grad_(False).eval()
 
 
@@ -148,20 +147,16 @@ def _usual_dtype(hf_config: PretrainedConfig) -> torch.dtype:
     return torch.float32 if accelerator.current().is_host else stated or torch.bfloat16
 
 
-def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Give float32 to the parameters that transformers' own loading keeps in it."""
-    kept = set(model._get_dtype_plan(dtype))
-    for path, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is not None and kept.intersection((*path.split("."), name)):
-                module._parameters[name] = nn.Parameter(param.float(), requires_grad=False)
-
-
 def _open(directory: Path, averaged: bool) -> WeightSource:
     return DcpWeights(directory, averaged=True) if averaged else open_weights(directory)
 
 
-def _read_generation_config(model: Any, directory: Path) -> None:
+def read_generation_config(model: Any, directory: Path) -> None:
+    """Give a model the generation configuration of its directory, if there is a file of it.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
     from transformers import GenerationConfig
 
     if not (directory / "generation_config.json").is_file():

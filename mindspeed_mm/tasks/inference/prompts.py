@@ -40,11 +40,12 @@ class PromptEncoder:
     Args:
         param: processor, template and limits of media.
         adapter: the model family.
+        encoder: a training's encoder of the same parameters; None: one is made.
     """
 
-    def __init__(self, param: DatasetParam, adapter: DataAdapter) -> None:
-        self.adapter = adapter
-        self._encoder = LazyEncoder(param, None, adapter)
+    def __init__(self, param: DatasetParam, adapter: DataAdapter, encoder: LazyEncoder | None = None) -> None:
+        self.adapter, self.param = adapter, param
+        self._encoder = LazyEncoder(param, None, adapter) if encoder is None else encoder
         self._path = param.preprocess_parameters.model_name_or_path
 
     def check(self, config: Any, where: str) -> None:

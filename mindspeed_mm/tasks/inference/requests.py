@@ -85,7 +85,59 @@ def prompt_requests(prompts: Sequence[PlainPrompt], system: str | None = None) -
     ]
 
 
-class RowRequests:
+class SourceRequests:
+    """Rows of a source as requests.
+
+    The assistant's turns at the end of a row, if there are any, are the reference.
+
+    Args:
+        rows: the source.
+        indices: numbers of the rows, in order; None: all.
+    """
+
+    def __init__(self, rows: RowSource, indices: Sequence[int] | None = None) -> None:
+        self._rows, self._indices = rows, range(len(rows)) if indices is None else indices
+        self.paths = tuple(itertools.chain.from_iterable(entry.paths for entry in rows.entries))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> AnswerRequest:
+        """Return the request of a row.
+
+        Raises:
+            BadSample: the row can't be used.
+        """
+        row = int(self._indices[index])
+        conversation = self._rows.read(row)
+        messages: list[Message] = []
+        while conversation.messages and conversation.messages[-1].role == "assistant":
+            messages.insert(0, conversation.messages.pop())
+        if not conversation.messages:
+            raise BadSample(f"{conversation.where}: the row has no turn of the user to answer", "nothing to answer")
+        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+        return AnswerRequest(
+            index,
+            conversation,
+            self._rows.folders(row),
+            self._rows.row(row).get("id"),
+            "".join(texts) if messages else None,
+        )
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return a row as it is in its file.
+
+        Raises:
+            BadSample: it can't be parsed.
+        """
+        return self._rows.row(int(self._indices[index]))
+
+    def where(self, index: int) -> str:
+        """Name the file and the row, for messages."""
+        return self._rows.where(int(self._indices[index]))
+
+
+class RowRequests(SourceRequests):
     """The rows of data files as requests.
 
     Rows have the forms of training data; the assistant's turns at the end, if there are any, are the reference.
@@ -109,41 +161,4 @@ class RowRequests:
         if ranking := next((entry.name for entry in entries if entry.attr.ranking), None):
             raise ConfigError(f"data set '{ranking}': 'ranking' is true; prompts of preference pairs are not answered")
         entries = [recognise(replace(entry, optional=(*entry.optional, "response"))) for entry in entries]
-        self.paths = tuple(itertools.chain.from_iterable(entry.paths for entry in entries))
-        self._rows = RowSource(entries, default_system=basic.default_system)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> AnswerRequest:
-        """Return the request of a row.
-
-        Raises:
-            BadSample: the row can't be used.
-        """
-        conversation = self._rows.read(index)
-        messages: list[Message] = []
-        while conversation.messages and conversation.messages[-1].role == "assistant":
-            messages.insert(0, conversation.messages.pop())
-        if not conversation.messages:
-            raise BadSample(f"{conversation.where}: the row has no turn of the user to answer", "nothing to answer")
-        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
-        return AnswerRequest(
-            index,
-            conversation,
-            self._rows.folders(index),
-            self._rows.row(index).get("id"),
-            "".join(texts) if messages else None,
-        )
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return a row as it is in its file.
-
-        Raises:
-            BadSample: it can't be parsed.
-        """
-        return self._rows.row(index)
-
-    def where(self, index: int) -> str:
-        """Name the file and the row, for messages."""
-        return self._rows.where(index)
+        super().__init__(RowSource(entries, default_system=basic.default_system))

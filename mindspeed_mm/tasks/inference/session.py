@@ -80,7 +80,12 @@ def check_length(request: AnswerRequest, size: PromptSize, positions: int | None
 
 def positions_of(run: AnswerRun) -> int | None:
     """Return the most tokens of prompt and answer together that config.json states; None: it states no number."""
-    config: Any = hf_config_of(run).get_text_config()
+    return positions_in(hf_config_of(run))
+
+
+def positions_in(hf_config: PretrainedConfig) -> int | None:
+    """Return the most tokens of prompt and answer together; None: the configuration states no number."""
+    config: Any = hf_config.get_text_config()
     for name in ("max_position_embeddings", "max_target_positions"):
         if isinstance(value := getattr(config, name, None), int):
             return value

@@ -17,6 +17,7 @@ from mindspeed_mm.data.start import DataStart, current_start
 if TYPE_CHECKING:
     from torch import nn
 
+    from mindspeed_mm.configs.recipe import SampleScorer
     from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.models.transformers_model import TransformersModel
 
@@ -89,6 +90,13 @@ def train_valid_test_datasets_provider(
     return data_json_provider(run, start, find_adapter(run.model or run.files.model))
 
 
+def answer_scorer(run: Run, valid: Any) -> SampleScorer | None:
+    """Return what answers validation rows at each evaluation and scores the answers; None without --eval-generate."""
+    from mindspeed_mm.tasks.evaluation.validation_answers import open_validation_answers
+
+    return open_validation_answers(run, valid)
+
+
 #: pretrain_vlm.py: built of Megatron-core's modules, or with --use-torch-fsdp2 the transformers model itself
 VLM = Recipe(
     model=model_provider,
@@ -97,6 +105,7 @@ VLM = Recipe(
     model_schema="language",
     data_schema="language",
     backends=("ptd", "fsdp2"),
+    scorer=answer_scorer,
 )
 
 #: pretrain_transformers.py: the transformers model itself
@@ -107,4 +116,5 @@ TRANSFORMERS = Recipe(
     model_schema="language",
     data_schema="language",
     backends=("fsdp2",),
+    scorer=answer_scorer,
 )

@@ -164,6 +164,18 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "data.packing=true training.max_steps=5": ("checkpoint.save_epochs", 1, None),
     "training.save_total_limit=None": ("checkpoint.save_total_limit", 3, None),
     "data.val_size=2 training.save_best=loss": ("checkpoint.save_best", None, "loss"),
+    "data.val_size=2 training.eval_generate=wer": ("logging.eval_generate", None, "wer"),
+    "data.val_size=2 training.eval_generate=wer training.eval_generate_rows=9": ("logging.eval_generate_rows", 64, 9),
+    "data.val_size=2 training.eval_generate=wer training.eval_generate_batch_size=3": (
+        "logging.eval_generate_batch_size",
+        8,
+        3,
+    ),
+    "data.val_size=2 training.eval_generate=wer training.eval_max_new_tokens=9": (
+        "logging.eval_max_new_tokens",
+        128,
+        9,
+    ),
     "data.val_size=2 training.early_stop=2": ("length.early_stop", None, 2),
     "training.save_only_model=true": ("checkpoint.no_save_optim", False, True),
     "training.save_async=true": ("checkpoint.async_save", False, True),
@@ -207,7 +219,7 @@ REFUSED = {
     "data.tool_format=qwen": "'data.tool_format' is 'qwen'; tool calls are written as the chat template writes them",
     "data.data_manager_type=mg training.disable_shuffling=true": "a corpus is shuffled by training.seed",
     "training.fix_router=true": "train another model",
-    "training.save_best=los": "'training.save_best' is 'los'; expected one of loss; did you mean 'loss'?",
+    "training.save_best=los": "'training.save_best' is 'los'; expected one of loss, exact_match",
     "training.save_best=loss": "'dataset_param.basic_parameters' has no val_dataset, val_rate or val_size",
     "training.optimizer=lion": "'training.optimizer' is 'lion'; expected one of adamw, muon",
 }
