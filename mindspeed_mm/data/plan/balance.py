@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,13 +24,16 @@ def even_split(costs: Sequence[float], parts: int, loads: np.ndarray | None = No
     places = len(costs) // parts
     carried = np.zeros(parts) if loads is None else np.asarray(loads, dtype=np.float64).copy()
     chosen: list[list[int]] = [[] for _ in range(parts)]
-    free = np.zeros(parts)
+    open_parts = [(load, part) for part, load in enumerate(carried.tolist())]
+    heapq.heapify(open_parts)
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
-        part = int(np.argmin(carried + free))
+        load, part = open_parts[0]
         chosen[part].append(item)
-        carried[part] += costs[item]
+        carried[part] = load = load + costs[item]
         if len(chosen[part]) == places:
-            free[part] = np.inf
+            heapq.heappop(open_parts)
+        else:
+            heapq.heapreplace(open_parts, (load, part))
     if places > 1:
         _swap(costs, chosen, carried)
     return chosen

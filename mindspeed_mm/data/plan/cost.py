@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mindspeed_mm.data.media.media import SampleSize
 from mindspeed_mm.utils.log import notice
 
@@ -36,11 +38,17 @@ class CostModel:
 
     def cost(self, size: SampleSize) -> float:
         """Cost of one sample, in FLOPs (in tokens where nothing is known of the model)."""
+        return float(self.costs(size.tokens, size.patches, size.squared_patches))
+
+    def costs(
+        self, tokens: int | np.ndarray, patches: int | np.ndarray, squared_patches: int | np.ndarray
+    ) -> float | np.ndarray:
+        """Costs of samples of these sizes, each a number or an array of one number a sample, int64."""
         return (
-            self.per_token * size.tokens
-            + self.per_squared_token * size.tokens**2
-            + self.per_patch * size.patches
-            + self.per_squared_patch * size.squared_patches
+            self.per_token * tokens
+            + self.per_squared_token * tokens**2
+            + self.per_patch * patches
+            + self.per_squared_patch * squared_patches
         )
 
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +18,7 @@ from mindspeed_mm.utils.errors import MMError
 
 _CHUNK = 32
 _UNKNOWN = -1
+NO_TOKENS = "no tokens"
 
 
 class Measurable(Protocol):
@@ -23,6 +26,25 @@ class Measurable(Protocol):
 
     def measure(self, row: int, /) -> list[SampleSize]:
         """Return the sizes of a row, one entry a piece."""
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """The sizes of the samples of several rows, in order: arrays of one number a sample, [samples] int64.
+
+    Attributes:
+        places: the place of the sample's row among the rows.
+        pieces: its piece of the row.
+        tokens, patches, squared_patches: as in `SampleSize`.
+        faults: (place, reason) of the rows, or pieces of one, that give no sample.
+    """
+
+    places: np.ndarray
+    pieces: np.ndarray
+    tokens: np.ndarray
+    patches: np.ndarray
+    squared_patches: np.ndarray
+    faults: Sequence[tuple[int, str]]
 
 
 class SizeTable:
@@ -64,6 +86,39 @@ class SizeTable:
             if self._buckets is None:
                 self._buckets = np.full(len(self._tokens), _UNKNOWN, dtype=np.int32)
             self._buckets[row] = sizes[0].bucket
+
+    def samples(self, rows: Sequence[int]) -> SampleSizes:
+        """Return the sizes of the samples of known rows."""
+        numbers = np.asarray(rows, dtype=np.int64)
+        places, pieces = np.arange(len(numbers)), np.zeros(len(numbers), dtype=np.int64)
+        tokens = self._tokens[numbers].astype(np.int64)
+        media = np.zeros((len(numbers), 2), dtype=np.int64) if self._media is None else self._media[numbers]
+        faults = [(int(place), NO_TOKENS) for place in np.flatnonzero(tokens == 0)]
+        special = [place for place, row in enumerate(rows) if row in self._special] if self._special else []
+        if special:
+            found = [(place, self._special[rows[place]]) for place in special]
+            several = np.array(
+                [
+                    (place, piece, size.tokens, size.patches, size.squared_patches)
+                    for place, sizes in found
+                    for piece, size in enumerate(sizes)
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 5)
+            plain = np.ones(len(numbers), dtype=bool)
+            plain[special] = False
+            together = np.column_stack([places, pieces, tokens, media])[plain]
+            together = np.concatenate([together, several])
+            together = together[np.argsort(together[:, 0], kind="stable")]
+            places, pieces, tokens, media = together[:, 0], together[:, 1], together[:, 2], together[:, 3:]
+            of_special = set(special)
+            faults = [fault for fault in faults if fault[0] not in of_special]
+            faults += [(p, size.fault or NO_TOKENS) for p, sizes in found for size in sizes if not size.tokens]
+            faults.sort(key=lambda fault: fault[0])
+        if faults:
+            kept = tokens > 0
+            places, pieces, tokens, media = places[kept], pieces[kept], tokens[kept], media[kept]
+        return SampleSizes(places, pieces, tokens, media[:, 0], media[:, 1], faults)
 
     def _reserve(self, rows: int) -> None:
         if rows <= len(self._tokens):
@@ -113,7 +168,13 @@ class Measurer:
         return len(self.table) == self._num_rows()
 
     def sizes(self, rows: Iterable[int]) -> Generator[list[SampleSize], None, None]:
-        """Yield the sizes of each row, in the order of `rows`, which may be endless and are read in advance.
+        """Yield the sizes of each row, as `measured` yields the rows."""
+        with closing(self.measured(rows)) as measured:
+            for row in measured:
+                yield self.table[row]
+
+    def measured(self, rows: Iterable[int]) -> Generator[int, None, None]:
+        """Yield `rows`, which may be endless and are read in advance; the size of each is in the table by then.
 
         Closing the iterator ends its workers.
 
@@ -126,10 +187,10 @@ class Measurer:
         for row in rows:
             if row not in self.table:
                 self.table[row] = self._dataset.measure(row)
-            yield self.table[row]
+            yield row
 
-    def _measured_by_workers(self, rows: Iterator[int]) -> Iterator[list[SampleSize]]:
-        """Yield sizes measured by workers, until every row is known or `rows` ends."""
+    def _measured_by_workers(self, rows: Iterator[int]) -> Iterator[int]:
+        """Yield rows measured by workers, until every row is known or `rows` ends."""
         sent: deque[tuple[list[int], list[int]]] = deque()
 
         def chunks() -> Iterator[list[int]]:
@@ -150,8 +211,8 @@ class Measurer:
                 chunk, asked = sent.popleft()
                 for row, sizes in zip(asked, found, strict=True):
                     self.table[row] = sizes
-                yield from (self.table[row] for row in chunk)
+                yield from chunk
         finally:
             shut_down(running)
         for chunk, _ in sent:
-            yield from (self.table[row] for row in chunk)
+            yield from chunk

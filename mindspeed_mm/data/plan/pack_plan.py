@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_mm.data.media.media import SampleSize
+import numpy as np
+
 from mindspeed_mm.data.plan.balance import balance_ranks
 from mindspeed_mm.data.plan.cost import CostModel
 from mindspeed_mm.data.plan.measuring import Measurer
@@ -21,16 +22,70 @@ from mindspeed_mm.utils.log import notice
 #: samples that wait beyond those of the next global batch, in packs: at least, and as a share of it; with more of
 #: them there is less padding
 _SLACK, _SLACK_SHARE = 16, 8
+#: rows that are taken from the measurer at once
+_MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """A sample that waits for a pack: its position in the order, its row and piece, and its size."""
+class _Samples:
+    """Samples in the order in which they came: arrays of one number a sample, [samples].
 
-    position: int
-    row: int
-    piece: int
-    size: SampleSize
+    Attributes:
+        positions: position of the row in the order, int64.
+        rows: row of the data set, int64.
+        pieces: piece of the row, int64.
+        tokens: int64, at most the capacity of a pack.
+        costs: float64.
+    """
+
+    positions: np.ndarray
+    rows: np.ndarray
+    pieces: np.ndarray
+    tokens: np.ndarray
+    costs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, chosen: slice | np.ndarray) -> _Samples:
+        return _Samples(*(column[chosen] for column in self._columns()))
+
+    def __add__(self, other: _Samples) -> _Samples:
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        return _Samples(*(np.concatenate(pair) for pair in pairs))
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.positions, self.rows, self.pieces, self.tokens, self.costs
+
+
+@dataclass
+class _Block:
+    """Rows that have been measured and not been read yet.
+
+    Attributes:
+        rows: their numbers, in order.
+        samples: their samples.
+        places: the row of each sample, as a place in `rows`.
+        faults: (place, reason) of the rows that give no sample.
+    """
+
+    rows: list[int]
+    samples: _Samples
+    places: np.ndarray
+    faults: list[tuple[int, str]]
+
+    def take(self, count: int) -> _Block:
+        """Remove the first `count` rows, and return them."""
+        cut = int(np.searchsorted(self.places, count))
+        taken = _Block(
+            self.rows[:count],
+            self.samples[:cut],
+            self.places[:cut],
+            [fault for fault in self.faults if fault[0] < count],
+        )
+        self.rows, self.samples, self.places = self.rows[count:], self.samples[cut:], self.places[cut:] - count
+        self.faults = [(place - count, why) for place, why in self.faults if place >= count]
+        return taken
 
 
 class PackPlanner:
@@ -103,69 +158,92 @@ class PackPlanner:
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield global batches from the state on, without end."""
         size = self.layout.global_batch_size
-        left_out: list[tuple[int, str]] = []
-        waiting: list[_Waiting] = []
-        with closing(self._arriving(left_out)) as arriving:
-            for _ in self._pending:
-                waiting += next(arriving)
-            tokens = sum(sample.size.tokens for sample in waiting)
-            if lost := len(self._pending) - len(waiting):
+        pending = self._pending
+        before = self.order.rows_at([position for position, _ in pending])
+        following = self.order.rows_from(self._next)
+        with closing(self._measurer.measured(itertools.chain(before, following))) as measured:
+            waiting = self._measured_samples(list(itertools.islice(measured, len(before))), pending)
+            if lost := len(pending) - len(waiting):
                 notice(f"{lost} sample(s) that waited to be packed at the checkpoint aren't in the data any more")
+            ahead = self._block([])
             while True:
-                while self._needs_more(waiting, tokens):
-                    samples = next(arriving)
-                    waiting += samples
-                    tokens += sum(sample.size.tokens for sample in samples)
-                costs = [self._costs.cost(sample.size) for sample in waiting]
-                packs = choose_packs([sample.size.tokens for sample in waiting], costs, self.capacity, size)
-                rows: list[PlannedRow] = [[(waiting[item].row, waiting[item].piece) for item in pack] for pack in packs]
+                left_out: list[tuple[int, str]] = []
+                waiting, ahead = self._fill(waiting, ahead, measured, left_out)
+                packs = choose_packs(waiting.tokens, waiting.costs, self.capacity, size)
+                costs = waiting.costs.tolist()
                 spread = balance_ranks(
                     [sum(costs[item] for item in pack) for pack in packs],
                     self.layout.dp_size,
                     self.layout.micro_batches,
                 )
-                gone = {item for pack in packs for item in pack}
-                waiting = [sample for item, sample in enumerate(waiting) if item not in gone]
-                tokens = sum(sample.size.tokens for sample in waiting)
-                self._pending = [(sample.position, sample.piece) for sample in waiting]
+                samples = list(zip(waiting.rows.tolist(), waiting.pieces.tolist(), strict=True))
+                rows: list[PlannedRow] = [[samples[item] for item in pack] for pack in packs]
+                stays = np.ones(len(waiting), dtype=bool)
+                stays[list(itertools.chain.from_iterable(packs))] = False
+                waiting = waiting[stays]
+                self._pending = list(zip(waiting.positions.tolist(), waiting.pieces.tolist(), strict=True))
                 micro_batches = [[[rows[pack] for pack in batch] for batch in rank] for rank in spread]
                 yield GlobalBatch(micro_batches, self.state(), tuple(left_out))
-                left_out.clear()
 
-    def _needs_more(self, waiting: Sequence[_Waiting], tokens: int) -> bool:
-        """Whether more samples must be read before packs are chosen; depends on the state alone."""
-        size = self.layout.global_batch_size
-        if tokens < size * self.capacity or len(waiting) < self._least_waiting:
-            return True
-        if tokens >= (size + max(_SLACK, size // _SLACK_SHARE)) * self.capacity:
-            return False
-        # with few rows, no further epochs are read in advance: copies of a row would wait together, and other rows not
-        return not isinstance(self.order, FixedOrder) or self._next - waiting[0].position < self.order.num_rows
+    def _fill(
+        self, waiting: _Samples, ahead: _Block, measured: Iterator[int], left_out: list[tuple[int, str]]
+    ) -> tuple[_Samples, _Block]:
+        """Read rows until enough samples wait.
 
-    def _arriving(self, left_out: list[tuple[int, str]]) -> Generator[list[_Waiting], None, None]:
-        """The samples that waited when the state was taken, then those of the rows that follow, row by row."""
-        pending = self._pending
-        before = self.order.rows_at([position for position, _ in pending])
-        measured, rows = itertools.tee(itertools.chain(before, self.order.rows_from(self._next)))
+        How many rows are read depends on the state alone, not on how many have been measured in advance.
+
+        Returns:
+            The samples that wait then, and what has been measured beyond them.
+        """
         without = 0
-        with closing(self._measurer.sizes(measured)) as sizes:
-            for (position, piece), row, found in zip(pending, rows, sizes):
-                yield [sample for sample in self._samples(position, row, found) if sample.piece == piece]
-            for row, found in zip(rows, sizes):
-                samples = self._samples(self._next, row, found)
-                left_out += [(row, size.fault or "no tokens") for size in found if not size.tokens]
-                self._next += 1
-                without = 0 if samples else without + 1
-                if without and without == self.order.num_rows:
-                    last, why = left_out[-1]
-                    raise DataError(f"no row of the data gives a sample; row {last + 1}: {why}")
-                yield samples
+        while True:
+            count, is_enough = self._rows_to_read(waiting, ahead)
+            taken = ahead.take(count)
+            self._next += count
+            waiting = waiting + taken.samples
+            left_out += [(taken.rows[place], why) for place, why in taken.faults]
+            without = count - 1 - int(taken.places[-1]) if len(taken.places) else without + count
+            if without and self.order.num_rows is not None and without >= self.order.num_rows:
+                last, why = left_out[-1]
+                raise DataError(f"no row of the data gives a sample; row {last + 1}: {why}")
+            if is_enough:
+                return waiting, ahead
+            ahead = self._block(list(itertools.islice(measured, self._estimate(waiting))))
 
-    def _samples(self, position: int, row: int, found: Sequence[SampleSize]) -> list[_Waiting]:
-        return [_Waiting(position, row, piece, self._cut(size)) for piece, size in enumerate(found) if size.tokens]
+    def _rows_to_read(self, waiting: _Samples, ahead: _Block) -> tuple[int, bool]:
+        """Return how many of the rows `ahead` are needed, and whether they are enough."""
+        size, number = self.layout.global_batch_size, len(ahead.rows)
+        cuts = np.searchsorted(ahead.places, np.arange(number + 1))  # samples before each row
+        tokens = int(waiting.tokens.sum()) + np.concatenate(([0], np.cumsum(ahead.samples.tokens)))[cuts]
+        needs = tokens < (size + max(_SLACK, size // _SLACK_SHARE)) * self.capacity
+        if isinstance(self.order, FixedOrder):
+            # with few rows, no further epochs are read in advance: copies of a row would wait together, and others not
+            first = (waiting if len(waiting) else ahead.samples).positions[:1]
+            begun = int(first[0]) if len(first) else self._next
+            needs &= self._next + np.arange(number + 1) - begun < self.order.num_rows
+        needs |= (tokens < size * self.capacity) | (len(waiting) + cuts < self._least_waiting)
+        enough = np.flatnonzero(~needs)
+        return (int(enough[0]), True) if len(enough) else (number, False)
 
-    def _cut(self, size: SampleSize) -> SampleSize:
-        """The size of a sample as the data set cuts it: to the capacity of a pack."""
-        if size.tokens <= self.capacity:
-            return size
-        return replace(size, tokens=self.capacity)
+    def _estimate(self, waiting: _Samples) -> int:
+        """Rows to measure next: somewhat fewer than will be needed, if those to come are like those that wait."""
+        size = self.layout.global_batch_size
+        missing = (size + max(_SLACK, size // _SLACK_SHARE)) * self.capacity - int(waiting.tokens.sum())
+        tokens = max(1, int(waiting.tokens.sum()) // max(1, len(waiting))) if len(waiting) else self.capacity
+        return min(_MOST_ROWS, max(1, missing // tokens * 3 // 4, self._least_waiting - len(waiting)))
+
+    def _measured_samples(self, rows: list[int], pending: Sequence[tuple[int, int]]) -> _Samples:
+        """The samples that waited when the state was taken: `rows` are those of the pending samples, one each."""
+        block = self._block(rows)
+        wanted = np.array(pending, dtype=np.int64).reshape(-1, 2)
+        samples = replace(block.samples, positions=wanted[block.places, 0])
+        return samples[samples.pieces == wanted[block.places, 1]]
+
+    def _block(self, rows: list[int]) -> _Block:
+        """The samples of rows that have been measured, the first of which is the next one."""
+        found = self._measurer.table.samples(rows)
+        tokens = np.minimum(found.tokens, self.capacity)  # the data set cuts longer samples
+        costs = self._costs.costs(tokens, found.patches, found.squared_patches)
+        numbers = np.asarray(rows, dtype=np.int64)[found.places]
+        samples = _Samples(self._next + found.places, numbers, found.pieces, tokens, np.asarray(costs))
+        return _Block(rows, samples, found.places, list(found.faults))

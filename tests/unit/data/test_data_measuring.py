@@ -30,6 +30,14 @@ def test_a_table_keeps_what_it_is_told() -> None:
         table[row] = value
     assert len(table) == len(sizes) and 2 not in table and 10**6 not in table
     assert {row: table[row] for row in sizes} == sizes
+    rows = [70, 5000, 6, 1, 5, 0, 5000]
+    found = table.samples(rows)
+    samples = [(place, piece, size) for place, row in enumerate(rows) for piece, size in enumerate(sizes[row])]
+    expected = [(place, piece, size) for place, piece, size in samples if size.tokens]
+    assert list(zip(found.places.tolist(), found.pieces.tolist())) == [(place, piece) for place, piece, _ in expected]
+    columns = (found.tokens.tolist(), found.patches.tolist(), found.squared_patches.tolist())
+    assert list(map(SampleSize, *columns)) == [size for *_, size in expected]
+    assert list(found.faults) == [(3, "torn")] and not len(table.samples([]).tokens)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -42,9 +42,87 @@ def tokens(dataset: FakeRows, batch: GlobalBatch) -> list[int]:
 
 def test_best_fit_decreasing() -> None:
     assert best_fit_decreasing([3, 6, 4, 7, 1], 10) == [[3, 0], [1, 2], [4]]
-    assert best_fit_decreasing([5, 5, 5, 5], 10, [9, 9, 1, 1], most_cost=10) == [[0, 2], [1, 3]]
+    assert best_fit_decreasing([5, 5, 5, 5], 10, [9, 9, 1, 1], most_cost=10) == [[0, 3], [1, 2]]
     assert best_fit_decreasing([5, 5], 10, [9, 9], most_cost=8) == [[0], [1]]
     assert best_fit_decreasing([], 10) == []
+
+
+def plain_best_fit(
+    lengths: list[int], capacity: int, costs: list[float], most_cost: float
+) -> tuple[list[list[int]], int]:
+    """The same by its definition, every pack looked at for every item; and how many packs were looked at."""
+    packs: list[list[int]] = []
+    looked = 0
+    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        looked += len(packs)
+        fits = [
+            (sum(lengths[other] for other in pack), -number)
+            for number, pack in enumerate(packs)
+            if sum(lengths[other] for other in pack) + lengths[item] <= capacity
+            and sum(costs[other] for other in pack) + costs[item] <= most_cost
+        ]
+        if fits:
+            packs[-max(fits)[1]].append(item)
+        else:
+            packs.append([item])
+    return packs, looked
+
+
+def lengths_of(packs: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    return sorted([lengths[item] for item in pack] for pack in packs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_fit_decreasing_is_that_of_its_definition(seed: int) -> None:
+    """Where costs don't matter; where they do, every item is in one pack, and none is too long or too costly."""
+    drawn = np.random.RandomState(seed)
+    capacity = int(drawn.randint(5, 60))
+    lengths = drawn.randint(1, capacity + 1, drawn.randint(1, 120)).tolist()
+    free = [0.0] * len(lengths)
+    assert lengths_of(best_fit_decreasing(lengths, capacity), lengths) == lengths_of(
+        plain_best_fit(lengths, capacity, free, 0.0)[0], lengths
+    )
+    costs = (drawn.rand(len(lengths)) * 8).round().tolist()
+    most = float(drawn.randint(8, 30))
+    found = best_fit_decreasing(lengths, capacity, costs, most)
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
+    assert max(sum(lengths[item] for item in pack) for pack in found) <= capacity
+    assert max(sum(costs[item] for item in pack) for pack in found) <= most
+    assert len(found) <= 1.1 * len(plain_best_fit(lengths, capacity, costs, most)[0]) + 1
+
+
+@pytest.mark.parametrize("has_pictures", [False, True])
+def test_the_bounded_search_fills_packs_as_well_as_the_whole_one(has_pictures: bool) -> None:
+    drawn = np.random.RandomState(4)
+    patches = (drawn.rand(1200) < 0.5) * drawn.choice([256, 1024, 2304, 4096], 1200) * has_pictures
+    lengths = [min(4096, length + int(more) // 4) for length, more in zip(long_tail(1200, 4096, median=100), patches)]
+    costs = (
+        1.85e10 * np.array(lengths) + 8.8e5 * np.array(lengths) ** 2 + 3.8e9 * patches + 6.1e4 * patches**2
+    ).tolist()
+    most = 1.05 * sum(costs) / sum(lengths) * 4096
+    whole, looked = plain_best_fit(lengths, 4096, costs, most)
+    found = best_fit_decreasing(lengths, 4096, costs, most)
+    count = sum(lengths) // 4096 * 8 // 9
+    filled = [
+        sum(sorted((sum(lengths[item] for item in pack) for pack in packs), reverse=True)[:count])
+        for packs in (whole, found)
+    ]
+    assert filled[1] >= 0.998 * filled[0] and looked > 20 * len(lengths)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chosen_packs(seed: int) -> None:
+    """As many as asked for, none too long, no item twice, the oldest among them; the same from lists and arrays."""
+    drawn = np.random.RandomState(seed)
+    lengths = drawn.randint(1, 40, 200).tolist()
+    costs = (drawn.rand(200) * np.array(lengths) ** drawn.choice([1, 2])).tolist()
+    chosen = choose_packs(lengths, costs, 100, 20)
+    items = list(itertools.chain.from_iterable(chosen))
+    assert len(chosen) == 20 and len(set(items)) == len(items) and 0 in chosen[0]
+    assert all(pack == sorted(pack) and sum(lengths[item] for item in pack) <= 100 for pack in chosen)
+    most = 1.05 * sum(costs) / sum(lengths) * 100
+    assert all(len(pack) == 1 or sum(costs[item] for item in pack) <= most * (1 + 1e-12) for pack in chosen)
+    assert choose_packs(np.array(lengths), np.array(costs), 100, 20) == chosen
 
 
 def test_the_item_that_has_waited_longest_always_goes() -> None:
