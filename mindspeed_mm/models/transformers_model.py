@@ -20,6 +20,7 @@ from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
+from mindspeed_mm.models.common.document_attention import KEYWORD, DocumentAttention, why_not_by_documents
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.expert_load import ExpertLoad
 from mindspeed_mm.models.common.family import (
@@ -44,7 +45,7 @@ from mindspeed_mm.models.common.media import split_media
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
-from mindspeed_mm.models.common.packed import documents_of_mask, take_documents
+from mindspeed_mm.models.common.packed import documents_of_mask, row_documents, take_documents
 from mindspeed_mm.models.common.paths import freeze_paths
 from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
@@ -108,12 +109,16 @@ class TransformersModel(MultiModalModule):
         self._expert_load = ExpertLoad(self.model)
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
         self._boundaries: SampleBoundaries | None = None
+        self._documents: DocumentAttention | None = None
         self._positions: ExactPositions | None = None
         if self.traits.language_model is not None:
             self._positions = ExactPositions(self.model.get_submodule(self.traits.language_model))
         self._context = self._context_parallel()
         if self._context is not None:
             self.model.context_parallel = self._context
+        elif self._why_by_masks() is None:
+            language_model = self.model.get_submodule(str(self.traits.language_model))
+            self._documents = DocumentAttention(language_model, type(self.model).__name__)
         elif self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
@@ -127,6 +132,15 @@ class TransformersModel(MultiModalModule):
             return None
         path = require_causal_attention(self.traits, name, dims.cp)
         return ContextParallel(self.model.get_submodule(path), name, dims)
+
+    def _why_by_masks(self) -> str | None:
+        """Why masks keep the documents of rows apart; None: attention is computed document by document."""
+        if self.traits.attention != "causal" or self.traits.language_model is None:
+            return "not every layer is known to be causal attention"
+        stated = self.described.attention_of("text")
+        if stated is not None and accelerator.current().why_no_attention(stated) is None:
+            return f"model.json's attn_implementation is {stated}"
+        return why_not_by_documents(self.model.get_submodule(self.traits.language_model).config)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Prepare a collated micro-batch on the host: find its target positions, and the positions of packed samples.
@@ -146,6 +160,8 @@ class TransformersModel(MultiModalModule):
             positions_of = require_packed_positions(self.traits, type(self.model).__name__)
             batch["position_ids"] = positions_of(self.model, batch, documents)
             batch["packed_rows"] = PackedRows.of(documents)
+        if self._documents is not None:
+            batch[KEYWORD] = row_documents(batch, documents)
         if self._expert_load.has_experts and documents is not None:
             batch["is_token"] = documents > 0
         if self._router_loss is not None:
@@ -203,9 +219,11 @@ class TransformersModel(MultiModalModule):
             key = min(unprepared)
             raise DataError(f"a micro-batch with '{key}' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
+        if self._documents is not None:
+            self._documents.for_batch(batch.pop(KEYWORD, None))
         if self._context is not None:
             self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)
-        elif packed_rows is not None and self.traits.packed_masks is not None:
+        elif packed_rows is not None and self.traits.packed_masks is not None and self._documents is None:
             batch["attention_mask"] = self.traits.packed_masks(self.model, {**batch, "packed_rows": packed_rows})
         if self._boundaries is not None:
             self._boundaries.for_batch(packed_rows)

@@ -9,13 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mindspeed_mm.utils.errors import ConfigError
+
+
+@runtime_checkable
+class RowWise(Protocol):
+    """An argument that knows itself what of it belongs to some of the rows; it is always split."""
+
+    def of_rows(self, start: int, count: int) -> Any:
+        """Return what belongs to `count` rows from row `start` on."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,14 @@ def _chunked(module: nn.Module, forward: Callable[..., Any], path: str, plan: Ch
             length = min(plan.size, rows - start)
             cut = functools.partial(tree_map, functools.partial(_cut, first, start, length, plan, path))
             own_args = [cut(arg) if i in plan.args else arg for i, arg in enumerate(args)]
-            own_kwargs = {name: cut(arg) if name in plan.kwargs else arg for name, arg in kwargs.items()}
+            own_kwargs = {
+                name: arg.of_rows(start, length)
+                if isinstance(arg, RowWise)
+                else cut(arg)
+                if name in plan.kwargs
+                else arg
+                for name, arg in kwargs.items()
+            }
             outputs.append((length, forward(*own_args, **own_kwargs)))
         return _joined(path, outputs, plan)
 

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
+from mindspeed_mm.accelerator.attention.sinks import divide_by_sinks, gradient_of_sinks
 from mindspeed_mm.parallel.ring_layout import Part, RingLayout, TokenSelection
 from mindspeed_mm.parallel.world import RankSet
 
@@ -143,9 +144,7 @@ class _RingAttention(torch.autograd.Function):
                 held = coming.wait()
         out, lse = merged.total()
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.float())
-            out.mul_((lse - total).exp_().unsqueeze(-1))
-            lse = total
+            out, lse = divide_by_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(blocks.query, key, value, sinks, out, lse)
         ctx.layout, ctx.ring, ctx.scale = layout, ring, scale
@@ -169,10 +168,7 @@ class _RingAttention(torch.autograd.Function):
                 held = coming.wait()
             travelling = _Shift(grads, ring) if ring.size > 1 else None
         grad_key, grad_value = grads if travelling is None else travelling.wait()
-        grad_sinks = None
-        if sinks is not None:
-            delta = (grad_out.float() * out).sum(-1)
-            grad_sinks = -((sinks.float() - lse).exp_() * delta).sum((0, 1)).to(sinks.dtype)
+        grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
         heads_first = (
             grad.to(of.dtype).transpose(1, 2)
             for grad, of in ((grad_query.total(), query), (grad_key, key), (grad_value, value))

@@ -8,7 +8,16 @@ divided by, and gradients of a block under the softmax over all blocks. Each kin
 
 from __future__ import annotations
 
+from mindspeed_mm.accelerator.attention.documents import Documents, document_attention
 from mindspeed_mm.accelerator.attention.kernel import CAUSAL, AttentionKernel, Band, PackedLengths
 from mindspeed_mm.accelerator.attention.plain import PlainAttention
 
-__all__ = ["CAUSAL", "AttentionKernel", "Band", "PackedLengths", "PlainAttention"]
+__all__ = [
+    "CAUSAL",
+    "AttentionKernel",
+    "Band",
+    "Documents",
+    "PackedLengths",
+    "PlainAttention",
+    "document_attention",
+]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.accelerator.attention import Documents
 from mindspeed_mm.utils.errors import DataError
 
 PACKING_KEY = "dataset_param.basic_parameters.packing: false in data.json (and leave out --use-txt-dynamic-batching)"
@@ -82,6 +83,28 @@ def documents_of_mask(mask: torch.Tensor | None, shape: Sequence[int]) -> torch.
             "ends only"
         )
     return documents
+
+
+def row_documents(batch: Mapping[str, Any], documents: torch.Tensor | None) -> Documents | None:
+    """Return where documents are in the rows of a micro-batch, on the host.
+
+    Args:
+        batch: input_ids [batch, sequence], and perhaps an attention_mask.
+        documents: of packed rows, [batch, sequence] int64; None: each row is one document, and padding.
+
+    Returns:
+        None: the mask says more than which tokens are padding, at the ends of rows.
+    """
+    mask, shape = batch.get("attention_mask"), batch["input_ids"].shape
+    if documents is None and mask is None:
+        return Documents((((shape[1], True),),) * shape[0])
+    if documents is None:
+        if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+            return None
+        documents = (mask > 0).long()
+        if bool(((F.pad(documents, (1, 0)).diff(dim=1) > 0).sum(1) > 1).any()):
+            return None
+    return Documents.of(documents)
 
 
 def run_lengths(documents: torch.Tensor) -> list[list[int]]:

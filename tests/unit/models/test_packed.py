@@ -145,7 +145,7 @@ def test_flash_attention_is_given_the_boundaries(qwen3_dir: Path, monkeypatch: p
     """Over the flattened rows: restarting positions are recognised in batches of one row only."""
     boundaries = importlib.import_module("mindspeed_mm.models.common.boundaries")
     monkeypatch.setattr(boundaries, "is_flash_attention_requested", lambda config: True)
-    model = text_model(qwen3_dir)
+    model = text_model(qwen3_dir, "sdpa")
     seen: list[dict[str, Any]] = []
     model.model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
@@ -169,7 +169,7 @@ def test_flash_attention_is_given_the_boundaries(qwen3_dir: Path, monkeypatch: p
 def test_a_mask_that_lets_samples_see_each_other_ends_the_run(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modeling = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
     right = modeling.create_causal_mask
-    model = text_model(qwen3_dir)
+    model = text_model(qwen3_dir, "sdpa")
     samples = make_samples(qwen3_dir)
     monkeypatch.setattr(modeling, "create_causal_mask", lambda position_ids, **rest: right(position_ids=None, **rest))
     model(**model.prepare(pack([samples[:1]])))  # nothing to separate
@@ -184,8 +184,8 @@ def batch_of(dynamic: bool = False, **basic: Any) -> Batch:
     return run_of(use_txt_dynamic_batching=dynamic, files={"data": data}).batch
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.full)])
-def test_implementations_that_separate_samples_pass(attention: str, qwen3_dir: Path) -> None:
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.full)])
+def test_implementations_that_separate_samples_pass(attention: str | None, qwen3_dir: Path) -> None:
     model = text_model(qwen3_dir, attention)
     model.check_packing()
     samples = make_samples(qwen3_dir)
@@ -195,7 +195,7 @@ def test_implementations_that_separate_samples_pass(attention: str, qwen3_dir: P
 
 def test_who_can_not_separate_samples_refuses_before_the_run(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = batch_of(packing="true")
-    model = text_model(qwen3_dir)
+    model = text_model(qwen3_dir, "sdpa")
     model.model.config._attn_implementation = "paged|nobody_knows"
     with pytest.raises(ConfigError, match=r"paged\|nobody_knows' gets no mask"):
         check_packing(model, asked)

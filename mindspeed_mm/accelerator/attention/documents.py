@@ -1,0 +1,266 @@
+"""Where the documents of a batch's rows are, and attention that sees nothing beyond a token's document.
+
+No mask is made. A kernel that takes packed sequences computes all documents at once, with padding as one of them; for
+others, neighbouring documents of one length are a batch, and padding is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mindspeed_mm.accelerator.attention.kernel import CAUSAL, AttentionKernel, Band, PackedLengths
+from mindspeed_mm.accelerator.attention.plain import PlainAttention
+from mindspeed_mm.accelerator.attention.sinks import divide_by_sinks, gradient_of_sinks
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents are in the rows of a batch.
+
+    Attributes:
+        rows: of each row the runs of its tokens, in order: (tokens, whether they are a document; otherwise they are
+            padding). All rows have the same number of tokens; a run has at least one.
+    """
+
+    rows: tuple[tuple[tuple[int, bool], ...], ...]
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Documents:
+        """Find the documents of `numbers` [batch, sequence] int64: equal neighbours are a document, 0 is padding."""
+        rows = []
+        for row in numbers:
+            values, lengths = row.unique_consecutive(return_counts=True)
+            rows.append(tuple(zip(lengths.tolist(), (values != 0).tolist(), strict=True)))
+        return cls(tuple(rows))
+
+    @classmethod
+    def in_one_row(cls, lengths: Sequence[int]) -> Documents:
+        """Documents of these lengths, one after the other in one row; a length of zero is no document."""
+        return cls((tuple((length, True) for length in lengths if length),))
+
+    def of_rows(self, start: int, count: int) -> Documents:
+        """Return those of `count` rows from row `start` on."""
+        return Documents(self.rows[start : start + count])
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows, and of tokens in each."""
+        return len(self.rows), sum(length for length, _ in self.rows[0])
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document; 0 if there is none."""
+        return max((length for length, is_document in chain(*self.rows) if is_document), default=0)
+
+    @cached_property
+    def has_padding(self) -> bool:
+        """Whether there are tokens of no document."""
+        return not all(is_document for _, is_document in chain(*self.rows))
+
+    @cached_property
+    def packed(self) -> PackedLengths:
+        """Lengths of all runs of all rows, one after the other; padding is a sequence of its own."""
+        lengths = tuple(length for length, _ in chain(*self.rows))
+        return PackedLengths(lengths, lengths)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The documents as batches of one length each."""
+        if len(set(self.rows)) == 1 and len(self.rows[0]) <= 2 and sum(told for _, told in self.rows[0]) == 1:
+            ((length, start),) = ((group.length, group.start) for group in _groups(0, self.rows[0]))
+            return (Group(slice(0, len(self.rows)), start, length, 1),)
+        return tuple(group for number, row in enumerate(self.rows) for group in _groups(number, row))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents of one length: one in each of several rows, or several of a row, one after the other.
+
+    Attributes:
+        rows: the rows.
+        start: where the first document begins in its row.
+        length: tokens of a document.
+        count: documents of a row.
+    """
+
+    rows: slice
+    start: int
+    length: int
+    count: int
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return their part of `[batch, tokens, …]` as `[documents, length, …]`, a view."""
+        stop = self.start + self.count * self.length
+        if self.count == 1:
+            return tensor[self.rows, self.start : stop]
+        return tensor[self.rows.start, self.start : stop].unflatten(0, (self.count, self.length))
+
+
+def _groups(number: int, row: tuple[tuple[int, bool], ...]) -> Iterator[Group]:
+    start = 0
+    for (length, is_document), runs in groupby(row):
+        count = len(list(runs))
+        if is_document:
+            yield Group(slice(number, number + 1), start, length, count)
+        start += count * length
+
+
+def document_attention(
+    kernel: AttentionKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    is_causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of each token to those of its document.
+
+    Differentiable in query, key, value and sinks. Where no kernel of its own suits the device, PyTorch's own attention
+    computes causal and whole documents.
+
+    Args:
+        kernel: the device's, for these tensors.
+        query: `[batch, query heads, tokens, head size]`.
+        key: `[batch, key heads, tokens, head size]`; key heads divide query heads.
+        value: `[batch, key heads, tokens, value head size]`.
+        documents: of these rows.
+        scale: factor of the scores.
+        is_causal: a token sees itself and those before it only.
+        window: if causal, a token sees this many tokens, itself among them; None: all before it.
+        sinks: for each query head a score without a value, by which its softmax is divided too.
+
+    Returns:
+        `[batch, tokens, query heads, value head size]`; that of padding is finite, and otherwise undefined.
+
+    Raises:
+        ValueError: the documents are of rows of another shape.
+    """
+    shape = (query.shape[0], query.shape[2])
+    if documents.shape != shape or key.shape[2] != shape[1]:
+        raise ValueError(
+            f"attention within documents: query {list(query.shape)} and key {list(key.shape)} for documents of "
+            f"{documents.shape[0]} rows of {documents.shape[1]} tokens"
+        )
+    window = None if window is None or window >= documents.longest else window
+    if isinstance(kernel, PlainAttention) and window is None and sinks is None:
+        return _by_pytorch(query, key, value, documents, scale, is_causal)
+    how = _How(kernel, documents, is_causal, window, scale)
+    return _DocumentAttention.apply(query, key, value, sinks, how)
+
+
+def _by_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float, is_causal: bool
+) -> Tensor:
+    """PyTorch's own choice among its kernels, document by document."""
+    given: Any = {"scale": scale, "is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
+    rows = []
+    for number, row in enumerate(documents.rows):
+        parts = [tensor[number].split([length for length, _ in row], dim=1) for tensor in (query, key, value)]
+        outputs = [
+            F.scaled_dot_product_attention(q[None], k[None], v[None], **given)[0]
+            if is_document
+            else q.new_zeros(*q.shape[:2], v.shape[-1])
+            for q, k, v, (_, is_document) in zip(*parts, row, strict=True)
+        ]
+        rows.append(torch.cat(outputs, dim=1).transpose(0, 1))
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is computed by which kernel, of tensors `[batch, tokens, heads, head size]`."""
+
+    kernel: AttentionKernel
+    documents: Documents
+    is_causal: bool
+    window: int | None
+    scale: float
+
+    def _band(self, length: int) -> Band | None:
+        if not self.is_causal:
+            return None
+        return CAUSAL if self.window is None or length <= self.window else Band(0, self.window)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the kernel takes all documents at once."""
+        return self.kernel.takes_packed and self.kernel.takes(self._band(self.documents.longest))
+
+    def parts(self) -> Iterator[tuple[Group, AttentionKernel, Band | None]]:
+        """Yield the documents in groups, each with its kernel and the keys that its queries see."""
+        for group in self.documents.groups:
+            band = self._band(group.length)
+            yield group, self.kernel if self.kernel.takes(band) else PlainAttention(), band
+
+    def all_at_once(self) -> dict[str, Any]:
+        """Return the arguments of the kernel for tensors of `pack`."""
+        return {
+            "band": self._band(self.documents.longest),
+            "scale": self.scale,
+            "lengths": self.documents.packed,
+        }
+
+
+class _DocumentAttention(torch.autograd.Function):
+    """See `document_attention`. Inside, tensors are `[batch, tokens, heads, head size]`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _How) -> Tensor:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if how.is_packed:
+            packed = [_pack(tensor) for tensor in (query, key, value)]
+            out, lse = (_unpack(part, query) for part in how.kernel.forward(*packed, **how.all_at_once()))
+        else:
+            new = query.new_zeros if how.documents.has_padding else query.new_empty
+            out, lse = new(*query.shape[:3], value.shape[-1]), new(query.shape[:3], dtype=torch.float32)
+            for group, kernel, band in how.parts():
+                taken = (group.take(tensor) for tensor in (query, key, value))
+                for whole, part in zip((out, lse), kernel.forward(*taken, band=band, scale=how.scale)):
+                    group.take(whole).copy_(part)
+        if sinks is not None:
+            out, lse = divide_by_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        how: _How = ctx.how
+        grad_out = grad_out.contiguous()
+        if how.is_packed:
+            packed = [_pack(tensor) for tensor in (grad_out, query, key, value, out, lse)]
+            grads = [_unpack(part, query) for part in how.kernel.backward(*packed, **how.all_at_once())]
+        else:
+            new = torch.zeros_like if how.documents.has_padding else torch.empty_like
+            grads = [new(tensor) for tensor in (query, key, value)]
+            for group, kernel, band in how.parts():
+                taken = (group.take(tensor) for tensor in (grad_out, query, key, value, out, lse))
+                for whole, part in zip(grads, kernel.backward(*taken, band=band, scale=how.scale)):
+                    group.take(whole).copy_(part)
+        grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
+        heads_first = (grad.to(of.dtype).transpose(1, 2) for grad, of in zip(grads, (query, key, value)))
+        return *heads_first, grad_sinks, None
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    return tensor.flatten(0, 1).unsqueeze(0)
+
+
+def _unpack(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.squeeze(0).unflatten(0, like.shape[:2])
