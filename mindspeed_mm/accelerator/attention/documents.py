@@ -36,11 +36,12 @@ class Documents:
     @classmethod
     def of(cls, numbers: Tensor) -> Documents:
         """Find the documents of `numbers` [batch, sequence] int64: equal neighbours are a document, 0 is padding."""
-        rows = []
-        for row in numbers:
-            values, lengths = row.unique_consecutive(return_counts=True)
-            rows.append(tuple(zip(lengths.tolist(), (values != 0).tolist(), strict=True)))
-        return cls(tuple(rows))
+        rows: list[list[tuple[int, bool]]] = [[] for _ in numbers]
+        of_rows = torch.arange(len(numbers)).unsqueeze(1).expand_as(numbers)
+        runs, lengths = torch.stack([of_rows, numbers]).flatten(1).unique_consecutive(return_counts=True, dim=1)
+        for row, number, length in zip(*runs.tolist(), lengths.tolist(), strict=True):
+            rows[row].append((length, number != 0))
+        return cls(tuple(map(tuple, rows)))
 
     @classmethod
     def in_one_row(cls, lengths: Sequence[int]) -> Documents:
