@@ -34,6 +34,7 @@ VARIABLES: Mapping[str, Variable] = {
     "MM_DEVICE": Variable("cpu, cuda or npu: the device to train on; absent = the best that is there"),
     "MM_DEVICE_PEAK_TFLOPS": Variable("peak of one device in 10^12 operations a second, for MFU"),
     "MM_LOG_LEVEL": Variable("level of log lines: DEBUG, INFO, WARNING, ERROR; absent = INFO"),
+    "MM_API_KEY": Variable("mindspeed-mm serve: the key that requests need; --api-key-file precedes it"),
     "MM_ROAD": Variable("fsdp2 or ptd: the backend that examples/env_config.sh sets the environment for"),
     "IMAGE_PLACEHOLDER": Variable("what stands for an image in a row's text; absent = <image>"),
     "VIDEO_PLACEHOLDER": Variable("what stands for a video in a row's text; absent = <video>"),

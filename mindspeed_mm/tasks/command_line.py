@@ -26,7 +26,7 @@ def run_command(
         flags: the group of the command's flags.
         description: of the command, for `--help`.
         outline: returns what `--dry-run` prints.
-        work: does what the words ask for.
+        work: does what the words ask for; a number that it returns is the exit status.
 
     Raises:
         MMError: the command can't be done.
@@ -40,5 +40,5 @@ def run_command(
         return 0
     if asks_for_dry_run(words):
         return print_answer(lambda: outline(words))
-    work(words)
-    return 0
+    status = work(words)
+    return status if isinstance(status, int) else 0

@@ -2,7 +2,7 @@
 
 `mindspeed-mm doctor` looks at the machine, `mindspeed-mm data check data.json` at the rows of a run;
 `mindspeed-mm data extract-features` encodes clips and captions before a generation model is trained;
-`mindspeed-mm chat PATH` talks to a model.
+`mindspeed-mm chat PATH` talks to a model, `mindspeed-mm serve PATH` lets OpenAI's clients talk to it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     extract = data.add_parser("extract-features", help="make latents and text states of clips before training")
     feature_extraction.add_extraction_arguments(extract)
     commands.add_parser("chat", help="talk to a model: mindspeed-mm chat PATH", add_help=False)
+    commands.add_parser("serve", help="answer OpenAI's clients: mindspeed-mm serve PATH", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["chat"]:  # its flags are those of inference_vlm.py
             from mindspeed_mm.tasks.inference.chat import main as chat
 
             return chat(words[1:])
+        if words[:1] == ["serve"]:
+            from mindspeed_mm.tasks.serving.command import main as serve
+
+            return serve(words[1:])
         options = parser.parse_args(words)
         if options.command == "doctor":
             return doctor()

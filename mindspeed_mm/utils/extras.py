@@ -20,6 +20,12 @@ EXTRAS: dict[str, dict[str, str]] = {
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "convert": {"jsonargparse": "jsonargparse"},
+    "serve": {
+        "fastapi": "fastapi",
+        "uvicorn": "uvicorn",
+        "openai": "openai",
+        "prometheus_client": "prometheus_client",
+    },
 }
 
 

@@ -324,8 +324,12 @@ class Tokenizer:
         return bos is None or not text.startswith(bos)
 
     def _encode(self, segments: Sequence[str], specials: bool | None) -> list[TokenColumns]:
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        if (
+            self._backend.truncation is not None
+        ):  # it is changed by no call that has nothing to change: threads share it
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
         encodings = [self._backend.encode(segment, add_special_tokens=False) for segment in segments]
         parts = [_columns(encoding.ids, encoding.offsets) for encoding in encodings]
         specials = self._adds_specials(segments[0]) if specials is None else specials

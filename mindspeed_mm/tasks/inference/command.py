@@ -41,8 +41,14 @@ def answer_outline(run: AnswerRun, rows: Sized | None = None) -> dict[str, objec
         run: the launch.
         rows: what is answered; None: the launch's rows or prompts.
     """
-    from mindspeed_mm.tasks.inference.loading import build_on_meta_device
     from mindspeed_mm.tasks.inference.requests import RowRequests
+
+    return {**model_outline(run), "requests": len(rows or run.prompts or RowRequests(run.param))}
+
+
+def model_outline(run: AnswerRun) -> dict[str, object]:
+    """Return what a dry run says of the model and of how it answers."""
+    from mindspeed_mm.tasks.inference.loading import build_on_meta_device
     from mindspeed_mm.tasks.inference.session import described_model, hf_config_of
 
     model = build_on_meta_device(run.source, hf_config_of(run), described_model(run))
@@ -52,7 +58,6 @@ def answer_outline(run: AnswerRun, rows: Sized | None = None) -> dict[str, objec
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
         "layout": _layout(run),
-        "requests": len(rows or run.prompts or RowRequests(run.param)),
         "batch_size": run.settings.batch_size,
         "generation": {**run.settings.values, **({"stop": list(run.settings.stop)} if run.settings.stop else {})},
     }

@@ -18,6 +18,7 @@ from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.sample_random import sample_key
 
 if TYPE_CHECKING:
+    from transformers.generation.stopping_criteria import StoppingCriteria
     from transformers.generation.streamers import BaseStreamer
 
 _LONGEST = 512
@@ -72,13 +73,15 @@ class AnswerGenerator:
         requests: Sequence[AnswerRequest],
         samples: Sequence[TokenSample] | None = None,
         streamer: BaseStreamer | None = None,
+        stopping: Sequence[StoppingCriteria] = (),
     ) -> list[Answer]:
         """Answer requests in one batch; tokens that are drawn depend on the settings' seed and a request's index.
 
         Args:
-            requests: one, if tokens are drawn or a streamer is given.
+            requests: one, if tokens are drawn.
             samples: the requests as `prompts` encodes them; None: they are encoded here.
-            streamer: receives the ids of the answer as they are generated.
+            streamer: receives the ids of the prompts [batch, length], then of each step [batch], on the host.
+            stopping: further reasons for an answer to end.
         """
         if samples is None:
             samples = [self.prompts.encode(request) for request in requests]
@@ -88,6 +91,8 @@ class AnswerGenerator:
             del batch["attention_mask"]
             batch["decoder_input_ids"], begin = batch.pop("input_ids"), 0
         accelerator.current().manual_seed(sample_key(self.settings.seed, requests[0].index, 0))
+        from transformers.generation.stopping_criteria import StoppingCriteriaList
+
         stops = {"stop_strings": list(self.settings.stop), "tokenizer": self.prompts.tokenizer}
         if self._lockstep:
             self.model.unshard()  # `generate` runs encoders of media before it calls the model
@@ -97,6 +102,7 @@ class AnswerGenerator:
                     **batch,
                     generation_config=copy.deepcopy(self.config),
                     streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList(stopping),
                     synced_gpus=self._lockstep,
                     **(stops if self.settings.stop else {}),
                 )
@@ -113,6 +119,12 @@ class AnswerGenerator:
             write: receives pieces of the text, the last one when the answer is there.
         """
         return self.answer([request], streamer=_streamer(self.prompts.tokenizer, write))[0]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end an answer."""
+        ends = self.config.eos_token_id
+        return frozenset(ends if isinstance(ends, list) else [ends])
 
     @torch.no_grad()
     def _find_root_unit(self) -> None:
@@ -148,8 +160,7 @@ class AnswerGenerator:
         return {key: moved(value) for key, value in batch.items()}
 
     def _read(self, ids: list[int], prompt_tokens: int) -> Answer:
-        ends = self.config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
+        ends = self.end_ids
         at = next((number for number, token in enumerate(ids) if token in ends), None)
         count = len(ids) if at is None else at + 1
         text = self.prompts.tokenizer.decode(ids[:at], skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""Online inference: an endpoint with OpenAI's interface for one model."""

@@ -1,0 +1,392 @@
+"""`mindspeed-mm serve`: answers of OpenAI's client, requests that are refused, clients that go, and the end."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.support.answers import NEW_TOKENS, AnswerCase, transformers_answers
+from tests.support.serving import ServerProcess, openai_messages
+
+KEY = "a-key"
+ANSWER = {"role": "assistant", "content": ""}
+
+
+def row(*turns: str, images: tuple[str, ...] = (), audios: tuple[str, ...] = (), system: str | None = None) -> Any:
+    """A row whose turns are the user's and the assistant's in turn."""
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 9, turns, strict=False)]
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*head, *messages, ANSWER], "images": list(images), "audios": list(audios)}
+
+
+TEXT = (row("what is this"), row("how many", "two", "where are they", system="say little"))
+IMAGES = (
+    row("large<image>small", images=("0_0.png",)),
+    row("<image>what<image>is<image>", images=("0_0.png", "1_0.png", "3_0.png")),
+    row("<image>what", "a circle", "how<image>many", images=("2_0.png", "1_0.png")),
+)
+SOUNDS = (row("below<audio>which", audios=("1.wav",)), row("<image>is<audio>", images=("3_0.png",), audios=("0.wav",)))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> AnswerCase:
+    return AnswerCase("qwen2_5_omni", tmp_path_factory.mktemp("omni"))
+
+
+@pytest.fixture(scope="module")
+def server(case: AnswerCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "key").write_text(KEY + "\n")
+    root = case.data.parent
+    words = ["--served-model-name", "tiny", "--api-key-file", folder / "key", "--media-root", root, "--batch-size", 4]
+    words += ["--max-new-tokens", NEW_TOKENS, "--max-request-mib", 1, "--max-media", 4, "--max-image-pixels", 50_000]
+    started = ServerProcess(case.hf_dir, folder, *words)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return client_of(server)
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    """OpenAI's client, which sends each request once."""
+    return openai.OpenAI(base_url=f"http://{server.host}:{server.port}/v1", api_key=KEY, max_retries=0)
+
+
+def answers_of(client: openai.OpenAI, case: AnswerCase, rows: tuple[Any, ...], model: str) -> list[str]:
+    """The server's answers to rows, asked at once, whole and streamed."""
+
+    def ask(asked: Any) -> str:
+        messages = openai_messages(asked, case.data.parent)
+        whole = client.chat.completions.create(model=model, messages=messages)
+        streamed = client.chat.completions.create(
+            model=model, messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        *events, last = list(streamed)
+        pieces = [event.choices[0].delta.content or "" for event in events]
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert last.usage == whole.usage
+        assert whole.usage.completion_tokens <= NEW_TOKENS
+        assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        return whole.choices[0].message.content
+
+    with ThreadPoolExecutor(len(rows)) as pool:
+        return list(pool.map(ask, rows))
+
+
+def test_answers_equal_transformers(client: openai.OpenAI, case: AnswerCase) -> None:
+    """Texts, an image, several, sounds; with a system text and earlier turns; whole and in pieces."""
+    rows = (*TEXT, *IMAGES, *SOUNDS)
+    expected = transformers_answers(AnswerCase.of(case, list(rows)))
+    assert answers_of(client, case, rows, "tiny") == expected
+    assert len(set(expected)) > 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_next", "qwen2_audio", "qwen3"])
+def test_other_families(name: str, tmp_path: Path) -> None:
+    """Families with tiles, with sounds alone, and of text."""
+    case = AnswerCase(name, tmp_path / "case")
+    rows = (
+        *TEXT,
+        *(IMAGES if "image" in case.family.kinds else ()),
+        *(SOUNDS[:1] if "audio" in case.family.kinds else ()),
+    )
+    if name == "gemma3":  # its turns alternate, and its pictures have one size
+        rows = rows[:1] + rows[2:]
+    started = ServerProcess(case.hf_dir, tmp_path, "--max-new-tokens", NEW_TOKENS, "--batch-size", 4)
+    try:
+        found = answers_of(client_of(started), case, rows, started.model)
+        assert found == transformers_answers(AnswerCase.of(case, list(rows)))
+        assert started.stop() == 0
+    finally:
+        started.close()
+
+
+def picture(width: int, height: int) -> str:
+    """The URL of a PNG file."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def bomb() -> str:
+    """The URL of a PNG file whose header promises 100 megapixels."""
+    head = b"IHDR" + (10_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    data = b"IDAT" + zlib.compress(bytes(10_000), 9)
+    chunks = [len(c[4:]).to_bytes(4, "big") + c + zlib.crc32(c).to_bytes(4, "big") for c in (head, data, b"IEND")]
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+
+
+def asked(content: object = "what", **fields: object) -> dict[str, Any]:
+    """A body."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], **fields}
+
+
+def with_url(url: object, kind: str = "image") -> dict[str, Any]:
+    """A body with a medium."""
+    return asked([{"type": f"{kind}_url", f"{kind}_url": {"url": url}}, {"type": "text", "text": "what"}])
+
+
+def with_sound(data: object) -> dict[str, Any]:
+    """A body with a sound."""
+    return asked([{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])
+
+
+#: what is sent → status, field that is named, words of the sentence
+REFUSED: dict[str, tuple[object, int, str | None, str]] = {
+    "not JSON": (b"{", 400, None, "JSON object"),
+    "a list": (b"[]", 400, None, "JSON object"),
+    "deep": (b"[" * 100_000, 400, None, "pars"),
+    "not UTF-8": (b'{"model": "\xff"}', 400, None, "pars"),
+    "no model": ({"messages": []}, 400, "model", "expected 'tiny'"),
+    "another model": ({**asked(), "model": "gpt-4o"}, 404, "model", "the model of this server is 'tiny'"),
+    "a path as model": ({**asked(), "model": "/tmp"}, 404, "model", "there is no model '/tmp'"),
+    "no messages": ({"model": "tiny"}, 400, "messages", "the field is missing"),
+    "empty messages": ({"model": "tiny", "messages": []}, 400, "messages", "at least 1"),
+    "messages as text": ({"model": "tiny", "messages": "what"}, 400, "messages", "valid list"),
+    "a role": ({"model": "tiny", "messages": [{"role": "me", "content": ""}]}, 400, "messages[0].role", "'user'"),
+    "a tool's result": (
+        {"model": "tiny", "messages": [{"role": "tool", "content": "", "tool_call_id": "1"}]},
+        400,
+        "messages[0].role",
+        "found 'tool'",
+    ),
+    "content as number": (asked(3), 400, "messages[0].content", "found 3"),
+    "no content": ({"model": "tiny", "messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
+    "a part without type": (asked([{"text": "what"}]), 400, "messages[0].content[0]", "type"),
+    "a part's type": (asked([{"type": "picture"}]), 400, "messages[0].content[0]", "image_url"),
+    "a text as number": (asked([{"type": "text", "text": 3}]), 400, "messages[0].content[0].text", "found 3"),
+    "an unknown field of a part": (
+        asked([{"type": "text", "text": "", "bold": True}]),
+        400,
+        "messages[0].content[0].bold",
+        "unknown field",
+    ),
+    "the answer last": (
+        {"model": "tiny", "messages": [{"role": "assistant", "content": "a"}]},
+        400,
+        "messages",
+        "the last one is the assistant's",
+    ),
+    "an unknown field": (asked(temprature=1), 400, "temprature", "did you mean 'temperature'?"),
+    "tools": (asked(tools=[{"type": "function"}]), 400, "tools", "tools aren't called here"),
+    "two answers": (asked(n=2), 400, "n", "a request gets one answer"),
+    "true as number": (asked(n=True), 400, "n", "a request gets one answer"),
+    "probabilities": (asked(logprobs=True), 400, "logprobs", "aren't returned"),
+    "a schema": (asked(response_format={"type": "json_object"}), 400, "response_format", "without a schema"),
+    "temperature as text": (asked(temperature="1"), 400, "temperature", "found '1'"),
+    "temperature": (asked(temperature=-1), 400, "temperature", "greater than or equal to 0"),
+    "no number": (
+        b'{"model": "tiny", "messages": [{"role": "user", "content": ""}], "temperature": NaN}',
+        400,
+        None,
+        "",
+    ),
+    "top_p": (asked(top_p=0.5), 400, "top_p", "send a temperature above 0"),
+    "a seed": (asked(seed=1.5), 400, "seed", "integer"),
+    "no tokens": (asked(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
+    "tokens as text": (asked(max_tokens="8"), 400, "max_tokens", "found '8'"),
+    "two lengths": (asked(max_tokens=8, max_completion_tokens=9), 400, "max_tokens", "send one of them"),
+    "an answer too long": (asked(max_tokens=10**9), 400, "max_tokens", "an answer has at most"),
+    "five stops": (asked(stop=list("abcde")), 400, "stop", "at most 4"),
+    "an empty stop": (asked(stop=""), 400, "stop[0]", "at least 1 character"),
+    "stream as text": (asked(stream="yes"), 400, "stream", "found 'yes'"),
+    "usage without stream": (asked(stream_options={"include_usage": True}), 400, "stream_options", "with stream true"),
+    "a prompt too long": (asked("what " * 40_000), 400, "messages", "at most"),
+    "characters": (asked("x" * 1_000_000), 400, "messages", "at most"),
+    "a body too large": (asked("x" * 1_100_000), 413, None, "larger than 1 MiB"),
+    "no base64": (with_url("data:image/png;base64,@@@"), 400, "messages[0].content[0].image_url.url", "base64"),
+    "half of it": (with_url(picture(9, 9)[:-3]), 400, "messages[0].content[0].image_url.url", "base64"),
+    "a cut file": (with_url(picture(64, 64)[:102]), 400, "messages", "can't be decoded"),
+    "no picture": (with_url("data:image/png;base64,aGVsbG8="), 400, "messages", "is not an image"),
+    "a sound as picture": (
+        with_url("data:audio/wav;base64,aGVsbG8="),
+        400,
+        "messages[0].content[0].image_url.url",
+        "expected image/",
+    ),
+    "not in base64": (with_url("data:image/png,hello"), 400, "messages[0].content[0].image_url.url", ";base64"),
+    "no URL": (with_url("cat.png"), 400, "messages[0].content[0].image_url.url", "data:, file:"),
+    "a number as URL": (with_url(3), 400, "messages[0].content[0].image_url.url", "found 3"),
+    "another host": (
+        with_url("http://127.0.0.1:1/a.png"),
+        400,
+        "messages[0].content[0].image_url.url",
+        "--media-hosts",
+    ),
+    "another scheme": (with_url("ftp://localhost/a"), 400, "messages[0].content[0].image_url.url", "ftp"),
+    "a bomb": (with_url(bomb()), 400, "messages", "more than 50,000 pixels"),
+    "two large pictures": (
+        asked([{"type": "image_url", "image_url": {"url": picture(200, 200)}}] * 2),
+        400,
+        "messages",
+        "more than 50,000 pixels",
+    ),
+    "five media": (
+        asked([{"type": "image_url", "image_url": {"url": picture(9, 9)}}] * 5),
+        400,
+        "messages",
+        "5 media, and a request may have 4",
+    ),
+    "a narrow picture": (with_url(picture(1, 900)), 400, "messages", "the longer side may be"),
+    "detail": (
+        asked([{"type": "image_url", "image_url": {"url": picture(9, 9), "detail": "low"}}]),
+        400,
+        "messages[0].content[0].image_url.detail",
+        "found 'low'",
+    ),
+    "no sound": (with_sound("aGVsbG8="), 400, "messages", "can't be decoded as a sound"),
+    "a sound as number": (with_sound(3), 400, "messages[0].content[0].input_audio.data", "found 3"),
+    "no video": (with_url("data:video/mp4;base64,aGVsbG8=", "video"), 400, "messages", "can't be decoded as a video"),
+}
+
+
+def test_malformed_requests_are_refused(server: ServerProcess) -> None:
+    """Each by its status and a sentence that names the field; the server goes on."""
+    wrong = {}
+    for name, (body, status, param, words) in REFUSED.items():
+        found, answer = server.ask("/v1/chat/completions", body, KEY)
+        error = answer["error"] if isinstance(answer, dict) else {}
+        named = param is None or error.get("param") == param
+        if found != status or not named or words not in error.get("message", "") or len(error) != 4:
+            wrong[name] = (found, answer)
+    assert not wrong
+    assert server.ask("/health") == (200, {"status": "ok"})
+    assert server.ask("/v1/chat/completions", asked(), KEY)[0] == 200
+
+
+def test_routes_and_keys(server: ServerProcess, client: openai.OpenAI) -> None:
+    """What is served, and what transformers' application would do otherwise."""
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4o")
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "what " * 40_000}])
+    assert raised.value.code == "context_length_exceeded"
+    for path in ("/load_model", "/reset", "/v1/responses", "/v1/completions", "/v1/audio/transcriptions"):
+        assert server.ask(path, {"model": "tiny"}, KEY)[0] == 404, path
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert server.ask(path, key=KEY)[0] == 404, path
+    for path, body in (("/v1/models", None), ("/metrics", None), ("/v1/chat/completions", asked())):
+        for key in (None, "another", KEY + "x"):
+            assert server.ask(path, body, key)[0] == 401, path
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="another").models.list()
+    assert server.ask("/v1/chat/completions", asked(), KEY, {"Content-Type": "text/plain"})[0] == 400
+    assert server.figure('mm_requests_total{status="401"}', KEY) >= 10
+
+
+def test_files_below_the_root_alone(server: ServerProcess, case: AnswerCase, tmp_path: Path) -> None:
+    """Neither by dots nor by a link does a URL name a file elsewhere."""
+    root, outside = case.data.parent, tmp_path / "outside.png"
+    Image.new("RGB", (56, 56)).save(outside)
+    link, inside = root / "link.png", root / "inside.png"
+    for path, target in ((link, outside), (inside, root / "0_0.png")):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    good = [root / "0_0.png", inside, f"{root}/../{root.name}/0_0.png", str(root / "0_0.png").replace("_", "%5F")]
+    for path in good:
+        status, answer = server.ask("/v1/chat/completions", with_url(f"file://{path}"), KEY)
+        assert status == 200, answer
+    dots = f"{root}/../" + os.path.relpath(outside, root.parent)
+    for path in (outside, link, dots, dots.replace("..", "%2e%2e"), "/etc/passwd", root, f"{root}x", "/proc/self/mem"):
+        status, answer = server.ask("/v1/chat/completions", with_url(f"file://{path}"), KEY)
+        assert status in (400, 403), (path, answer)
+        assert "isn't below the folder of media" in answer["error"]["message"], (path, answer)
+    for url in (f"file://{root}/none.png", f"file://elsewhere{root}/0_0.png", f"file:{root.name}/0_0.png"):
+        assert server.ask("/v1/chat/completions", with_url(url), KEY)[0] == 400, url
+
+
+def test_settings_of_requests(server: ServerProcess, client: openai.OpenAI) -> None:
+    """Lengths, texts that end an answer, and drawn tokens."""
+
+    def said(**fields: Any) -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "what is this"}], **fields
+        ).choices[0]
+
+    usual = said().message.content
+    assert said(temperature=0, top_p=0.3, n=1, user="me", stop=None, presence_penalty=0).message.content == usual
+    assert said(max_tokens=3).message.content == usual[: len(said(max_completion_tokens=3).message.content)] != usual
+    stop = usual[2:4]
+    stopped = said(stop=stop)
+    assert (stopped.message.content, stopped.finish_reason) == (usual[: usual.index(stop)], "stop")
+    pieces = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "what is this"}], stop=[stop, "never"], stream=True
+    )
+    assert "".join(event.choices[0].delta.content or "" for event in pieces) == usual[: usual.index(stop)]
+    drawn = [said(temperature=1.5, seed=seed).message.content for seed in (1, 1, 2, 3)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+    assert len({said(temperature=1.5).message.content for _ in range(3)}) > 1
+
+
+def running(server: ServerProcess, count: int) -> None:
+    """Wait until so many answers are generated."""
+    deadline = time.monotonic() + 20
+    while (found := server.figure("mm_requests_running", KEY)) != count:
+        assert time.monotonic() < deadline, f"{found} answers are generated"
+        time.sleep(0.01)
+
+
+def test_clients_that_go_free_the_model(server: ServerProcess) -> None:
+    """Long answers, streamed and whole, end when their clients do, long before they would have ended otherwise."""
+    gone, long = 'mm_requests_total{status="499"}', asked("what is this", max_tokens=2000)
+    began, before = time.monotonic(), server.figure(gone, KEY)
+    status, answer = server.ask("/v1/chat/completions", long, KEY)
+    whole = time.monotonic() - began
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+    for stream in (True, False):
+        body = json.dumps({**long, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: "
+        head += f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        began = time.monotonic()
+        with socket.create_connection((server.host, server.port)) as connection:
+            connection.sendall(head.encode() + body)
+            running(server, 1)
+        running(server, 0)
+        assert time.monotonic() - began < whole / 2
+    assert server.figure(gone, KEY) == before + 2
+    assert server.figure("mm_requests_under_way", KEY) == 0
+
+
+def test_a_signal_lets_running_answers_finish(server: ServerProcess, client: openai.OpenAI) -> None:
+    """The last test of this server: it refuses what comes after SIGTERM, finishes what runs, and ends with status 0."""
+    messages: Any = [{"role": "user", "content": "what is this"}]
+    stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=300, stream=True)
+    pieces = [next(stream)]
+    refusals: list[int] = []
+
+    def ask_later() -> None:
+        server.process.send_signal(signal.SIGTERM)
+        while len(refusals) < 2:
+            refusals.append(server.ask("/health", key=KEY)[0])
+            refusals.append(server.ask("/v1/chat/completions", asked(), KEY)[0])
+
+    asking = threading.Thread(target=ask_later)
+    asking.start()
+    pieces += list(stream)
+    asking.join()
+    assert refusals == [503, 503]
+    assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+    assert server.process.wait(30) == 0
+    assert "SIGTERM: 1 answers are finished" in server.log.read_text()
