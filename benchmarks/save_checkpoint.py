@@ -73,6 +73,7 @@ def measure(folder: Path, layers: int, saves: int) -> None:
     from mindspeed_mm.checkpoint.saver import CheckpointSaver
     from mindspeed_mm.checkpoint.snapshot import Snapshots
     from mindspeed_mm.configs.dims import Dims
+    from mindspeed_mm.optimizer.elementwise import AdamW
     from mindspeed_mm.parallel.meshes import parameter_mesh
     from mindspeed_mm.parallel.world import start_world
 
@@ -83,7 +84,7 @@ def measure(folder: Path, layers: int, saves: int) -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
         model(torch.randn(8, HIDDEN)).square().mean().backward()

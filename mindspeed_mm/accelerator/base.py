@@ -105,8 +105,8 @@ class Accelerator(ABC):
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
 
-    def supports_fused_adamw(self) -> bool:
-        """Whether torch.optim.AdamW(fused=True) runs on this device."""
+    def supports_fused_optimizers(self) -> bool:
+        """Whether torch's fused kernels of AdamW and SGD run here, and honour `grad_scale` and `found_inf`."""
         return True
 
     def why_no_attention(self, implementation: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Patches for megatron-core where Transformer Engine and Apex are not installed, whatever the device.
+"""Patches for megatron-core, whatever the device: its optimizers, and what it lacks without Transformer Engine.
 
 Separate from the CPU adaptor, as a CUDA machine without these two libraries needs them as well.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ def apply_compatibility() -> None:
 
 @functools.cache
 def _apply() -> None:
-    from megatron.core import jit, optimizer
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core import jit
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # torch.compile of small fusions: needs a C++ toolchain, warms up for seconds, and our specs use none of them
@@ -43,11 +42,24 @@ def _apply() -> None:
     for module in (moe_utils, token_dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             module.maybe_move_tensor_to_cpu = _as_numbers
-    # with torch.optim's Adam the distributed optimizer can't be saved or resumed (distrib_optimizer.py: an assert on
-    # `step`, a missing key, an operation in place on a leaf): it gets an Adam of Apex's shape
+
+
+def use_optimizers(adam: type[torch.optim.Optimizer], sgd: Callable[..., torch.optim.Optimizer]) -> None:
+    """Let megatron-core build these optimizers, whatever it found installed.
+
+    With torch.optim's Adam the distributed optimizer can't be saved or resumed (distrib_optimizer.py: an assert on
+    `step`, a missing key, an operation in place on a leaf).
+
+    Args:
+        adam: of Apex's surface.
+        sgd: takes parameter groups, `lr`, `weight_decay` and `momentum`.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam, optimizer.SGD, optimizer.USING_PYTORCH_OPTIMIZER = adam, sgd, False
+    distrib_optimizer.Adam = adam
     if not distrib_optimizer.HAVE_APEX_OR_TE:
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-        distrib_optimizer.Adam = FusedAdam
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
         distributed: Any = distrib_optimizer.DistributedOptimizer
         distributed._set_main_param_and_optimizer_states = torch.no_grad()(
@@ -57,66 +69,3 @@ def _apply() -> None:
 
 def _as_numbers(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) and as_numpy else tensor
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW with Apex's surface: `step` in the parameter group, exactly `exp_avg` and `exp_avg_sq` for a parameter.
-
-    The arithmetic is torch's own fused kernel's, so that both backends take the same steps.
-
-    Attributes:
-        found_inf: float scalar on the device; 1: the kernel leaves parameters and moments as they are, and `step` is
-            counted all the same. None: it always steps.
-    """
-
-    found_inf: torch.Tensor | None = None
-
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        **_: Any,
-    ) -> None:
-        if not bias_correction:
-            raise ValueError("FusedAdam: bias_correction=False is not supported")
-        self.adam_w_mode = adam_w_mode
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            if not params:
-                continue
-            for param in params:
-                state = self.state[param]
-                if "exp_avg" not in state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-            # filled on the device: a copy of the host's number would wait for it
-            step = torch.full((), float(group["step"]), device=params[0].device)
-            kernel(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [step] * len(params),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                found_inf=self.found_inf,
-            )

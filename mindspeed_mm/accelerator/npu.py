@@ -89,8 +89,8 @@ class NPUAccelerator(Accelerator):
             )
         import mindspeed.megatron_adaptor  # noqa: F401
 
-    def supports_fused_adamw(self) -> bool:
-        # torch_npu 2.14 lists a kernel; whether it honours grad_scale and found_inf, as step_fused needs, is not known
+    def supports_fused_optimizers(self) -> bool:
+        # torch_npu 2.14 lists a kernel for AdamW; whether it honours grad_scale and found_inf is not known
         return False
 
     def record_memory_history(self, stacks: str, max_entries: int | None) -> None:

@@ -39,7 +39,7 @@ from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
-from mindspeed_mm.optimizer.build import build_optimizer
+from mindspeed_mm.optimizer.build import BuiltOptimizer, build_optimizer
 from mindspeed_mm.optimizer.clip import (
     all_parameters,
     local_squared_norm,
@@ -64,7 +64,7 @@ class FSDP2Backend:
 
     world: World
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: BuiltOptimizer
     schedule: Schedule
     ema: Ema | None
     engine: StepEngine
@@ -162,7 +162,7 @@ class FSDP2Backend:
         self._flops_model = None if traits is None else flops_model(self._root, traits)
         return model
 
-    def build_optimizer(self, model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, run: Run) -> BuiltOptimizer:
         """Build optimizer and schedule from the flags, and the average of the weights if one is requested.
 
         Args:

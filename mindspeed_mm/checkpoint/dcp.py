@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
+from mindspeed_mm.optimizer.build import BuiltOptimizer
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.adapter_names import is_adapter
@@ -29,7 +30,7 @@ def load(
     directory: Path,
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: BuiltOptimizer | None,
     load_rng: bool,
     world: World,
     strict: bool = True,

@@ -29,6 +29,7 @@ from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
 from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+from mindspeed_mm.optimizer.build import BuiltOptimizer
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.files import fsync_path, write_json
@@ -132,7 +133,7 @@ class Snapshots(TensorSnapshots):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: BuiltOptimizer | None,
         *,
         save_rng: bool,
         world: World,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mindspeed_mm.checkpoint.lazy import Region, whole
-from mindspeed_mm.optimizer.build import ensure_state
+from mindspeed_mm.optimizer.build import BuiltOptimizer
 from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 
 
@@ -36,9 +36,9 @@ def trained_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, to
     return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: BuiltOptimizer) -> dict[str, torch.Tensor]:
     """Return every tensor of the optimizer's state by its checkpoint key; missing state is created."""
-    ensure_state(optimizer)
+    optimizer.ensure_state()
     tensors: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():

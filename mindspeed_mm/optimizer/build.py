@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.run_sections import OptimizerConfig
+from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise
 from mindspeed_mm.optimizer.groups import build_param_groups
 from mindspeed_mm.optimizer.muon import Muon, matrix_names
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
+BuiltOptimizer: TypeAlias = ElementWise | Muon
+
 
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, head: nn.Module | None = None, computes_in_fp32: bool = False
-) -> torch.optim.Optimizer:
+) -> BuiltOptimizer:
     """Return AdamW (--optimizer adam or adamw), SGD or Muon over the trainable parameters of `model`.
 
     Args:
@@ -34,11 +39,11 @@ def build_optimizer(
         lr_mult=config.lr_mult,
         matrices=matrices,
     )
-    betas, fused = (config.adam_beta1, config.adam_beta2), accelerator.current().supports_fused_adamw()
+    betas, fused = (config.adam_beta1, config.adam_beta2), accelerator.current().supports_fused_optimizers()
     if config.optimizer in ("adam", "adamw"):
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
+        return AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+        return SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused)
     if matrices is not None:
         others = [name for group in groups for name in group["names"] if name not in matrices]
         notice(
@@ -56,24 +61,3 @@ def build_optimizer(
             dtype=torch.float32 if computes_in_fp32 else torch.bfloat16,
         )
     raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw, sgd or muon")
-
-
-@torch.no_grad()
-def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state of every parameter that has not been stepped yet, as its first step would.
-
-    A tower may have been idle so far, but saving and loading a checkpoint need the same entries for all parameters.
-    """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state[param]
-            if group.get("orthogonalized"):
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-            elif isinstance(optimizer, (torch.optim.AdamW, Muon)) and "exp_avg" not in state:
-                on_device = group.get("fused") or group.get("capturable")
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
-                state["exp_avg"] = torch.zeros_like(param)
-                state["exp_avg_sq"] = torch.zeros_like(param)
-            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"] and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(param)

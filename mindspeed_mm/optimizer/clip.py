@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor (a view), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a DTensor, outside of autograd, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would launch a view of it
 
 
 def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
@@ -33,7 +33,7 @@ def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:
     return world_size // different
 
 
-@torch.no_grad()  # so that taking the local part of a DTensor adds no autograd node
+@torch.no_grad()
 def local_squared_norm(
     parameters: Iterable[nn.Parameter], copies: Iterable[int], dtype: torch.dtype
 ) -> torch.Tensor | None:

@@ -53,11 +53,10 @@ def build_param_groups(
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in named:
         decays = param.dim() > 1 and not _matches(name, no_decay_names)
-        # a fused kernel can't mix sharded and plain tensors, or different meshes: each gets a separate group
-        mesh = getattr(param, "device_mesh", None)
         own: dict[str, Any] = {"orthogonalized": name in matrices} if matrices is not None else {}
         own |= {"wd_mult": 1.0 if decays else 0.0, "lr_mult": lr_mult if _matches(name, scaled_names) else 1.0}
-        group = groups.setdefault((*own.values(), mesh), {"params": [], "names": [], **own})
+        # a kernel takes tensors of one device (offload_to_cpu leaves some of them in host memory) and dtype
+        group = groups.setdefault((*own.values(), param.device, param.dtype), {"params": [], "names": [], **own})
         group["params"].append(param)
         group["names"].append(name)
     return list(groups.values())

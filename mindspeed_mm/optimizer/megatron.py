@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +11,11 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, _get_megatron_optimizer_based_on_param_groups
 from torch import nn
 
+from mindspeed_mm import accelerator
+from mindspeed_mm.accelerator.megatron_compat import use_optimizers
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import OptimizerConfig as RunOptimizer
+from mindspeed_mm.optimizer.elementwise import SGD, FusedAdam
 from mindspeed_mm.optimizer.groups import IsIdle, build_param_groups
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.utils.errors import ConfigError
@@ -63,6 +67,7 @@ def build_megatron_optimizer(
     if run.optimizer.optimizer == "sgd" and run.parallel.use_distributed_optimizer:
         raise ConfigError("--optimizer sgd: Megatron's distributed optimizer steps Adam only; remove one of the flags")
     groups = _groups(chunks, run, trained)
+    use_optimizers(FusedAdam, partial(SGD, fused=accelerator.current().supports_fused_optimizers()))
     config = OptimizerConfig(
         optimizer="sgd" if run.optimizer.optimizer == "sgd" else "adam",
         lr=run.optimizer.lr,

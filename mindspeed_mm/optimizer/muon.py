@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import local_tensor
+from mindspeed_mm.optimizer.elementwise import AdamW
 from mindspeed_mm.optimizer.whole_matrices import MatrixPart, MatrixRanks, RankGroups, SplitMatrix
 from mindspeed_mm.parallel.experts import find_experts
 from mindspeed_mm.utils.adapter_names import is_adapter
@@ -88,9 +89,15 @@ class Muon(torch.optim.Optimizer):
     back. Stacked experts are matrices of their own. State, by parameter and sharded as it: `momentum_buffer`, or that
     of AdamW.
 
+    Attributes:
+        grad_scale, found_inf, divides: see `ElementWise`.
+
     m ← momentum·m + (1 − momentum)·g; u = orthogonalize(momentum·m + (1 − momentum)·g);
     w ← (1 − lr·weight_decay)·w − lr·matched_adamw_rms·√max(rows, columns)·u
     """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -114,14 +121,14 @@ class Muon(torch.optim.Optimizer):
             momentum, ns_steps, matched_adamw_rms: of the matrices; the last one is the root mean square of an update
                 divided by the learning rate, as is usual with AdamW.
             betas, eps: of AdamW.
-            fused: AdamW's kernel is fused, and a step reads from the device whether it is to be applied: see
-                `GuardedOptimizer`.
+            fused: AdamW's kernel is fused, and gradients are divided by `grad_scale`.
             dtype: floating-point type of the Newton–Schulz steps.
         """
         super().__init__(list(groups), {"lr": lr, "weight_decay": 0.0, "fused": fused})
+        self.divides = fused
         self._momentum, self._steps, self._rms, self._dtype = momentum, ns_steps, matched_adamw_rms, dtype
         rest = [group for group in self.param_groups if not group["orthogonalized"]]
-        self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, fused=fused) if rest else None
+        self._adamw = AdamW(rest, lr=lr, betas=betas, eps=eps, fused=fused) if rest else None
         self._ranks: dict[int, MatrixRanks] = {}
         self._parts: dict[int, tuple[MatrixPart, ...]] = {}
         self._find_parts()
@@ -141,20 +148,33 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; a collective of the ranks that share matrices."""
-        # set by `step_fused` if the AdamW is fused, as torch's own fused optimizers are told
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        finite = None if self.found_inf is None else self.found_inf == 0
         rest = []
         for group in self.param_groups:
             if not group["orthogonalized"]:
                 rest.append(group)
                 continue
             for ranks, params in self._batches(group["params"]):
-                self._step_matrices(group, ranks, params, grad_scale, None if found_inf is None else found_inf == 0)
+                self._step_matrices(group, ranks, params, finite)
         if self._adamw is not None and rest:
             self._adamw.param_groups, self._adamw.state = rest, self.state
-            if found_inf is not None:
-                self._adamw.grad_scale, self._adamw.found_inf = grad_scale, found_inf
+            self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
             self._adamw.step()
+
+    @torch.no_grad()
+    def ensure_state(self) -> None:
+        """Create the missing state of all parameters, as their first step would."""
+        for group in self.param_groups:
+            for param in group["params"] if group["orthogonalized"] else ():
+                self._ensure_momentum(param)
+        if self._adamw is not None:
+            self._adamw.state = self.state
+            self._adamw.ensure_state()
+
+    def take_back(self) -> None:
+        """See `ElementWise`."""
+        if self._adamw is not None:
+            self._adamw.take_back()
 
     def _batches(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[MatrixRanks | None, list[nn.Parameter]]]:
         """Split parameters with gradients into batches of about `_BATCH` values of a rank, alike on all ranks."""
@@ -176,11 +196,10 @@ class Muon(torch.optim.Optimizer):
         group: dict[str, Any],
         ranks: MatrixRanks | None,
         params: Sequence[nn.Parameter],
-        grad_scale: torch.Tensor | None,
         finite: torch.Tensor | None,
     ) -> None:
         device = accelerator.current().device()
-        directions = [self._advance(param, grad_scale, finite).to(device) for param in params]
+        directions = [self._advance(param, finite).to(device) for param in params]
         if ranks is None:
             updates = [orthogonalize(d, self._steps, self._dtype) if d.numel() else d for d in directions]
         else:
@@ -201,18 +220,19 @@ class Muon(torch.optim.Optimizer):
             new.add_(update.view(weight.shape).to(new), alpha=-size)
             weight.copy_(new if finite is None else torch.where(finite.to(new.device), new, weight))
 
-    def _advance(
-        self, param: nn.Parameter, grad_scale: torch.Tensor | None, finite: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Advance the momentum; returns what is to be orthogonalised, [matrices, rows, columns] of this rank."""
+    def _ensure_momentum(self, param: nn.Parameter) -> torch.Tensor:
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        kept = local_tensor(state["momentum_buffer"])
+        return state["momentum_buffer"]
+
+    def _advance(self, param: nn.Parameter, finite: torch.Tensor | None) -> torch.Tensor:
+        """Advance the momentum; returns what is to be orthogonalised, [matrices, rows, columns] of this rank."""
+        kept = local_tensor(self._ensure_momentum(param))
         assert param.grad is not None
         grad = local_tensor(param.grad).to(kept.dtype)
-        if grad_scale is not None:
-            grad = grad / grad_scale.to(grad.device)
+        if self.grad_scale is not None:
+            grad = grad / self.grad_scale.to(grad.device)
         momentum = kept.lerp(grad, 1 - self._momentum)
         direction = grad.lerp(momentum, self._momentum).to(self._dtype)
         kept.copy_(momentum if finite is None else torch.where(finite.to(kept.device), momentum, kept))

@@ -64,7 +64,7 @@ def test_too_late_is_an_error() -> None:
 
 
 def adam_against_torch() -> list[float]:
-    from mindspeed_mm.accelerator.megatron_compat import FusedAdam
+    from mindspeed_mm.optimizer.elementwise import FusedAdam
 
     torch.manual_seed(0)
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)

@@ -66,6 +66,7 @@ class Trained:
         from mindspeed_mm.checkpoint.saver import CheckpointSaver
         from mindspeed_mm.checkpoint.snapshot import Snapshots
         from mindspeed_mm.configs.dims import Dims
+        from mindspeed_mm.optimizer.elementwise import AdamW
         from mindspeed_mm.parallel.meshes import parameter_mesh
         from mindspeed_mm.parallel.world import start_world
 
@@ -75,7 +76,7 @@ class Trained:
         mesh = parameter_mesh(Dims.of(self.world.size, sharding_size=sharding_size))
         for layer in (self.model[0], self.model[2], self.model):
             fully_shard(layer, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1, fused=True)
         self.saver = CheckpointSaver(root, in_background=in_background, **saver)
         self.snapshots = Snapshots(self.model, self.optimizer, save_rng=True, world=self.world)
         self.iteration = 0

@@ -267,6 +267,7 @@ class Sharded:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from mindspeed_mm.configs.dims import Dims
+        from mindspeed_mm.optimizer.elementwise import AdamW
         from mindspeed_mm.parallel.meshes import parameter_mesh
         from mindspeed_mm.parallel.world import start_world
 
@@ -275,7 +276,7 @@ class Sharded:
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_dir)).float()
         for layer in (*self.model.model.layers, self.model):
             fully_shard(layer, mesh=parameter_mesh(Dims.of(RANKS, sharding_size="auto")))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer = AdamW(self.model.parameters(), fused=True)
 
     def load(self, directory: Path) -> dict[str, Any]:
         from mindspeed_mm.checkpoint.dcp import load

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
-from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, state_names
 from mindspeed_mm.checkpoint.megatron.parts import LocalParameter, MainParameter, SourceRegion
 from mindspeed_mm.utils.log import notice
 
@@ -35,7 +35,6 @@ def read_tensors(
             if owned.main.dtype != p.param.dtype:
                 wanted += [(f"model.{part.source}", part, owned.main.data) for part in parts]
             if with_optimizer:
-                ensure_parameter_state(owned)
                 for name in state_names(owned.group):
                     wanted += [(f"optimizer.{part.source}.{name}", part, owned.state[name]) for part in parts]
         counted = p.mapping.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()

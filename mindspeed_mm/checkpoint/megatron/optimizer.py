@@ -57,12 +57,10 @@ def _pairs(params: list[list[Any]], mains: list[list[Any]]) -> Iterator[tuple[nn
     return zip(chain.from_iterable(params), chain.from_iterable(mains), strict=True)
 
 
-@torch.no_grad()
-def ensure_parameter_state(parameter: MainParameter) -> None:
-    """Create the optimizer state of a parameter that has not been stepped yet, as its first step would."""
-    for name in state_names(parameter.group):
-        if parameter.state.get(name) is None:
-            parameter.state[name] = torch.zeros_like(parameter.main)
+def ensure_state(optimizer: Any) -> None:
+    """Create the state of parameters that have not been stepped yet, as their first step would."""
+    if optimizer is not None and not optimizer.is_stub_optimizer:
+        optimizer.optimizer.ensure_state()
 
 
 def state_names(group: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
-from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, ensure_parameter_state, state_names
+from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, state_names
 from mindspeed_mm.checkpoint.megatron.parts import FlatRange, LocalParameter, MainParameter, Shape, SourceRegion
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.snapshot import Stored
@@ -29,7 +29,7 @@ def checkpoint_tensors(
 
     Args:
         mine: the ranges that this rank writes, from `to_write`.
-        mains: what the optimizer steps, by parameter; missing optimizer state is created.
+        mains: what the optimizer steps, by parameter.
         shapes: shapes of the whole tensors, by transformers' names.
         with_optimizer: whether the optimizer's state is written.
     """
@@ -42,7 +42,6 @@ def checkpoint_tensors(
             pieces.setdefault(f"model.{part.source}", []).append((part, main))
         if owned is None or not with_optimizer:
             continue
-        ensure_parameter_state(owned)
         for part in parts:
             prefix = f"optimizer.{part.source}."
             for name in state_names(owned.group):

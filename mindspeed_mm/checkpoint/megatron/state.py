@@ -24,7 +24,13 @@ from mindspeed_mm.checkpoint.lazy import Node, rounded, whole
 from mindspeed_mm.checkpoint.megatron.adapters import first_adapters
 from mindspeed_mm.checkpoint.megatron.export import GatheredParts
 from mindspeed_mm.checkpoint.megatron.load import read_tensors
-from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, is_spread, main_parameters, state_names
+from mindspeed_mm.checkpoint.megatron.optimizer import (
+    counts_steps,
+    ensure_state,
+    is_spread,
+    main_parameters,
+    state_names,
+)
 from mindspeed_mm.checkpoint.megatron.parts import (
     FlatRange,
     LocalParameter,
@@ -115,6 +121,8 @@ class MegatronState:
         """Return the object that takes snapshots of this rank's part of the state; see `Snapshots`."""
 
         def tensors() -> dict[str, Stored]:
+            if save_optimizer:
+                ensure_state(self._optimizer)
             return checkpoint_tensors(
                 self._to_write(self._stored), self._mains(), self._known.shapes, with_optimizer=save_optimizer
             )
@@ -145,6 +153,8 @@ class MegatronState:
                 shape = self._known.shapes[name]
                 wanted |= {f"optimizer.{name}.{e}": () if e == "step" else shape for e in entries}
         refuse_state_misfits(reader, wanted, with_optimizer=optimizer, strict=strict)
+        if optimizer:
+            ensure_state(self._optimizer)
         read_tensors(reader, self._stored, self._mains(), with_optimizer=optimizer)
         if rng:
             restore_tracked_states(restore_random_state(directory, self._world, extra, self._layout))
