@@ -67,6 +67,11 @@ def _check_optimizer(args: ParsedFlags) -> list[str]:
         problems.append(
             "--optimizer muon: the Megatron backend steps adam and sgd; write one of them, or add --use-torch-fsdp2"
         )
+    if args.optimizer == "muon" and args.swap_optimizer:
+        problems.append(
+            "--swap-optimizer moves the state of adam and sgd; the momentum of --optimizer muon stays on the device: "
+            "leave one of the flags out"
+        )
     if args.lr is not None and args.min_lr > args.lr:
         problems.append(f"--min-lr {args.min_lr:g} is greater than --lr {args.lr:g}")
     if args.lr is not None and args.lr_warmup_init > args.lr:

@@ -88,6 +88,7 @@ class OptimizerConfig:
     adam_beta2: float
     adam_eps: float
     sgd_momentum: float
+    swap_optimizer: bool
     muon_momentum: float
     ns_steps: int
     matched_adamw_rms: float

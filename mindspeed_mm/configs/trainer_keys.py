@@ -167,7 +167,7 @@ TRAINER_IDLE = (
     NoEffect(r"features\.loss_cfg\.router_aux_loss_offload", "the load-balancing loss stays on the device"),
     NoEffect(r"features\.(swap_plan\..*|activation_offload_plan\.impl)", "it only says how memory is moved"),
     NoEffect(r"training\.(adam_fused|clip_grad_foreach)", "AdamW is PyTorch's fused one, and gradients have one norm"),
-    NoEffect(r"training\.mem_fraction_static", "the optimizer's state stays where the parameters are"),
+    NoEffect(r"training\.mem_fraction_static", "adamw_swap keeps all of the optimizer's state in host memory"),
     NoEffect(r"training\.allow_hf32", "matrix products keep PyTorch's own precision setting"),
     NoEffect(r"training\.(load_format|load_rank0_and_broadcast)", "what is loaded shows its own format"),
     NoEffect(r"training\.lora\.lora_target_modules_support", "the model says which layers there are"),

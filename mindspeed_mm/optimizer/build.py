@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.run_sections import OptimizerConfig
-from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise
+from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise, ParamGroup
 from mindspeed_mm.optimizer.groups import build_param_groups
 from mindspeed_mm.optimizer.muon import Muon, matrix_names
+from mindspeed_mm.optimizer.state_homes import Resident, StateHome
+from mindspeed_mm.optimizer.swapped_state import Swapped
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -39,11 +42,12 @@ def build_optimizer(
         lr_mult=config.lr_mult,
         matrices=matrices,
     )
+    home = _home(groups, config)
     betas, fused = (config.adam_beta1, config.adam_beta2), accelerator.current().supports_fused_optimizers()
     if config.optimizer in ("adam", "adamw"):
-        return AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
+        return AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused, home=home)
     if config.optimizer == "sgd":
-        return SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused)
+        return SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused, home=home)
     if matrices is not None:
         others = [name for group in groups for name in group["names"] if name not in matrices]
         notice(
@@ -61,3 +65,14 @@ def build_optimizer(
             dtype=torch.float32 if computes_in_fp32 else torch.bfloat16,
         )
     raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw, sgd or muon")
+
+
+def _home(groups: Sequence[ParamGroup], config: OptimizerConfig) -> StateHome:
+    """Return where the state of an element-wise optimizer shall be between steps."""
+    if not config.swap_optimizer:
+        return Resident()
+    current = accelerator.current()
+    if not current.is_host and not any(current.holds(p) for group in groups for p in group["params"]):
+        notice("--swap-optimizer has no effect: offload_to_cpu keeps parameters and optimizer in host memory already")
+        return Resident()
+    return Swapped(groups)

@@ -108,10 +108,14 @@ class TinySteps:
         self.backend.forward_backward(forward_step, iter(micros), len(micros))
         return self.backend.step(BatchCounts(rows=len(micros)), False).result()
 
+    def module(self) -> Any:
+        """The model, not wrapped."""
+        model = self.backend.model
+        return model if isinstance(model, nn.Module) else model[0].module
+
     def weight(self) -> list[float]:
         """The weights, whole."""
-        model = self.backend.model
-        weight = (model if isinstance(model, nn.Module) else model[0].module).weight.detach()
+        weight = self.module().weight.detach()
         return getattr(weight, "full_tensor", lambda: weight)().flatten().tolist()
 
     def state(self) -> list[Any]:

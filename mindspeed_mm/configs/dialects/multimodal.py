@@ -299,6 +299,7 @@ def _flags(config: TrainerConfig) -> Iterator[FlagValue]:
     else:
         yield FlagValue("training.train_iters", "train_iters", training.train_iters or _ITERS)
     yield FlagValue("training.optimizer", "optimizer", "muon" if training.optimizer == "muon" else "adam")
+    yield FlagValue("training.optimizer", "swap_optimizer", training.optimizer == "adamw_swap")
     if training.optimizer == "muon":
         for key, flag in MUON_FLAGS.items():
             yield FlagValue(f"training.{key}", flag, getattr(training, key))

@@ -33,6 +33,16 @@ class OptimizerArguments:
     adam_beta2: Annotated[float, flag("decay of the second moment", minimum=0, below=1)] = 0.999
     adam_eps: Annotated[float, flag("added to the root of the second moment", above=0)] = 1e-08
     sgd_momentum: Annotated[float, flag("momentum of sgd", minimum=0)] = 0.9
+    swap_optimizer: Annotated[
+        bool,
+        flag(
+            "the optimizer's state (adam, sgd) lies in host memory and streams through the device in parts during a "
+            "step; the values are those without the flag"
+        ),
+    ] = False
+    swap_optimizer_times: Annotated[
+        int, no_effect("--swap-optimizer moves a 64th of the state at a time")("parts of the state", minimum=1)
+    ] = 16
     clip_grad: Annotated[float, flag("highest L2 norm of the gradient; 0 = measure only", minimum=0)] = 1.0
     weight_decay_exclude_modules: Annotated[
         list[str], flag("no weight decay where a parameter's name contains one of these")

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mm.optimizer import state_homes
 from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise, FusedAdam
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
+from mindspeed_mm.optimizer.swapped_state import Swapped
+from tests.support.fake_accelerator import fake_accelerator
+from tests.support.live_bytes import LiveBytes
 
 SHAPES = ((33, 7), (5,), (0, 4), (130, 3), (1,))
 STEPS, SKIPPED, IDLE = 5, 1, 4
@@ -43,7 +46,7 @@ def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "weight_decay": 0.0}]
 
 
-def trained(kind: str) -> tuple[list[nn.Parameter], dict[nn.Parameter, dict[str, Any]]]:
+def trained(kind: str, *, swaps: bool = False) -> tuple[list[nn.Parameter], dict[nn.Parameter, dict[str, Any]]]:
     """Parameters and state after our steps, of which the device forbids one."""
     params = parameters()
     optimizer: ElementWise
@@ -53,6 +56,8 @@ def trained(kind: str) -> tuple[list[nn.Parameter], dict[nn.Parameter, dict[str,
         optimizer = FusedAdam(groups(params), **ADAM)
     else:
         optimizer = AdamW(groups(params), **ADAM, fused="fused" in kind)
+    if swaps:
+        optimizer.home = Swapped(optimizer.param_groups)
     guard = GuardedOptimizer(optimizer)
     for step in range(STEPS):
         for param, grad in zip(params, gradients(kind, step), strict=True):
@@ -97,6 +102,52 @@ def test_steps_are_torchs_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch
         for name, value in expected[other].items():
             if not (kind == "megatron" and name == "step"):  # its groups count
                 torch.testing.assert_close(state[param][name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["adam, fused", "adam", "megatron", "sgd, fused"])
+def test_a_state_in_host_memory_changes_no_value(kind: str) -> None:
+    """On a device whose copies are done only when something waits for them."""
+    expected, state = trained(kind)
+    with fake_accelerator() as device:
+        ours, swapped = trained(kind, swaps=True)
+    for param, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=0)
+        torch.testing.assert_close(swapped[param], state[other], rtol=0, atol=0)
+    assert device.log.count("pin") >= 2 and device.log.count("copy") == device.log.count("copied") > 8
+
+
+def test_dense_parameters_of_any_order_are_swapped() -> None:
+    """One is a transposed matrix, and the other one's gradient is."""
+    ends = []
+    for swaps in (False, True):
+        values = torch.arange(6000.0).view(60, 100).sin()
+        params = [nn.Parameter(values.clone().t()), nn.Parameter(values.clone())]
+        optimizer = AdamW(params, fused=True)
+        if swaps:
+            optimizer.home = Swapped(optimizer.param_groups)
+        for step in range(1, 3):
+            params[0].grad = (values.t() * step).cos()
+            grad = values * step
+            params[1].grad = grad.t().contiguous().t() if swaps else grad  # torch's kernel would mix its values up
+            optimizer.step()
+        ends.append([*params, *(t for p in params for t in optimizer.state[p].values())])
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_little_of_a_swapped_state_is_on_the_device(make: Any) -> None:
+    """At most a twentieth at any time, also where most of it belongs to one parameter."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((700, 64), (64,), (64, 64), (30, 64), (3,))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = make(params, fused=True, **({} if make is AdamW else {"momentum": 0.9}))
+    optimizer.home = Swapped(optimizer.param_groups)
+    optimizer.step()
+    whole = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert whole >= sum(p.nbytes for p in params) * (2 if make is AdamW else 1)
+    with LiveBytes() as live:
+        optimizer.step()
+    assert 0 < live.peak <= 0.05 * whole and live.alive == 0
 
 
 class Launches(TorchDispatchMode):
