@@ -4,8 +4,8 @@
 Python files and lists of operators; nothing of it is imported. What is compared with it:
 
 * names of `torch_npu`, `torch.npu` and `torch.ops.npu` in the package, and the arguments of their calls;
-* operators of torch's that `accelerator/` calls by a private name: the NPU must have a kernel of its own, or torch one
-  for every device;
+* operators of torch's that `accelerator/` calls by a private name, and foreach operators of `optimizer/`: the NPU must
+  have a kernel of its own, or torch one for every device;
 * what torch's fully_shard needs of a device's module.
 
 It ends with status 1 if a name or an argument isn't there. Only where no package index can be reached it reports that,
@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "constraints-npu.txt"
 CACHE = ROOT / ".venv" / "wheels"
 PACKAGE = ROOT / "mindspeed_mm"
+#: room → its uses of torch's operators by private names; an optimizer calls the fused ones where they are, not here
+PRIVATE_OPERATORS = {"accelerator/": r"torch\._[a-z]\w*_", "optimizer/": r"torch\._foreach_\w+"}
 # runs where there is no accelerator
 ONLY_ON_THE_HOST = ("accelerator/megatron_cpu.py", "accelerator/cpu.py", "accelerator/cuda.py")
 
@@ -247,7 +249,7 @@ def _read_uses(tree: ast.Module, path: str, uses: Uses) -> None:
         name, dotted = vendor_name(node), _dotted(node) or ""
         if name is not None:
             uses.names.append(Use(path, node.lineno, name, called.get(id(node))))
-        elif path.startswith("accelerator/") and re.fullmatch(r"torch\._[a-z]\w*_", dotted):
+        elif any(path.startswith(room) and re.fullmatch(own, dotted) for room, own in PRIVATE_OPERATORS.items()):
             uses.operators.append(Use(path, node.lineno, dotted, called.get(id(node))))
 
 
