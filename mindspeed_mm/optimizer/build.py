@@ -10,8 +10,8 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.run_sections import OptimizerConfig
-from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise, ParamGroup
-from mindspeed_mm.optimizer.groups import build_param_groups
+from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise
+from mindspeed_mm.optimizer.groups import ParamGroup, build_param_groups
 from mindspeed_mm.optimizer.muon import Muon, matrix_names
 from mindspeed_mm.optimizer.state_homes import Resident, StateHome
 from mindspeed_mm.optimizer.swapped_state import Swapped

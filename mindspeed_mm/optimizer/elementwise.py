@@ -15,10 +15,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.optimizer.groups import ParamGroup
 from mindspeed_mm.optimizer.state_homes import Piece, Resident, StateHome
-
-ParamGroup = dict[str, Any]
-"""A parameter group of torch's optimizers."""
 
 Groups = Iterable[torch.Tensor] | Iterable[ParamGroup]
 

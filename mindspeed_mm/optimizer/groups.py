@@ -9,6 +9,9 @@ from torch import nn
 
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
+ParamGroup = dict[str, Any]
+"""A parameter group of torch's optimizers."""
+
 IsIdle = Callable[[Sequence[str]], bool]
 """Whether the tower that encodes these modalities had no input in a step's global batch."""
 

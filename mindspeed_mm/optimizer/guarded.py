@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.optimizer.clip import all_parameters, scale_gradients
-
-ParamGroup = dict[str, Any]
-"""A parameter group of torch's optimizers."""
+from mindspeed_mm.optimizer.groups import ParamGroup
 
 
 class Skippable(Protocol):

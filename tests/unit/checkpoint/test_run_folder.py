@@ -349,7 +349,8 @@ def test_what_is_wrong_with_best_json_is_said(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"iteration": "x"}', '{"iteration": 3, "metric": "los", "value": 1}'):
         (tmp_path / BEST).write_text(text)
         with pytest.raises(
-            CheckpointError, match=r"best.json' .*expected iteration \(a whole number\), metric \(one of loss, exact_match"
+            CheckpointError,
+            match=r"best.json' .*expected iteration \(a whole number\), metric \(one of loss, exact_match",
         ):
             find_checkpoint(tmp_path, "best")
     (tmp_path / BEST).write_text(json.dumps({"iteration": 9, "metric": "loss", "value": 1.0}))
