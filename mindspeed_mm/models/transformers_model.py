@@ -12,7 +12,6 @@ import torch.distributed as dist
 import transformers  # noqa: F401 (here, so that loader workers forked before the model is built share it)
 from transformers.utils import ModelOutput
 
-from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
@@ -20,7 +19,7 @@ from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
-from mindspeed_mm.models.common.document_attention import KEYWORD, DocumentAttention, why_not_by_documents
+from mindspeed_mm.models.common.document_attention import KEYWORD, DocumentAttention
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.expert_load import ExpertLoad
 from mindspeed_mm.models.common.family import (
@@ -48,6 +47,7 @@ from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleS
 from mindspeed_mm.models.common.packed import documents_of_mask, row_documents, take_documents
 from mindspeed_mm.models.common.paths import freeze_paths
 from mindspeed_mm.models.contract import as_shardable, as_trainable
+from mindspeed_mm.models.transformers.attention import attend_in_towers, set_attention, why_by_masks
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import config_for
@@ -116,12 +116,13 @@ class TransformersModel(MultiModalModule):
         self._context = self._context_parallel()
         if self._context is not None:
             self.model.context_parallel = self._context
-        elif self._why_by_masks() is None:
+        elif why_by_masks(self.model, self.traits, described) is None:
             language_model = self.model.get_submodule(str(self.traits.language_model))
             self._documents = DocumentAttention(language_model, type(self.model).__name__)
         elif self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
+        attend_in_towers(self.model, self.traits.towers, described)
         self._media = split_media(self.model, self.traits.towers)
         self._loss_group: dist.ProcessGroup | None = None
 
@@ -132,15 +133,6 @@ class TransformersModel(MultiModalModule):
             return None
         path = require_causal_attention(self.traits, name, dims.cp)
         return ContextParallel(self.model.get_submodule(path), name, dims)
-
-    def _why_by_masks(self) -> str | None:
-        """Why masks keep the documents of rows apart; None: attention is computed document by document."""
-        if self.traits.attention != "causal" or self.traits.language_model is None:
-            return "not every layer is known to be causal attention"
-        stated = self.described.attention_of("text")
-        if stated is not None and accelerator.current().why_no_attention(stated) is None:
-            return f"model.json's attn_implementation is {stated}"
-        return why_not_by_documents(self.model.get_submodule(self.traits.language_model).config)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Prepare a collated micro-batch on the host: find its target positions, and the positions of packed samples.
@@ -469,26 +461,3 @@ def _structure(model_class: Any, hf_config: Any) -> Any:
         model = model_class._from_config(hf_config, dtype=torch.float32)
     model.tie_weights()  # transformers skips it together with the initialisation
     return model
-
-
-def set_attention(hf_config: Any, described: TransformersModelConfig, model_class: type) -> None:
-    """Choose each part's attention implementation; one that can't run here is replaced, with a notice."""
-    for part in ("vision", "audio", "text"):
-        wanted = described.attention_of(part)  # type: ignore[arg-type]
-        if wanted is None:
-            continue
-        sub_config = getattr(hf_config, f"{part}_config", None) or (hf_config if part == "text" else None)
-        if sub_config is not None:
-            sub_config._attn_implementation = _usable_attention(wanted, model_class)
-
-
-def _usable_attention(wanted: str, model_class: type) -> str:
-    has_sdpa = getattr(model_class, "_supports_sdpa", True)
-    why_not = accelerator.current().why_no_attention(wanted)
-    if wanted == "sdpa" and not has_sdpa:
-        why_not = f"{model_class.__name__} is not written for it"
-    if why_not is None:
-        return wanted
-    instead = "sdpa" if has_sdpa else "eager"
-    notice(f"model.json: attn_implementation {wanted} can't run here ({why_not}); {instead} is used")
-    return instead

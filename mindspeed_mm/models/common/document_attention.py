@@ -8,6 +8,7 @@ own mask and attention.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class DocumentAttention:
         self._name, self._language_model = name, language_model
         config: Any = language_model.config
         self._implementation: str = config._attn_implementation
-        config._attn_implementation = _name_of(self._implementation)
+        use_attention(language_model, _name_of(self._implementation))
         self._documents: Documents | None = None
         self._call: DocumentsOfCall | None = None
         self._is_checked = False
@@ -91,6 +92,23 @@ class DocumentAttention:
                 f"documents of a row apart; set attn_implementation: {self._implementation} in model.json"
             )
         self._is_checked = True
+
+
+def use_attention(part: nn.Module, implementation: str) -> None:
+    """Give a part of a model an attention function that is registered with transformers, in place.
+
+    Its modules get a copy of their configuration: the model's own stays as it is for who builds the model anew.
+
+    Args:
+        part: with a configuration that the modules in it share.
+        implementation: the function's name.
+    """
+    shared: Any = part.config
+    own = copy.deepcopy(shared)
+    own._attn_implementation = implementation
+    for module in part.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own  # type: ignore[assignment]
 
 
 def why_not_by_documents(config: Any) -> str | None:

@@ -22,8 +22,8 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.attention import set_attention
 from mindspeed_mm.models.transformers.meta_model import config_for, keep_in_float32
-from mindspeed_mm.models.transformers_model import set_attention
 from mindspeed_mm.tasks.inference.source import ModelSource
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import info_rank0

@@ -8,7 +8,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForC
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.models.transformers_model import set_attention
+from mindspeed_mm.models.transformers.attention import set_attention
 from mindspeed_mm.utils import log
 
 

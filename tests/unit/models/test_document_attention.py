@@ -130,12 +130,12 @@ def test_layers_that_lose_the_documents_are_seen(qwen3_dir: Path) -> None:
 @pytest.mark.parametrize("stated", ["sdpa", "eager", "flex_attention"])
 def test_what_is_stated_stays(stated: str, qwen3_dir: Path) -> None:
     model = model_of(qwen3_dir, stated)
-    assert model.model.config._attn_implementation == stated
+    assert model.model.model.config._attn_implementation == stated
     assert KEYWORD not in model.prepare(rows(qwen3_dir, None))
 
 
 def test_what_can_not_run_is_replaced_by_documents(qwen3_dir: Path) -> None:
-    assert model_of(qwen3_dir, "flash_attention_2").model.config._attn_implementation == "documents_or_sdpa"
+    assert model_of(qwen3_dir, "flash_attention_2").model.model.config._attn_implementation == "documents_or_sdpa"
 
 
 @pytest.mark.parametrize("key", ["attention_dropout", "attn_logit_softcapping"])
