@@ -32,6 +32,8 @@ def prepare_process(run: Run) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("HCCL_DETERMINISTIC", "true")
         torch.use_deterministic_algorithms(True)
+    if run.precision.allow_tf32:
+        accelerator.current().allow_tf32()
 
 
 def create_backend(run: Run) -> Backend:

@@ -105,6 +105,10 @@ class Accelerator(ABC):
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
 
+    def allow_tf32(self) -> None:
+        """Compute float32 matrix products and convolutions in the device's shorter format (--allow-tf32)."""
+        notice(f"--allow-tf32 has no effect here: this machine computes on {self.name}, float32 stays float32")
+
     def supports_fused_optimizers(self) -> bool:
         """Whether torch's fused kernels of AdamW and SGD run here, and honour `grad_scale` and `found_inf`."""
         return True

@@ -12,6 +12,7 @@ from mindspeed_mm.accelerator.attention import cuda as flash
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.utils.launch import this_launch
+from mindspeed_mm.utils.log import notice
 
 
 class CUDAAccelerator(Accelerator):
@@ -85,6 +86,13 @@ class CUDAAccelerator(Accelerator):
         super().set_rng_state(states)
         if "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"])
+
+    def allow_tf32(self) -> None:
+        if torch.cuda.get_device_capability() < (8, 0):
+            notice(f"--allow-tf32 has no effect here: {self.model_name()} has no TF32; compute capability 8.0 has it")
+            return
+        # They set `fp32_precision` too; where that alone is set, PyTorch refuses to tell libraries what these are.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
         return [*super().activities(), torch.profiler.ProfilerActivity.CUDA]

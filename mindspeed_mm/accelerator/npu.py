@@ -89,6 +89,10 @@ class NPUAccelerator(Accelerator):
             )
         import mindspeed.megatron_adaptor  # noqa: F401
 
+    def allow_tf32(self) -> None:
+        self._npu.matmul.allow_hf32 = True
+        self._npu.conv.allow_hf32 = True
+
     def supports_fused_optimizers(self) -> bool:
         # torch_npu 2.14 lists a kernel for AdamW; whether it honours grad_scale and found_inf is not known
         return False

@@ -86,7 +86,11 @@ class Fsdp2Config(Section):
         None, description="dtype that gradients are summed in, over ranks and deferred micro-batches; null = fp32"
     )
     output_dtype: DtypeName | None = Field(None, description="dtype that forward outputs are cast to; null = no cast")
-    cast_forward_inputs: Bool = Field(True, description="cast a unit's forward inputs to param_dtype")
+    cast_forward_inputs: Bool = Field(
+        True,
+        description="cast a unit's forward inputs to param_dtype; of a transformers model its own inputs, and inside "
+        "of it hidden states alone: rotary tables, positions and masks keep the precision that it gives them",
+    )
     reshard_after_forward: Annotated[bool | int, BeforeValidator(_read_reshard)] = Field(
         True,
         description="true = free parameters after forward (ZeRO-3), false = keep them till backward (ZeRO-2), "

@@ -184,6 +184,7 @@ class TrainerTraining(Section):
     train_epochs: Annotated[Float, Field(gt=0)] | None = Field(None, description="--train-epochs")
     seed: Size = Field(42, description="--seed")
     use_deter_comp: Bool = Field(False, description="--use-deter-comp")
+    allow_hf32: Bool = Field(False, description="--allow-tf32")
     lr: AtLeast0 = Field(5e-5, description="--lr")
     lr_min: AtLeast0 = Field(0.0, description="--min-lr")
     lr_start: AtLeast0 = Field(0.0, description="--lr-warmup-init")

@@ -13,6 +13,7 @@ TRAINING_FLAGS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "seed": "seed",
     "use_deter_comp": "use_deter_comp",
+    "allow_hf32": "allow_tf32",
     "lr": "lr",
     "lr_min": "min_lr",
     "lr_start": "lr_warmup_init",
@@ -168,7 +169,6 @@ TRAINER_IDLE = (
     NoEffect(r"features\.(swap_plan\..*|activation_offload_plan\.impl)", "it only says how memory is moved"),
     NoEffect(r"training\.(adam_fused|clip_grad_foreach)", "AdamW is PyTorch's fused one, and gradients have one norm"),
     NoEffect(r"training\.mem_fraction_static", "adamw_swap keeps all of the optimizer's state in host memory"),
-    NoEffect(r"training\.allow_hf32", "matrix products keep PyTorch's own precision setting"),
     NoEffect(r"training\.(load_format|load_rank0_and_broadcast)", "what is loaded shows its own format"),
     NoEffect(r"training\.lora\.lora_target_modules_support", "the model says which layers there are"),
     NoEffect(r"training\.quantization_plan\..*", "there are no quant_converters"),
@@ -204,7 +204,7 @@ PUBLISHED = frozenset(
         "chunkloss_plan.apply_module chunkloss_plan.impl_type chunkloss_plan.vocab_tile_size "
         "swap_plan.capacity_mb swap_plan.keep_rate swap_plan.enable_prefetch swap_plan.cpu_arena_slab_size_mb "
         "swap_plan.cpu_arena_pool_policy swap_plan.pin_memory swap_plan.eviction_policy",
-        "training": "adam_fused clip_grad_foreach mem_fraction_static allow_hf32 enable_full_determinism ckpt_manager "
+        "training": "adam_fused clip_grad_foreach mem_fraction_static enable_full_determinism ckpt_manager "
         "save_steps max_steps load_checkpoint_path load_format load_rank0_and_broadcast save_ckpt_dtype "
         "no_decay_modules no_decay_params",
         "training.profile": "enable start_step end_step save_path record_shapes with_memory with_stack ranks",

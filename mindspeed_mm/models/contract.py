@@ -7,6 +7,7 @@ typed views that these functions return, which read the model's attributes on ea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -113,6 +114,23 @@ class Trainable:
     def left_out(self) -> tuple[str, ...]:
         """Patterns of tensor names that the model's library ignores silently when it loads the class."""
         return tuple(_stated(self.model, "_keys_to_ignore_on_load_unexpected") or ())
+
+    def keeps_in_float32(self, dtype: torch.dtype) -> Callable[[str], bool]:
+        """Return whether a parameter, by its name, stays in float32 when the model computes in `dtype`.
+
+        Models of transformers and diffusers state it, as do those that are a part of this one.
+        """
+        stated: list[tuple[str, Callable[[str], bool]]] = []
+        for path, module in self.model.named_modules():
+            plan, names = _stated(module, "_get_dtype_plan"), _stated(module, "_keep_in_fp32_modules")
+            if plan is not None:
+                if patterns := [pattern for pattern, kept in plan(dtype).items() if kept == torch.float32]:
+                    stated.append((path, _glob_search(patterns)))
+            elif names:
+                stated.append((path, functools.partial(_has_segment, frozenset(names))))
+        return lambda name: any(
+            found(name.removeprefix(f"{path}.")) for path, found in stated if not path or name.startswith(f"{path}.")
+        )
 
     def check_packing(self) -> None:
         """Call the model's `check_packing`, if it has one.
@@ -263,3 +281,16 @@ def as_staged(chunk: nn.Module) -> Staged:
 
 def _stated(model: nn.Module, name: str) -> Any:
     return getattr(model, name, None)
+
+
+def _glob_search(patterns: list[str]) -> Callable[[str], bool]:
+    """Return whether a name contains one of transformers' patterns, as its loading finds them."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    search = build_glob_alternation(list(patterns))[0].search
+    return lambda name: search(name) is not None
+
+
+def _has_segment(names: frozenset[str], name: str) -> bool:
+    """Whether a segment of a dotted name is one of `names`, as diffusers' loading finds them."""
+    return not names.isdisjoint(name.split("."))

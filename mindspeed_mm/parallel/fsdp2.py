@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.parallel.float32 import KeptInFloat32, cast_hidden_states, leave_whole
 from mindspeed_mm.parallel.meshes import ParameterMeshes
 from mindspeed_mm.parallel.patterns import containing_path, join_paths
 from mindspeed_mm.parallel.units import group_into_units, refuse_calls_inside
@@ -42,6 +44,9 @@ class ShardPlan:
         ignored_params: parameters that are not sharded.
         whole_units: ignored modules that are wrapped only for the dtype casts of the other units: see
             `units.whole_units`.
+        float32_units: modules that compute in float32 whatever the others do: see `find_kept`.
+        casts_hidden_states_only: units inside of the model take inputs other than hidden states as they are: see
+            `cast_hidden_states`.
     """
 
     meshes: ParameterMeshes
@@ -50,6 +55,8 @@ class ShardPlan:
     reshard_after_forward: bool | int | None
     ignored_params: set[nn.Parameter] = field(default_factory=set)
     whole_units: dict[str, nn.Module] = field(default_factory=dict)
+    float32_units: dict[str, nn.Module] = field(default_factory=dict)
+    casts_hidden_states_only: bool = False
 
     @property
     def casts(self) -> bool:
@@ -66,6 +73,22 @@ class ShardPlan:
         """Wrap `units`, from `units.whole_units`, over `mesh` of this rank alone: they are cast, but not sharded."""
         self.whole_units = units
         self.meshes = self.meshes.with_special(units, mesh)
+
+    def keep_in_float32(self, kept: KeptInFloat32, device: torch.device) -> None:
+        """Let what `find_kept` has found compute in float32: modules as units of their own, other parameters whole.
+
+        With parameters in host memory, those that are in no such module are cast as the others: whole ones would have
+        to be on the device.
+        """
+        if kept.units or kept.loose:
+            names = ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".{*}", name) for name in (*kept.units, *kept.loose)}))
+            notice(f"kept in float32, as the model's library keeps it: {names}")
+        self.float32_units = kept.units
+        if isinstance(self.offload_policy, CPUOffloadPolicy):
+            if kept.loose:
+                notice(f"fsdp2.yaml: offload_to_cpu: cast to param_dtype as all others: {', '.join(kept.loose)}")
+            return
+        self.ignored_params |= leave_whole(kept, device)
 
     def override(self, arguments: Mapping[str, Any]) -> None:
         """Replace arguments that fsdp2.yaml sets with the caller's arguments of fully_shard.
@@ -100,6 +123,10 @@ class ShardPlan:
         """Return the arguments of fully_shard for the unit at `path`."""
         kwargs = self.kwargs()
         kwargs["mesh"] = self.meshes.of(path)
+        if path in self.float32_units:
+            kwargs["mp_policy"] = replace(
+                self.mp_policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False
+            )
         if containing_path(path, self.whole_units) is not None:
             # on a mesh of one rank there is nothing to free, and no parameter of the unit is ignored
             kwargs["reshard_after_forward"], kwargs["ignored_params"] = False, None
@@ -179,6 +206,7 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     inside = {id(m) for whole in plan.whole_units.values() for m in whole.modules()}
     modules = {**{path: m for path, m in modules.items() if id(m) not in inside}, **plan.whole_units}
+    modules |= {path: m for path, m in _within(at, plan.float32_units).items() if m is not root}
     done = {path: m for path, m in root.named_modules() if isinstance(m, FSDPModule) and m is not root}
     modules = {path: m for path, m in modules.items() if not isinstance(m, FSDPModule)}
     # a module with several paths goes by the one in the plan
@@ -186,7 +214,12 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
     paths |= {id(m): path for path, m in plan.whole_units.items()}
     for unit in group_into_units(root, modules):
         target: Any = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(target, **plan.kwargs_of(paths[id(unit[0])]))
+        kwargs, policy = plan.kwargs_of(paths[id(unit[0])]), plan.mp_policy
+        if plan.casts_hidden_states_only and kwargs["mp_policy"].cast_forward_inputs and policy.param_dtype is not None:
+            kwargs["mp_policy"] = replace(policy, cast_forward_inputs=False)
+            for block in unit:
+                cast_hidden_states(block, policy.param_dtype)
+        fully_shard(target, **kwargs)
     refuse_calls_inside(root, {**done, **modules}, plan.whole_units)
     if not isinstance(root, FSDPModule):
         kwargs = plan.kwargs_of(at)
@@ -194,6 +227,12 @@ def wrap_modules(root: nn.Module, modules: Mapping[str, nn.Module], plan: ShardP
             # backward starts with the root's own parameters (the head): freed after forward, they were gathered twice
             kwargs["reshard_after_forward"] = None
         fully_shard(root, **kwargs)
+
+
+def _within(at: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return those of `modules` that are inside of the module at `at`, by their paths in it."""
+    prefix = f"{at}." if at else ""
+    return {path.removeprefix(prefix): m for path, m in modules.items() if path.startswith(prefix)}
 
 
 def use_summed_gradients(root: nn.Module) -> None:

@@ -33,7 +33,8 @@ class FakeAccelerator(CPUAccelerator):
     Attributes:
         asked: the places of the package that asked what depends on the device, and were told of one.
         log: "record" and "wait" for each event, "pin" for each piece of pinned memory, in order; "copy" for each copy
-            beside the queue, which is not done before something waits for it or for a later one, and "copied" for that.
+            beside the queue, which is not done before something waits for it or for a later one, and "copied" for that;
+            "tf32" where it is told to compute float32 products in TF32.
     """
 
     def __init__(self, *, offloads: bool = False) -> None:
@@ -82,6 +83,9 @@ class FakeAccelerator(CPUAccelerator):
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {**super().rng_state(), "fake": torch.arange(3, dtype=torch.uint8)}
+
+    def allow_tf32(self) -> None:
+        self.log.append("tf32")
 
     def record_memory_history(self, stacks: str, max_entries: int | None) -> None:
         self.log.append("history")

@@ -136,12 +136,14 @@ def train_plainly(
     return found
 
 
-def load_plain(hf_dir: Path, frozen: Callable[[str], bool] = lambda name: False) -> Any:
-    """The model of a directory as transformers loads it in float32, in training mode."""
+def load_plain(
+    hf_dir: Path, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The model of a directory as transformers loads it in `dtype`, in training mode."""
     import transformers
 
     architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=torch.float32)
+    model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=dtype)
     model.train()
     with torch.device("meta"):  # from_pretrained forgets which tables the class never trains
         stated = dict(type(model)(model.config).named_parameters())
@@ -162,6 +164,7 @@ def row_losses(
         logits, targets = output.logits[0, :-1].float(), batch["labels"][0, 1:]
     else:
         logits, targets = outputs(model, batch)
+        logits = logits.float()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="none")[targets != -100], balance
 
 

@@ -89,6 +89,10 @@ class PrecisionArguments:
     downcast_to_bf16: Annotated[
         bool, flag("round the weights that a run starts from through bfloat16; they stay float32")
     ] = False
-    allow_tf32: Annotated[bool, no_effect("matrix products keep PyTorch's own precision setting")("TF32 products")] = (
-        False
-    )
+    allow_tf32: Annotated[
+        bool,
+        flag(
+            "compute float32 products and convolutions in TF32 (HF32 on an NPU), with 10 bits after the binary point; "
+            "absent = as PyTorch does, products exactly and convolutions as the device's default is"
+        ),
+    ] = False

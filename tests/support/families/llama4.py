@@ -70,7 +70,7 @@ def outputs(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
     ids, pixels = inputs["input_ids"], inputs.get("pixel_values")
     embeddings = model.get_input_embeddings()(ids)
     if pixels is not None:
-        tiles = model.get_image_features(pixels.float(), return_dict=True).last_hidden_state
+        tiles = model.get_image_features(pixels.to(model.dtype), return_dict=True).last_hidden_state
         belongs = (ids == model.config.image_token_index).unsqueeze(-1)
         embeddings = embeddings.masked_scatter(belongs, model.multi_modal_projector(tiles.flatten(0, 1)))
     logits = model.language_model(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"]).logits

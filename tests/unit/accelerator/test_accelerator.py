@@ -6,8 +6,10 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
@@ -80,6 +82,45 @@ def test_attention_that_a_device_can_run(
     for implementation, reason in expected.items():
         found = device.why_no_attention(implementation)
         assert found is None if reason is None else reason in (found or "")
+
+
+def tf32_settings() -> list[str]:
+    """PyTorch's settings of float32 products and convolutions, on CUDA."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    assert cuda.allow_tf32 == (cuda.fp32_precision == "tf32")  # both ways of asking are answered
+    return [cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+
+
+@pytest.mark.parametrize(("capability", "found"), [((8, 0), True), ((7, 5), False)])
+def test_tf32_on_cuda(capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", notices.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A")
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = cuda.allow_tf32, cudnn.allow_tf32
+    try:
+        cuda.allow_tf32 = cudnn.allow_tf32 = False
+        without = tf32_settings()
+        CUDAAccelerator().allow_tf32()
+        assert "tf32" not in without and tf32_settings() == (["tf32"] * 3 if found else without)
+    finally:
+        cuda.allow_tf32, cudnn.allow_tf32 = before
+    assert ["NVIDIA A has no TF32" in notice for notice in notices] == ([] if found else [True])
+
+
+def test_hf32_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu = SimpleNamespace(matmul=SimpleNamespace(allow_hf32=False), conv=SimpleNamespace(allow_hf32=False))
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))  # type: ignore[arg-type]
+    NPUAccelerator().allow_tf32()
+    assert npu.matmul.allow_hf32 and npu.conv.allow_hf32
+
+
+def test_tf32_on_the_host_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", notices.append)
+    CPUAccelerator().allow_tf32()
+    assert len(notices) == 1 and "--allow-tf32 has no effect" in notices[0] and "cpu" in notices[0]
 
 
 def test_memory_is_counted_in_bytes() -> None:

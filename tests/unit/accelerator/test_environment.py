@@ -16,6 +16,7 @@ from mindspeed_mm.accelerator import environment
 from mindspeed_mm.accelerator.environment import harmful_settings
 from mindspeed_mm.initialize import prepare_process
 from mindspeed_mm.utils import log
+from tests.support.fake_accelerator import fake_accelerator
 from tests.support.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,6 +94,21 @@ def test_a_run_says_it_once_at_its_start(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.set_rng_state(states[2])
         log.forget_notices()
     assert [sentence.split("=")[0] for sentence in said] == ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"]
+
+
+@pytest.mark.parametrize("backend", [{"use_torch_fsdp2": True}, {}], ids=["fsdp2", "ptd"])
+def test_only_a_run_that_allows_it_computes_in_tf32(backend: dict[str, bool]) -> None:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with fake_accelerator() as fake:
+            prepare_process(run_of(**backend))
+            assert fake.log == []
+            prepare_process(run_of(allow_tf32=True, **backend))
+            assert fake.log == ["tf32"]
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])

@@ -160,6 +160,7 @@ SEEN: dict[str, Seen] = {
     ),
     "training.seed": flag("process.seed", 7),
     "training.use_deter_comp": flag("process.deterministic_mode", True),
+    "training.allow_hf32": flag("precision.allow_tf32", True),
     "training.lr": flag("optimizer.lr", 0.1),
     "training.lr_min": flag("schedule.min_lr", 1e-9),
     "training.lr_start": flag("schedule.lr_warmup_init", 1e-9),

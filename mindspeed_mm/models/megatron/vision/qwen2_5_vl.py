@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,7 +16,7 @@ from torch import nn
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from mindspeed_mm.models.common.megatron_names import ParamMapping
-from mindspeed_mm.models.megatron.layers import RMSNorm, decoder_layer_spec, with_gradient
+from mindspeed_mm.models.megatron.layers import ColumnLinear, RMSNorm, RowLinear, decoder_layer_spec, with_gradient
 from mindspeed_mm.models.megatron.text_decoder.gpt import recompute_for
 from mindspeed_mm.models.megatron.vision.names import tower_tensor
 from mindspeed_mm.models.megatron.vision.segments import (
@@ -213,13 +212,13 @@ class PatchMerger(nn.Module):
             gated_linear_unit=False,
             activation_func=F.gelu,
         )
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         self.mlp = MLP(inner, linears, input_size=self.width, ffn_hidden_size=self.width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Merge and project [patches, 1, hidden] to [merged patches, 1, out_hidden]."""
         merged, bias = self.mlp(self.norm(hidden).view(-1, 1, self.width))
-        return merged + bias
+        return merged if bias is None else merged + bias
 
 
 class Qwen2_5_VLImageEncoder(nn.Module):

@@ -1,0 +1,258 @@
+"""How far a step in bf16 is from float32: ours, and plain transformers' or diffusers' own.
+
+Each distance is that of one row's loss or gradient, on weights drawn for the occasion. A row's rounding is as much
+noise as error, so what is compared is a mean over many rows and draws of weights:
+
+- gradients: ‖found − float32‖ ÷ ‖float32‖ over all parameters; the ratio is the geometric mean of the rows' ratios.
+  Distances of mixtures of experts have a long tail (a token that rounding sends to another expert), which would decide
+  an arithmetic mean.
+- losses: their error may be next to zero by chance, so the ratio is that of the root mean squares over all rows.
+
+Plain is `from_pretrained(dtype=torch.bfloat16)`: weights, activations and each row's gradient are in bf16, but for what
+the library itself keeps in float32; logits are float32 in the loss. That is what FSDP2 and Megatron-core compute in
+bf16 over float32 master weights. Sums over rows, which we keep in float32, are no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.family_case import FamilyCase, data_keys
+from tests.support.gradients import run_for_gradients, run_for_megatron_gradients
+from tests.support.launch import launch_flags, metrics_of, write_run_files
+from tests.support.predictors import Case
+from tests.support.reference import Outputs, load_plain, row_losses
+from tests.support.workers import RankPool
+
+#: the families that Megatron-core's modules are there for
+ON_MEGATRON = ("qwen2", "qwen3", "qwen2_5_vl")
+#: what diffusers' pipelines give to a transformer in float32 whatever its dtype is
+_EXACT = ("timestep", "guidance", "img_ids", "txt_ids", "image_rotary_emb")
+#: whose pipelines cast timesteps as well, and whose transformers don't do it themselves
+_CASTS_TIMESTEPS = ("hunyuanvideo15",)
+
+
+class Row(NamedTuple):
+    """Mean loss of a row, and its gradient by the parameters' names."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Errors:
+    """Distances from float32 of all rows and draws: of gradients, relative L2; of losses, relative, with signs."""
+
+    ours: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    our_losses: list[float] = field(default_factory=list)
+    plain_losses: list[float] = field(default_factory=list)
+
+    def add(self, ours: Row, plain: Row, exact: Row) -> None:
+        """Add a row; all three have gradients of the same parameters."""
+        assert ours.gradients.keys() <= exact.gradients.keys()
+        assert all(not float(exact.gradients[n].abs().sum()) for n in exact.gradients.keys() - ours.gradients.keys())
+        self.ours.append(distance(ours.gradients, exact.gradients))
+        self.plain.append(distance(plain.gradients, exact.gradients))
+        self.our_losses.append(ours.loss / exact.loss - 1)
+        self.plain_losses.append(plain.loss / exact.loss - 1)
+
+    def extend(self, other: Errors) -> None:
+        """Add another's rows."""
+        for name, values in vars(other).items():
+            getattr(self, name).extend(values)
+
+    @property
+    def ratio(self) -> float:
+        """Error of our gradients ÷ that of plain ones."""
+        return math.exp(statistics.fmean(self._logarithms))
+
+    @property
+    def spread(self) -> float:
+        """Standard error of `ratio`."""
+        return self.ratio * statistics.stdev(self._logarithms) / math.sqrt(len(self.ours))
+
+    @property
+    def loss_ratio(self) -> float:
+        """Error of our losses ÷ that of plain ones."""
+        return root_mean_square(self.our_losses) / root_mean_square(self.plain_losses)
+
+    @property
+    def _logarithms(self) -> list[float]:
+        return [math.log(ours / plain) for ours, plain in zip(self.ours, self.plain, strict=True)]
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    """The square root of the mean of the squares."""
+    return math.sqrt(statistics.fmean(value * value for value in values))
+
+
+def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """‖found − expected‖ ÷ ‖expected‖ over all parameters; a gradient that is absent is zero."""
+    zero = torch.zeros(())
+    difference = norm = 0.0
+    for name in expected.keys() | found.keys():
+        one, other = found.get(name, zero).double(), expected.get(name, zero).double()
+        difference += float((one - other).square().sum())
+        norm += float(other.square().sum())
+    return math.sqrt(difference / norm)
+
+
+# --- transformers
+
+
+def family_errors(case: FamilyCase, draws: int, pool: RankPool, folder: Path, *, megatron: bool = False) -> Errors:
+    """Errors of a family's rows, over several draws of weights.
+
+    Args:
+        case: its directory gets other weights.
+        pool: one process, of the backend's kind.
+        folder: runs are written here.
+        megatron: on Megatron-core, else on FSDP2.
+    """
+    errors, inputs = Errors(), case.inputs()
+    for draw in range(draws):
+        if draw:
+            draw_weights(case.hf_dir, draw)
+        outputs = case.family.outputs
+        exact = plain_rows(case.hf_dir, inputs, outputs, torch.float32)
+        plain = plain_rows(case.hf_dir, inputs, outputs, torch.bfloat16)
+        for number, ours in our_rows(case, pool, folder / f"draw{draw}", len(inputs), megatron=megatron).items():
+            errors.add(ours, plain[number], exact[number])
+    return errors
+
+
+def draw_weights(hf_dir: Path, seed: int) -> None:
+    """Shuffle the elements of each weight of a directory."""
+    generator = torch.Generator().manual_seed(seed)
+    for file in sorted(hf_dir.glob("*.safetensors")):
+        drawn = {
+            name: tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view_as(tensor)
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in sorted(load_file(file).items())
+        }
+        save_file(drawn, file, metadata={"format": "pt"})
+
+
+def plain_rows(
+    hf_dir: Path, inputs: list[dict[str, torch.Tensor]], outputs: Outputs | None, dtype: torch.dtype
+) -> list[Row]:
+    """Each row alone, by plain transformers; its floating-point inputs are cast, as `BatchFeature.to` does."""
+    model, rows = load_plain(hf_dir, dtype=dtype), []
+    for row in inputs:
+        model.zero_grad(set_to_none=True)
+        cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in row.items()}
+        loss = row_losses(model, cast, outputs)[0].mean()
+        loss.backward()
+        rows.append(Row(float(loss.detach()), gradients_of(model)))
+    return rows
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of each gradient, whole, in float32."""
+    from torch.distributed.tensor import DTensor
+
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    return {name: gradient.detach().float().clone() for name, gradient in whole.items()}
+
+
+def our_rows(case: FamilyCase, pool: RankPool, folder: Path, rows: int, *, megatron: bool) -> dict[int, Row]:
+    """Each row alone, a step a row, by the entry script in bf16, which trains nothing: row's number → its results."""
+    model: dict[str, Any] = dict(case.family.model)
+    flags: dict[str, Any] = {**case.family.flags, "micro_batch_size": 1, "global_batch_size": 1, "train_iters": rows}
+    flags |= {"lr": 0, "weight_decay": 0, "clip_grad": 0, "save": folder / "run", "log_row_ids": True}
+    flags |= {"no_save_optim": True, "no_save_rng": True, "bf16": True}
+    if megatron:
+        model |= {"model_id": case.name, "freeze_vision_model": False}
+        flags |= {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 512}
+    data = {**data_keys(case.family), "dataloader_param.shuffle": False}
+    fsdp2 = {"sub_modules_to_wrap": list(case.family.wrap)}
+    files = write_run_files(folder / "files", case.hf_dir, case.data, model=model, data=data, fsdp2=fsdp2)
+    words = launch_flags(files, **flags)
+    if megatron:
+        (steps,) = pool.run(run_for_megatron_gradients, words, "pretrain_vlm.py", timeout=180)
+    else:
+        steps = pool.run(run_for_gradients, words, timeout=180)[0].steps
+    lines = (folder / "run/rows/rank0.jsonl").read_text().splitlines()
+    numbers = [json.loads(line)["rows"][0] for line in lines]
+    losses, _ = metrics_of(folder / "run")
+    return {number: Row(loss, step) for number, loss, step in zip(numbers, losses, steps, strict=True)}
+
+
+# --- diffusers
+
+
+def predictor_errors(name: str, case: Case, draws: int, folder: Path, rows: int = 4) -> Errors:
+    """Errors of a generation family's samples, over several draws of weights; to be run in a process of a pool."""
+    import diffusers
+
+    from mindspeed_mm.models.generation.sora_model import SoRAModel
+
+    errors = Errors()
+    config = folder / "fsdp2.yaml"
+    config.write_text("sharding_size: auto\nparam_dtype: bf16\nreduce_dtype: fp32\n")
+    for draw in range(draws):
+        torch.manual_seed(draw)
+        ours = SoRAModel(case.model_json(name))
+        with torch.no_grad():
+            for parameter in ours.predictor.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))  # some begin as zeros
+        model_class = getattr(diffusers, ours.family.model_class_name)
+        exact = model_class(**case.config)
+        exact.load_state_dict(ours.predictor.state_dict())
+        exact.save_pretrained(folder / f"draw{draw}")
+        low = model_class.from_pretrained(folder / f"draw{draw}", torch_dtype=torch.bfloat16)
+        ours.fully_shard(fsdp2_config_path=str(config))
+        for row in range(rows):
+            batch = ours.prepare(case.batch([rows * draw + row]))
+            output = ours(**batch)
+            found = _backward(ours.predictor, output["loss"] / output["denominator"])
+            inputs = {key: batch[key] for key in ("latents", "noise", "draws", "text", "conditions")}
+            plain, expected = (
+                _backward(model, case.plain(_Cast(model.train(), name), **inputs)) for model in (low, exact)
+            )
+            errors.add(found, plain, expected)
+    return errors
+
+
+def _backward(model: torch.nn.Module, loss: torch.Tensor) -> Row:
+    loss.backward()
+    row = Row(float(loss.detach()), gradients_of(model))
+    model.zero_grad(set_to_none=True)
+    return row
+
+
+class _Cast:
+    """A diffusers transformer that is called as its pipeline calls it: inputs are cast to its dtype."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model = model
+        self._exact = tuple(key for key in _EXACT if key != "timestep" or name not in _CASTS_TIMESTEPS)
+
+    def __call__(self, **inputs: Any) -> Any:
+        cast = {
+            key: value.to(self._model.dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and key not in self._exact
+            else value
+            for key, value in inputs.items()
+        }
+        output = self._model(**cast)
+        # what follows the transformer is no part of the comparison
+        if isinstance(output, tuple):
+            return (output[0].float(), *output[1:])
+        output.sample = output.sample.float()
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -1,0 +1,72 @@
+"""What stays in float32: found by the rules of transformers and of diffusers, and inputs of blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.parallel.float32 import cast_hidden_states, find_kept, leave_whole
+from tests.support.predictors import cases
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+        self.gates = nn.ModuleList([nn.Linear(3, 3)])
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, hidden_states: torch.Tensor, angles: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(hidden=hidden_states.dtype, angles=angles.dtype)
+
+
+def test_modules_are_found_whole_and_other_parameters_by_themselves() -> None:
+    model = nn.Sequential(Block(), Block())
+    kept = find_kept(model, lambda name: "gates" in name or "table" in name)
+    assert list(kept.units) == ["0.gates.0", "1.gates.0"]  # a list of modules is never called
+    assert list(kept.loose) == ["0.table", "1.table"]
+    assert leave_whole(kept, torch.device("cpu")) == {model[0].table, model[1].table}
+    assert find_kept(model, lambda name: False) == ({}, {})
+
+
+def test_all_of_a_model_is_no_unit() -> None:
+    kept = find_kept(nn.Linear(2, 2), lambda name: True)
+    assert list(kept.units) == [] and sorted(kept.loose) == ["bias", "weight"]
+
+
+def test_transformers_says_what_it_keeps() -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    with torch.device("meta"):
+        text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**text, first_k_dense_replace=1, n_routed_experts=8))
+        oss = GptOssForCausalLM(GptOssConfig(**text, num_local_experts=2))
+    for dtype in (torch.bfloat16, torch.float16):
+        whole = nn.ModuleDict({"inside": deepseek})  # of a model that isn't transformers' own
+        for model, path in ((deepseek, ""), (whole, "inside.")):
+            kept = find_kept(model, as_trainable(model).keeps_in_float32(dtype))
+            assert list(kept.units) == [f"{path}model.layers.1.mlp.gate"] and not kept.loose
+    assert not find_kept(oss, as_trainable(oss).keeps_in_float32(torch.bfloat16)).units
+    assert len(find_kept(oss, as_trainable(oss).keeps_in_float32(torch.float16)).units) == 5  # its norms
+
+
+def test_diffusers_says_what_it_keeps() -> None:
+    from diffusers import WanTransformer3DModel
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel(**cases()["wan-t2v"][1].config)
+    kept = find_kept(model, as_trainable(model).keeps_in_float32(torch.bfloat16))
+    blocks = range(len(model.blocks))
+    assert sorted(kept.units) == [*(f"blocks.{i}.norm2" for i in blocks), "condition_embedder.time_embedder"]
+    assert sorted(kept.loose) == [*(f"blocks.{i}.scale_shift_table" for i in blocks), "scale_shift_table"]
+
+
+def test_a_block_casts_its_hidden_states_alone() -> None:
+    block, wide = Block(), torch.zeros(1, 3)
+    cast_hidden_states(block, torch.bfloat16)
+    for found in (block(wide, wide), block(wide, angles=wide), block(hidden_states=wide, angles=wide)):
+        assert (found.hidden, found.angles) == (torch.bfloat16, torch.float32)
+    assert block(torch.zeros(1, dtype=torch.long), wide).hidden == torch.long
