@@ -22,6 +22,7 @@ from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_dif
 from mindspeed_mm.models.common.media import towers_with_split_media
 from mindspeed_mm.models.common.memory_layers import MemoryModules, chunk_plan, plan_memory
 from mindspeed_mm.models.common.paths import check_paths, listed_modules
+from mindspeed_mm.models.common.precision import keep_precision
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
@@ -29,7 +30,6 @@ from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
 from mindspeed_mm.parallel.chunk_mbs import apply_chunks
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
-from mindspeed_mm.parallel.float32 import find_kept
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
 from mindspeed_mm.parallel.offload import apply_offload
@@ -194,10 +194,7 @@ class FSDP2Mixin:
         plan = self._fsdp2_plan = fsdp2.build_shard_plan(config, meshes, ignored_params)
         if ignored and plan.casts:
             plan.keep_whole(whole_units(self._module(), ignored), own_mesh(meshes.common))
-        if (dtype := plan.mp_policy.param_dtype) in (torch.float16, torch.bfloat16):
-            is_kept = as_trainable(self._module()).keeps_in_float32(dtype)
-            plan.keep_in_float32(find_kept(self._module(), is_kept), accelerator.current().device())
-            plan.casts_hidden_states_only = as_trainable(self._module()).is_transformers
+        keep_precision(self._module(), plan)
         return {**plan.kwargs()}, config
 
     def _keys_with_paths(self) -> list[str]:
