@@ -121,8 +121,7 @@ def family_errors(case: FamilyCase, draws: int, pool: RankPool, folder: Path, *,
     """
     errors, inputs = Errors(), case.inputs()
     for draw in range(draws):
-        if draw:
-            draw_weights(case.hf_dir, draw)
+        draw_weights(case.hf_dir, draw)
         outputs = case.family.outputs
         exact = plain_rows(case.hf_dir, inputs, outputs, torch.float32)
         plain = plain_rows(case.hf_dir, inputs, outputs, torch.bfloat16)
@@ -132,16 +131,18 @@ def family_errors(case: FamilyCase, draws: int, pool: RankPool, folder: Path, *,
 
 
 def draw_weights(hf_dir: Path, seed: int) -> None:
-    """Shuffle the elements of each weight of a directory."""
+    """Shuffle the elements of each weight of a directory; those of biases and norms that are all alike first differ."""
     generator = torch.Generator().manual_seed(seed)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if tensor.eq(tensor.flatten()[0]).all():
+            tensor = tensor + 0.05 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view_as(tensor)
+
     for file in sorted(hf_dir.glob("*.safetensors")):
-        drawn = {
-            name: tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view_as(tensor)
-            if tensor.is_floating_point()
-            else tensor
-            for name, tensor in sorted(load_file(file).items())
-        }
-        save_file(drawn, file, metadata={"format": "pt"})
+        save_file({n: drawn(t) for n, t in sorted(load_file(file).items())}, file, metadata={"format": "pt"})
 
 
 def plain_rows(
