@@ -100,13 +100,13 @@ def our_loop(
     model: dict[str, Any] | None = None,
     **flags: Any,
 ) -> Any:
-    """Our loop over prepared micro-batches, with transformers' own attention: it is the loop that is measured.
+    """Our loop over prepared micro-batches.
 
     Args:
         name: of the run's folder, which must be new.
         script: entry script whose callbacks are used.
         data_parallel: number of ranks with rows of their own.
-        model: further keys of model.json.
+        model: further keys of model.json; None: transformers' own attention, as in the loops beside it.
         flags: further flags.
     """
     from common import launch_words, prepare, write_files
@@ -114,7 +114,7 @@ def our_loop(
 
     from mindspeed_mm.data.adapter import DefaultAdapter
 
-    model = {"attn_implementation": "sdpa", **(model or {})}
+    model = {"attn_implementation": "sdpa"} if model is None else model
     files = write_files(folder / f"files{os.environ.get('RANK', '0')}", *prepare(folder), model)
     words = launch_words(
         files,

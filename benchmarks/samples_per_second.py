@@ -1,0 +1,231 @@
+"""Samples per second of our loop and of the HF Trainer on the same rows, whose lengths are log-normal.
+
+    python benchmarks/samples_per_second.py                       # text alone and with images, one process and two
+    python benchmarks/samples_per_second.py --rows 500 --rounds 3 --ranks 1 --media text
+
+Every run is processes of its own, which train on every row once after some steps that warm them up; the contenders'
+runs alternate, and medians are compared. Rows are processed before: what is measured is the step, and the choice and
+the joining of rows. Ours pads rows as they come, pads rows of like length, and packs them; the Trainer does so as its
+default is, and grouped by length. Model, weights, optimizer, rows, and rows in a padded micro-batch are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+WARM_UP = 3  # steps
+MICRO_BATCH = 8  # padded rows
+CAPACITY = 1024  # tokens of a pack
+MEDIAN, SPREAD, LONGEST = 90, 0.7, 600  # tokens of a row: the mean is 115
+CONTENDERS = ("ours padded", "ours grouped", "ours packed", "Trainer default", "Trainer grouped")
+TARGETS = {"Trainer default": 0.8, "Trainer grouped": 0.95}
+
+
+def main() -> None:
+    """Run the contenders in turn, and print their medians and the ratios of packed steps to the Trainer's."""
+    from common import add_smallest, median
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--media", choices=["text", "images"], nargs="+", default=["text", "images"])
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
+    parser.add_argument("--worker", choices=CONTENDERS)
+    parser.add_argument("--folder", type=Path)
+    add_smallest(parser)
+    options = parser.parse_args()
+    if options.worker:
+        run_worker(options.worker, options.folder, options.rows)
+        return
+    if options.smallest:
+        options.rows, options.rounds, options.ranks, options.media = 48, 1, [1], ["images"]
+        options.contenders = ("ours packed", "Trainer grouped")
+    folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="samples-per-second-"))
+    for media in options.media:
+        make_rows(folder / media, options.rows, with_images=media == "images", smallest=options.smallest)
+        for ranks in options.ranks:
+            found: dict[str, list[float]] = {name: [] for name in options.contenders}
+            for _ in range(options.rounds):
+                for name, rates in found.items():
+                    rates.append(samples_per_second(name, folder / media, options.rows, ranks))
+            medians = {name: median(rates) for name, rates in found.items()}
+            print(f"{media}, {ranks} process{'es' * (ranks > 1)}, {options.rows} rows, samples per second: ", end="")
+            print(", ".join(f"{name} {rate:.1f}" for name, rate in medians.items()))
+            for name, target in TARGETS.items():
+                if name in medians and "ours packed" in medians:
+                    ratio = medians[name] / medians["ours packed"]
+                    print(f"  time of ours packed ÷ {name}: {ratio:.3f} (target <= {target})", flush=True)
+
+
+def make_rows(folder: Path, count: int, *, with_images: bool, smallest: bool) -> None:
+    """Write the model of common.py, and rows of a question, 0, 1 or 2 images, and an answer of most of the tokens."""
+    from common import WORDS, prepare
+
+    _, data_file = prepare(folder, rows=64, smallest=smallest)
+    pictures = [row["images"] for row in json.loads(data_file.read_text())]
+    rng, rows = random.Random(1), []
+    for number in range(count):
+        images = pictures[number % len(pictures)] if with_images else []
+        tokens = min(LONGEST, max(8, round(rng.lognormvariate(0, SPREAD) * MEDIAN)))
+        words = [rng.choice(WORDS) for _ in range(max(2, tokens // 2))]  # a word is about two tokens
+        question, answer = words[: len(words) // 4], words[len(words) // 4 :]
+        messages = [{"role": "user", "content": "<image>" * len(images) + " ".join(question)}]
+        rows.append({"messages": [*messages, {"role": "assistant", "content": " ".join(answer)}], "images": images})
+    data_file.with_name("rows.json").write_text(json.dumps(rows))
+
+
+def samples_per_second(name: str, folder: Path, rows: int, ranks: int) -> float:
+    """One run of a contender."""
+    words = [str(Path(__file__).resolve()), "--worker", name, "--folder", str(folder), "--rows", str(rows)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
+    if len(found) != ranks:
+        raise RuntimeError(f"{name} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+    return sum(each["samples"] for each in found) / max(each["seconds"] for each in found)
+
+
+def run_worker(name: str, folder: Path, rows: int) -> None:
+    """Train as a contender does, and print what this rank has done in which time."""
+    import torch
+
+    torch.set_num_threads(1)
+    whose, how = name.split(" ")
+    run = partial(train_ours if whose == "ours" else train_trainer, how)
+    samples, seconds = run(folder, rows)
+    print("found " + json.dumps({"samples": samples, "seconds": seconds}), file=sys.__stdout__, flush=True)
+
+
+def dataset_of(folder: Path, **basic: Any) -> Any:
+    """The package's data set of the rows."""
+    from common import data_param
+
+    from mindspeed_mm.data import build_mm_dataset
+
+    param = data_param(folder / "hf", folder / "data" / "rows.json")["dataset_param"]
+    param["basic_parameters"].update({"cutoff_len": CAPACITY, **basic})
+    return build_mm_dataset(param)
+
+
+def train_ours(how: str, folder: Path, rows: int) -> tuple[int, float]:
+    """Our loop, over the micro-batches that our loader makes of the rows."""
+    from common import launch_words, write_files
+    from our_loop import OurLoop
+
+    from mindspeed_mm.data import build_mm_dataloader
+    from mindspeed_mm.data.adapter import DefaultAdapter
+
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    size = 1 if how == "packed" else MICRO_BATCH
+    loader = build_mm_dataloader(
+        dataset_of(folder, packing=how == "packed"),
+        {"sampler_type": "LengthGroupedSampler"} if how == "grouped" else {},
+        micro_batch_size=size,
+        global_batch_size=size * ranks,
+        dp_rank=rank,
+        dp_size=ranks,
+    )
+    batches = list(epoch(loader, rows // ranks))
+    with tempfile.TemporaryDirectory(prefix="run-") as own:
+        files = write_files(Path(own), folder / "hf", folder / "data" / "rows.json")
+        words = launch_words(files, None, micro_batch_size=size, global_batch_size=size * ranks, train_iters=100_000)
+        loop = OurLoop("pretrain_transformers.py", words, batches, size, DefaultAdapter())
+    began = ended = 0.0
+
+    def before_step(done: int) -> bool:
+        nonlocal began, ended
+        if done == WARM_UP:
+            began = time.perf_counter()
+        ended = time.perf_counter()
+        return done < len(batches)
+
+    loop.train(before_step)
+    return sum(int(batch["num_rows"]) for batch in batches[WARM_UP:]), ended - began
+
+
+def epoch(loader: Any, rows: int) -> Iterator[dict[str, Any]]:
+    """Micro-batches of about as many rows, as many on each rank."""
+    taken = 0
+    for batch in islice(loader, rows):
+        taken += int(batch["num_rows"])
+        yield dict(batch)
+        if taken >= rows - MICRO_BATCH:
+            return
+
+
+def train_trainer(how: str, folder: Path, rows: int) -> tuple[int, float]:
+    """The HF Trainer over the processed rows, padded to the longest of a micro-batch."""
+    import torch
+    from step_overhead import trainer_arguments
+    from transformers import Qwen2_5_VLForConditionalGeneration, Trainer, TrainerCallback
+
+    dataset = dataset_of(folder)
+    samples = [dict(dataset[number]) for number in range(rows)]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    steps = rows // (MICRO_BATCH * ranks)
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+    arguments = trainer_arguments(folder, 1, steps, MICRO_BATCH)
+    arguments.train_sampling_strategy = "group_by_length" if how == "grouped" else "random"
+    trainer = Trainer(
+        model=Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "hf", dtype=torch.float32),
+        args=arguments,
+        train_dataset=samples,  # type: ignore[arg-type]
+        data_collator=padded,
+        callbacks=[Clock()],
+    )
+    with redirect_stdout(io.StringIO()):
+        trainer.train()
+    return (steps - WARM_UP) * MICRO_BATCH, times[-1] - times[WARM_UP - 1]
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A micro-batch of processed rows."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    batch = {
+        key: pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
+        for key, value in (("input_ids", 0), ("labels", -100), ("mm_token_type_ids", 0))
+        if key in samples[0]
+    }
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    for key in ("pixel_values", "image_grid_thw"):
+        if held := [sample[key] for sample in samples if key in sample]:
+            batch[key] = torch.cat(held)
+    return batch
+
+
+if __name__ == "__main__":
+    main()
