@@ -127,6 +127,10 @@ class Accelerator(ABC):
     attention_packages: Mapping[str, str | None] = MappingProxyType({})
     """Attention implementations beyond PyTorch's own → the package that they need (None: no further one)."""
 
+    def kernels_not_taken(self) -> dict[str, str]:
+        """Return fast kernels of attention that this device doesn't take, or not always → why."""
+        return {}
+
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         """Return this device's kernel of attention to a block of keys.
 

@@ -27,6 +27,12 @@ class CPUAccelerator(Accelerator):
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         return PaddedHeads(CPUFlashAttention())
 
+    def kernels_not_taken(self) -> dict[str, str]:
+        return {
+            "FlashAttention-2, FlashAttention-3": "they run on CUDA",
+            "npu_fusion_attention": "it runs on Ascend devices",
+        }
+
     def prepare_megatron(self) -> None:
         from mindspeed_mm.accelerator.megatron_cpu import apply_cpu_adaptor
 

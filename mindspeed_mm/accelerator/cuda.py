@@ -35,14 +35,17 @@ class CUDAAccelerator(Accelerator):
         ("V100", 125.0, 15.7),
     )
 
-    attention_packages = MappingProxyType(
-        {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-    )
+    attention_packages = MappingProxyType({"flash_attention_2": "flash_attn", "flash_attention_3": flash.FLASH_3})
 
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         if query.dtype in flash.DTYPES and max(query.shape[-1], value.shape[-1]) <= flash.LARGEST_HEAD:
-            return PaddedHeads(flash.CUDAFlashAttention(), multiple=flash.HEAD_MULTIPLE)
+            return PaddedHeads(flash.flash_kernel(), multiple=flash.HEAD_MULTIPLE)
         return super().attention_kernel(query, value)
+
+    def kernels_not_taken(self) -> dict[str, str]:
+        found = {"FlashAttention-3": why} if (why := flash.why_not_flash_3()) is not None else {}
+        found["FlashAttention of PyTorch"] = f"takes bf16 and fp16 only, and heads of up to {flash.LARGEST_HEAD}"
+        return {**found, "npu_fusion_attention": "it runs on Ascend devices"}
 
     def device(self) -> torch.device:
         return torch.device("cuda", this_launch().local_rank % torch.cuda.device_count())

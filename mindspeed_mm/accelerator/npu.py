@@ -40,6 +40,9 @@ class NPUAccelerator(Accelerator):
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         return PaddedHeads(NPUFusionAttention())
 
+    def kernels_not_taken(self) -> dict[str, str]:
+        return {"FlashAttention-2, FlashAttention-3": "they run on CUDA"}
+
     def device(self) -> torch.device:
         return torch.device("npu", this_launch().local_rank % self._npu.device_count())
 

@@ -13,12 +13,16 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mindspeed_mm.utils.interrupted  # noqa: F401  (before what takes long to import)
 from mindspeed_mm.tools import data_check
 from mindspeed_mm.tools.feature_extraction import command as feature_extraction
 from mindspeed_mm.utils.errors import MMError, kind_of
 from mindspeed_mm.utils.versions import installed_version, version_faults
+
+if TYPE_CHECKING:
+    from mindspeed_mm.accelerator import Accelerator
 
 _PACKAGES = (
     "torch",
@@ -32,6 +36,7 @@ _PACKAGES = (
     "torch_npu",
     "mindspeed",
     "flash_attn",
+    "flash_attn_3",
 )
 
 
@@ -89,12 +94,28 @@ def doctor() -> int:
         print(f"  {torch.accelerator.device_count()} devices")
     peak = device.peak_flops("bf16")
     print(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")
+    _print_attention(device)
     problems = _problems(device.name)
     for problem in problems:
         print(f"problem: {problem}")
     if not problems:
         print("nothing hinders a run")
     return 1 if problems else 0
+
+
+def _print_attention(device: Accelerator) -> None:
+    """Print which kernel computes attention where, why others aren't taken, and what model.json may state instead."""
+    from mindspeed_mm.accelerator.attention.table import attention_table
+    from mindspeed_mm.configs.model_rules import ATTENTION_NAMES
+
+    print("attention, unless model.json's attn_implementation states another:")
+    for line in attention_table(device):
+        print(f"  {line.use} ({line.dtypes}): {line.kernel}")
+    for kernel, why in device.kernels_not_taken().items():
+        print(f"  not taken: {kernel}: {why}")
+    for name in ATTENTION_NAMES:
+        why_not = device.why_no_attention(name)
+        print(f"  attn_implementation {name}: {'runs' if why_not is None else why_not}")
 
 
 def _problems(device: str) -> list[str]:

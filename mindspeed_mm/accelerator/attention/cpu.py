@@ -11,6 +11,8 @@ from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, Band, Pac
 class CPUFlashAttention(AttentionKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp32, bf16 and fp16, grouped heads, one head size."""
 
+    name = "flash attention of PyTorch for the host"
+
     def forward(
         self,
         query: Tensor,

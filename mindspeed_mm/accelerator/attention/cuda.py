@@ -1,11 +1,13 @@
-"""FlashAttention-2 as PyTorch ships it for CUDA."""
+"""FlashAttention-2 as PyTorch ships it for CUDA, and FlashAttention-3 in its place where it is installed."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from itertools import accumulate
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, Band, PackedLengths
@@ -13,6 +15,8 @@ from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, Band, Pac
 LARGEST_HEAD = 256
 HEAD_MULTIPLE = 8
 DTYPES = (torch.float16, torch.bfloat16)
+FLASH_3 = "flash_attn_interface"
+"""The package of FlashAttention-3."""
 
 
 class CUDAFlashAttention(AttentionKernel):
@@ -23,6 +27,7 @@ class CUDAFlashAttention(AttentionKernel):
     """
 
     takes_packed = True
+    name = "FlashAttention-2 of PyTorch"
 
     def takes(self, band: Band | None) -> bool:
         return band is None or band.offset == 0
@@ -39,7 +44,6 @@ class CUDAFlashAttention(AttentionKernel):
     ) -> tuple[Tensor, Tensor]:
         lengths = lengths or PackedLengths.of_rows(query, key)
         packed = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-        left, right = _window(band)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *packed,
             _offsets(lengths.queries, query.device),
@@ -50,8 +54,7 @@ class CUDAFlashAttention(AttentionKernel):
             band is not None,
             False,
             scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_window(band),
         )
         return out.unflatten(0, query.shape[:2]), lse.mT.unflatten(0, query.shape[:2])
 
@@ -70,7 +73,6 @@ class CUDAFlashAttention(AttentionKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         lengths = lengths or PackedLengths.of_rows(query, key)
         packed = [tensor.flatten(0, 1) for tensor in (grad_out, query, key, value, out)]
-        left, right = _window(band)
         of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
             *packed,
             lse.flatten(0, 1).mT.contiguous(),
@@ -83,16 +85,39 @@ class CUDAFlashAttention(AttentionKernel):
             torch.zeros(2, dtype=torch.uint64, device=query.device),  # the random state of a dropout of 0
             torch.empty(0, device=query.device),
             scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_window(band),
         )
         rows = key.shape[:2]
         return of_query.unflatten(0, query.shape[:2]), of_key.unflatten(0, rows), of_value.unflatten(0, rows)
 
 
-def _window(band: Band | None) -> tuple[int | None, int | None]:
-    """Return how many keys a query sees before and after its own; None: no limit but causality."""
-    return (None, None) if band is None or band.window is None else (band.window - 1, 0)
+def _window(band: Band | None) -> dict[str, int]:
+    """Return how many keys a query sees before and after its own, where there is a limit beside causality."""
+    if band is None or band.window is None:
+        return {}
+    return {"window_size_left": band.window - 1, "window_size_right": 0}
+
+
+def why_not_flash_3() -> str | None:
+    """Return why PyTorch can't compute by FlashAttention-3 here; None: it can."""
+    if importlib.util.find_spec(FLASH_3) is None:
+        return f"{FLASH_3} is not installed"
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return "this release of torch can't take it in the place of its own FlashAttention-2"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "it is written for GPUs of compute capability 9 (Hopper)"
+    return None
+
+
+@functools.cache
+def flash_kernel() -> CUDAFlashAttention:
+    """Return the kernel of packed sequences; FlashAttention-3 takes the place of PyTorch's own in this process."""
+    if why_not_flash_3() is not None:
+        return CUDAFlashAttention()
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    kernel = CUDAFlashAttention()
+    kernel.name = "FlashAttention-3"
+    return kernel
 
 
 @functools.lru_cache(maxsize=64)

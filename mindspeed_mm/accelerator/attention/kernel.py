@@ -61,6 +61,8 @@ class AttentionKernel(ABC):
     is `[batch, query tokens, query heads]`, fp32.
     """
 
+    name: str
+    """What a table of kernels calls it."""
     takes_packed: bool = False
     """Whether `lengths` can be given: queries and keys of several sequences, packed, with batch size 1."""
 
@@ -123,7 +125,7 @@ class PaddedHeads(AttentionKernel):
 
     def __init__(self, kernel: AttentionKernel, multiple: int = 1) -> None:
         self._kernel, self._multiple = kernel, multiple
-        self.takes_packed = kernel.takes_packed
+        self.takes_packed, self.name = kernel.takes_packed, kernel.name
 
     def takes(self, band: Band | None) -> bool:
         return self._kernel.takes(band)

@@ -26,6 +26,7 @@ class NPUFusionAttention(AttentionKernel):
     """
 
     takes_packed = True
+    name = "npu_fusion_attention"
 
     def forward(
         self,

@@ -16,6 +16,8 @@ _QUERIES = 256
 class PlainAttention(AttentionKernel):
     """See the module. Queries that see no key of the block have output 0 and log-sum-exp -inf."""
 
+    name = "matrix products in fp32"
+
     def takes(self, band: Band | None) -> bool:
         return True
 

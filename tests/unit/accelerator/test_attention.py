@@ -69,7 +69,7 @@ class FlashOperators:
     ) -> Any:
         assert query.shape[-1] % 8 == 0 and all(o.dtype == torch.int32 and o[0] == 0 for o in offsets)
         assert sizes == tuple(int(o.diff().max()) for o in offsets)
-        left, right = how["window_size_left"], how["window_size_right"]
+        left, right = how.get("window_size_left"), how.get("window_size_right")
         assert (left is None) == (right is None) and right in (None, 0) and (causal or left is None)
         band = Band(0, None if left is None else left + 1) if causal else None
         return band, tuple(o[1:].tolist() for o in offsets)
