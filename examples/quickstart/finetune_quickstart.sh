@@ -92,6 +92,8 @@ OUTPUT_ARGS="
     --save-interval 250 \
     --eval-interval 100 \
     --eval-iters 5 \
+    --eval-generate exact_match \
+    --eval-max-new-tokens 8 \
     --save $SAVE_PATH \
     --save-hf
 "

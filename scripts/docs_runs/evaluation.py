@@ -1,19 +1,20 @@
-"""docs/evaluation.md and the answers of docs/inference.md: rows answered by a tiny model with random weights."""
+"""docs/evaluation.md and the answers of docs/inference.md: rows answered by a tiny model, trained for a step."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
-from scripts.docs_runs.common import DocumentError, Done, fences, items, key, page_of, preload, shell, start
+from scripts.docs_runs.common import DocumentError, Done, exchange, fences, items, key, page_of, preload, shell, start
 
 #: how the commands are made short; a directory of transformers has no checkpoints to choose from
 SHORTER = {" --ckpt-step best": "", "--output": "--max-new-tokens 2 --output"}
 
 
 def run() -> Done:
-    """Run the commands of the first fence, then those that answer."""
+    """Run the commands of the first fence, the training of the next one, then those that answer."""
     from tests.support import benchmark_files as files
     from tests.support.families import families
     from tests.support.family_case import write_rows
@@ -35,7 +36,23 @@ def run() -> Done:
         found = json.loads(Path(f"results/{name}/results.json").read_text(encoding="utf-8"))
         if found["rows"] != rows:
             raise DocumentError(f"{page.name}: {name} has {found['rows']} rows, expected {rows}")
-    return {key(page, command) for command in commands} | answers(page_of("inference.md"))
+    (training,) = items(fences(page, "bash")[1])
+    train(training, page)
+    return {key(page, command) for command in (*commands, training)} | answers(page_of("inference.md"))
+
+
+def train(command: str, page: Path) -> None:
+    """Train for a step, and answer afterwards."""
+    from tests.support.launch import launch_flags, write_run_files
+
+    rows = Path("heldout.json").absolute()
+    held_out = {"dataset_param.basic_parameters.val_dataset": str(rows)}
+    files = write_run_files(Path("training"), Path("runs/my_run/hf").absolute(), rows, data=held_out)
+    flags = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 1, "eval_iters": 1, "save": "runs/trained"}
+    start(exchange(command, {" …": " " + shlex.join(launch_flags(files, **flags))}, page), page, ranks=2)
+    best = json.loads(Path("runs/trained/best.json").read_text(encoding="utf-8"))
+    if best["metric"] != "exact_match":
+        raise DocumentError(f"{page.name}: the training has kept the best {best['metric']}")
 
 
 def answers(page: Path) -> Done:

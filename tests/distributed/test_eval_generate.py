@@ -14,16 +14,16 @@ import pytest
 from mindspeed_mm.checkpoint.best import BestCheckpoint, read_best
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.evaluation.command import main
+from tests.support.answers import AnswerCase
 from tests.support.families import families
 from tests.support.labelled_pictures import write_labelled_pictures
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
-from tests.support.tiny import tiny_qwen2_5_vl_dir
-from tests.support.workers import RankPool
+from tests.support.tiny import tiny_qwen2_dir
+from tests.support.workers import RankError, RankPool
 
 #: whether on the Megatron backend → number of processes → workers
 Pools = dict[bool, dict[int, RankPool]]
 
-full = pytest.mark.full
 STEPS, INTERVAL, ROWS = 24, 8, 7
 ASKED = {
     "eval_generate": "exact_match",
@@ -40,27 +40,67 @@ class Case:
 
     Attributes:
         ranks: number of processes.
-        fsdp2: keys of fsdp2.yaml.
+        micro: rows of a micro-batch.
+        fsdp2: keys of fsdp2.yaml; None: it is trained on the Megatron backend.
         flags: of the launch.
+        model: keys of model.json.
         family: of the model.
-        megatron: whether it is trained on the Megatron backend.
+        evaluated: words for evaluate_vlm.py; None: it would answer with other weights.
     """
 
     ranks: int = 2
-    fsdp2: dict[str, Any] = field(default_factory=dict)
+    micro: int = 4
+    fsdp2: dict[str, Any] | None = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     family: str = "qwen2_5_vl"
-    megatron: bool = False
+    evaluated: tuple[str, ...] | None = ()
 
 
 LORA = {"lora_target_modules": "q_proj,down_proj", "lora_modules_to_save": "lm_head", "lora_dropout": 0.1}
-MEGATRON_TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+NF4 = {"lora_target_modules": "q_proj,down_proj", "lora_quantize": "nf4"}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+TRAINED = {"image_encoder": {"vision_encoder": {"freeze": False}, "vision_projector": {"freeze": False}}}
+CHUNKED = {"loss_cfg": {"compute_mode": "chunk", "chunk_size": 3}}
+LAYERS = ["model.language_model.layers.{*}"]
+IN_CHUNKS = {
+    "recompute_modules": LAYERS,
+    "use_reentrant": False,
+    "activation_offload_modules": LAYERS,
+    "chunk_mbs_modules": LAYERS,
+    "chunk_mbs_kwargs": ["position_embeddings", "attention_mask"],
+    "chunk_mbs_size": 1,
+}
 CASES = {
-    "1 process, recompute": Case(1, flags={"recompute_granularity": "full"}),
-    "FSDP2": Case(fsdp2={"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1}, flags=LORA),
-    "TP2": Case(flags={"tensor_model_parallel_size": 2}),
-    "CP2": Case(flags={"context_parallel_size": 2}),
-    "Megatron TP2": Case(flags=MEGATRON_TP2, megatron=True),
+    "1 process": Case(1, flags={"recompute_granularity": "full"}),
+    "FSDP2, LoRA": Case(2, 2, {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1}, LORA),
+    "TP2, SP": Case(flags={**TP2, "sequence_parallel": True}),
+    "Megatron TP2": Case(fsdp2=None, flags={**TP2, "sequence_parallel": True}, model=TRAINED),
+}
+MORE_CASES = {
+    "FSDP2, bf16": Case(2, 2, flags={"bf16": True}, evaluated=("--dtype", "bf16")),
+    "FSDP2, NF4": Case(2, 2, flags=NF4, evaluated=None),
+    "FSDP2, on meta, offload": Case(2, 2, {"offload_to_cpu": True}, {"init_model_with_meta_device": True}),
+    "FSDP2, ZeRO-2, chunked loss": Case(2, 2, {"reshard_after_forward": False}, model=CHUNKED),
+    "FSDP2, rows in chunks": Case(2, 2, IN_CHUNKS),
+    "FSDP2, text": Case(2, 2, family="qwen3"),
+    "EP2": Case(2, 2, {"expert_parallel_size": 2}, family="qwen3_moe"),
+    "EP2, images": Case(2, 2, {"expert_parallel_size": 2}, family="qwen3_vl_moe"),
+    "CP2": Case(flags=CP2),
+    "CP2 in a ring × FSDP2": Case(4, 2, flags={**CP2, "context_parallel_algo": "megatron_cp_algo"}),
+    "TP2 × FSDP2, chunked loss": Case(4, 2, flags=TP2, model=CHUNKED),
+    "TP2 × CP2": Case(4, flags={**TP2, **CP2}),
+    "Megatron PP2": Case(fsdp2=None, flags=PP2, model=TRAINED, micro=2),
+    "Megatron DP2": Case(2, 2, None, OVERLAP, TRAINED),
+    "Megatron TP2 × PP2, LoRA": Case(4, 2, None, {**TP2, **PP2, **LORA}),
+    "Megatron TP2 × DP2, LoRA": Case(4, 2, None, {**TP2, **OVERLAP, **LORA}),
+    "Megatron TP2, bf16": Case(fsdp2=None, flags={**TP2, "bf16": True}, model=TRAINED, evaluated=("--dtype", "bf16")),
+    "Megatron VPP2, text": Case(
+        2, 2, None, {**PP2, "virtual_pipeline_model_parallel_size": 2, **OVERLAP}, family="deep qwen2"
+    ),
 }
 
 
@@ -68,28 +108,41 @@ CASES = {
 def files_of(family: str) -> tuple[Path, Path]:
     """A model's directory, and the folder of its rows."""
     folder = Path(tempfile.mkdtemp(prefix="eval-generate-"))
+    if family == "deep qwen2":
+        return tiny_qwen2_dir(folder / "hf", deep=True), write_labelled_pictures(folder / "rows", pictures=False)
     sees = "image" in families()[family].kinds
-    make = tiny_qwen2_5_vl_dir if family == "qwen2_5_vl" else families()[family].make
-    return make(folder / "hf"), write_labelled_pictures(folder / "rows", pictures=sees)
+    return families()[family].make(folder / "hf"), write_labelled_pictures(folder / "rows", pictures=sees)
 
 
-def train(case: Case, pools: Pools, save: Path, **flags: Any) -> list[dict[str, Any]]:
-    """Train, and return the records of its evaluations."""
+def words_of(case: Case, folder: Path, **flags: Any) -> list[str]:
+    """The words of a launch; its files are in `folder`, and its run folder is there."""
     hf_dir, rows = files_of(case.family)
     held_out = {"dataset_param.basic_parameters.val_dataset": str(rows / "heldout.json")}
-    wrap = {"sub_modules_to_wrap": WRAP if case.family == "qwen2_5_vl" else WRAP_TEXT, **case.fsdp2}
+    wrap = {"sub_modules_to_wrap": WRAP if "image" in kinds_of(case) else WRAP_TEXT}
     files = write_run_files(
-        save.with_name(f"{save.name}-files"), hf_dir, rows / "train.json", data=held_out, fsdp2=wrap
+        folder / "files",
+        hf_dir,
+        rows / "train.json",
+        model=case.model,
+        data=held_out,
+        fsdp2={**wrap, **(case.fsdp2 or {})},
     )
-    parallel = {"tensor_model_parallel_size", "context_parallel_size"} & case.flags.keys()
-    micro = 4 if parallel else 4 // case.ranks
-    settings = {"micro_batch_size": micro, "global_batch_size": 4, "train_iters": STEPS, "lr": "1e-2", "save_hf": True}
-    settings |= {"eval_interval": INTERVAL, "eval_iters": 1, "save": save, **case.flags, **flags}
-    pool = pools[case.megatron][case.ranks]
-    if case.megatron:
+    settings = {"micro_batch_size": case.micro, "global_batch_size": 4, "train_iters": STEPS, "lr": "1e-2"}
+    settings |= {"eval_interval": INTERVAL, "eval_iters": 1, "save": folder / "run", "save_hf": True}
+    if case.fsdp2 is None:
         settings |= {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
-    pool.run(run_entry, launch_flags(files, **settings), "pretrain_vlm.py", timeout=120)
-    return [record for record in read_metrics(save / "metrics.jsonl") if "eval_loss" in record]
+    return launch_flags(files, **{**settings, **case.flags, **flags})
+
+
+def kinds_of(case: Case) -> tuple[str, ...]:
+    return () if case.family == "deep qwen2" else tuple(families()[case.family].kinds)
+
+
+def train(case: Case, pools: Pools, folder: Path, **flags: Any) -> list[dict[str, Any]]:
+    """Train, and return the records of its evaluations."""
+    pool = pools[case.fsdp2 is None][case.ranks]
+    pool.run(run_entry, words_of(case, folder, **flags), "pretrain_vlm.py", timeout=120)
+    return [record for record in read_metrics(folder / "run" / "metrics.jsonl") if "eval_loss" in record]
 
 
 @pytest.fixture
@@ -97,28 +150,80 @@ def pools(ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, megatron_pools: 
     return {False: {1: ranks1, 2: ranks2, 4: ranks4}, True: megatron_pools}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_CASES)])
 def test_layouts(name: str, pools: Pools, tmp_path: Path) -> None:
     """Losses and norms are bit-equal to a run without; last score and answers are evaluate_vlm.py's on the export."""
-    case, run = CASES[name], tmp_path / "with"
+    case, run = {**CASES, **MORE_CASES}[name], tmp_path / "with" / "run"
     without = train(case, pools, tmp_path / "without")
-    found = train(case, pools, run, **ASKED)
-    assert metrics_of(run) == metrics_of(tmp_path / "without")
+    found = train(case, pools, tmp_path / "with", **ASKED)
+    assert metrics_of(run) == metrics_of(tmp_path / "without" / "run")
     assert [record["eval_loss"] for record in found] == [record["eval_loss"] for record in without]
     scores = {record["iteration"]: record["eval_exact_match"] for record in found}
     assert {record["eval_rows"] for record in found} == {ROWS}
     best = max(scores, key=lambda iteration: scores[iteration])
     assert scores[best] > 0 and len(set(scores.values())) > 1, scores
     assert read_best(run) == BestCheckpoint(best, "exact_match", scores[best])
+    kept = [json.loads(line) for line in (run / "eval_answers.jsonl").read_text().splitlines()]
+    last = [line for line in kept if line["iteration"] == STEPS]
+    assert len(last) == 3 and all("which digit" in line["prompt"] for line in last)
+    if case.evaluated is None:
+        return
 
     rows = files_of(case.family)[1] / "heldout.json"
     words = ["--load", str(run / "hf"), "--data-path", str(rows), "--output", str(tmp_path / "evaluated")]
-    main([*words, "--max-new-tokens", "6", "--batch-size", "2", "--limit", str(ROWS)])
+    main([*words, "--max-new-tokens", "6", "--batch-size", "2", "--limit", str(ROWS), *case.evaluated])
     assert json.loads((tmp_path / "evaluated" / "results.json").read_text())["score"] == scores[STEPS]
     lines = [json.loads(line) for line in (tmp_path / "evaluated" / "scores.jsonl").read_text().splitlines()]
-    kept = [json.loads(line) for line in (run / "eval_answers.jsonl").read_text().splitlines()]
-    last = [line for line in kept if line["iteration"] == STEPS]
     assert [(line["answer"], line["reference"]) for line in last] == [
-        (line["prediction"], line["references"][0]) for line in lines[: len(last)]
+        (line["prediction"], line["references"][0]) for line in lines[:3]
     ]
-    assert len(last) == 3 and all(line["prompt"].endswith("which digit") for line in last)
+
+
+def test_a_resumed_run_has_the_same_figures(pools: Pools, tmp_path: Path) -> None:
+    """Stopped between two evaluations; word error rates, whose best value is the least, from a share of the rows."""
+    case, asked = CASES["1 process"], {**ASKED, "eval_generate": "wer", "save_best": "wer", "early_stop": 2}
+    unbroken = train(case, pools, tmp_path / "unbroken", **asked)
+    train(case, pools, tmp_path / "broken", **asked, exit_interval=INTERVAL + 3)
+    broken = train(case, pools, tmp_path / "broken", **asked, load=tmp_path / "broken" / "run")
+    assert broken == unbroken and len(broken) > 1
+    assert read_best(tmp_path / "broken" / "run") == read_best(tmp_path / "unbroken" / "run")
+    best = read_best(tmp_path / "broken" / "run")
+    assert best is not None and best.value == min(record["eval_wer"] for record in broken)
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "sentence"),
+    [
+        (
+            ["user", "assistant", "user"],
+            {},
+            r"--eval-generate exact_match: .*held\.json, row 1: the row ends without an",
+        ),
+        (["user", "assistant"], {"eval_generate": "multiple_choice"}, r"row 1: the question has no options"),
+    ],
+)
+def test_rows_that_can_not_be_scored_are_refused(
+    turns: list[str], more: dict[str, Any], sentence: str, pools: Pools, tmp_path: Path
+) -> None:
+    words = words_of(CASES["1 process"], tmp_path, **{**ASKED, "save_best": None, **more})
+    held_out = tmp_path / "held.json"
+    held_out.write_text(json.dumps([{"messages": [{"role": role, "content": "a red one"} for role in turns]}] * 2))
+    data = json.loads((tmp_path / "files" / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(held_out)
+    (tmp_path / "files" / "data.json").write_text(json.dumps(data))
+    with pytest.raises(RankError, match=sentence):
+        pools[False][1].run(run_entry, words, "pretrain_vlm.py")
+
+
+def test_a_model_with_an_encoder_of_its_own_is_refused(pools: Pools, tmp_path: Path) -> None:
+    case = AnswerCase("whisper", tmp_path / "whisper")
+    files = write_run_files(
+        tmp_path / "files", case.hf_dir, case.data, data={"dataset_param.basic_parameters.val_dataset": str(case.data)}
+    )
+    words = launch_flags(
+        files, micro_batch_size=1, global_batch_size=1, train_iters=1, eval_interval=1, eval_generate="wer"
+    )
+    with pytest.raises(
+        RankError, match="--eval-generate wer: WhisperForConditionalGeneration has an encoder that runs"
+    ):
+        pools[False][1].run(run_entry, words, "pretrain_vlm.py")

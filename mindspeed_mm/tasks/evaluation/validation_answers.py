@@ -56,8 +56,10 @@ def open_validation_answers(run: Run, valid: ValidData) -> ValidationAnswers | N
             "answer; leave the flag out"
         )
     config, directory = _require_generation(run, flag)
-    questions = OwnQuestions(_requests_of(dataset), score, limit=run.logging.eval_generate_rows)
-    _require_answers(questions, flag)
+    try:
+        questions = _questions_of(dataset, score, run.logging.eval_generate_rows)
+    except BadSample as error:
+        raise ConfigError(f"{flag}: {error}") from error
     prompts = PromptEncoder(dataset.param, dataset.adapter, dataset.lazy_encoder)
     values = {"max_new_tokens": run.logging.eval_max_new_tokens, "do_sample": False, "num_beams": 1}
     settings = GenerationSettings(values, batch_size=run.logging.eval_generate_batch_size)
@@ -158,16 +160,17 @@ class ValidationAnswers:
         return "".join(part for part in parts if isinstance(part, str))[-_SHOWN_CHARACTERS:]
 
 
-def _requests_of(dataset: RecordDataset) -> SourceRequests:
-    return SourceRequests(dataset.source, None if dataset.indices is None else dataset.indices.tolist())
+def _questions_of(dataset: RecordDataset, score: Score, limit: int) -> OwnQuestions:
+    """Return the first rows of a data set as questions.
 
-
-def _require_answers(questions: OwnQuestions, flag: str) -> None:
+    Raises:
+        BadSample: one of them has no answer to compare with.
+    """
+    requests = SourceRequests(dataset.source, None if dataset.indices is None else dataset.indices.tolist())
+    questions = OwnQuestions(requests, score, limit=limit)
     for index in range(len(questions)):
-        try:
-            questions.question(index)
-        except BadSample as error:
-            raise ConfigError(f"{flag}: {error}") from error
+        questions.question(index)
+    return questions
 
 
 def _measure(questions: OwnQuestions, prompts: PromptEncoder, positions: int | None) -> Mapping[int, PromptSize]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
+from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.monitor.row_log import RowLog
@@ -143,3 +144,28 @@ def test_each_line_tells_the_scale_of_its_own_step(tmp_path: Path, capsys: pytes
     assert [line["loss_scale"] for line in found] == [4.0, 16.0]
     printed = capsys.readouterr().out.splitlines()
     assert "| loss scale: 4.0 | grad norm:" in printed[0] and "| loss scale: 16.0 |" in printed[1]
+
+
+def test_scores_of_answers_are_beside_the_validation_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the log, metrics.jsonl, the answers' file and tensorboard; an earlier file of another run is set aside."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "eval_answers.jsonl").write_text('{"iteration": 9}\n')
+    settings = {"is_writer": True, "save": str(tmp_path), "resumed": False, "log_interval": 1, "train_iters": 9}
+    watch = Watch(**settings, global_batch_size=1, tensorboard_dir=str(tmp_path / "events"))
+    watch.log_evaluation(2, 5, 1.5)
+    samples = [{"index": 0, "prompt": "p", "answer": "a", "reference": "b"}]
+    watch.log_evaluation(4, 5, 1.25, GeneratedFigures({"wer": 50.0}, 7, samples))
+    watch.log_evaluation(6, 5, 1.0, GeneratedFigures({"wer": NAN}, 7))
+    watch.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"iteration": 2, "eval_loss": 1.5, "eval_batches": 5},
+        {"iteration": 4, "eval_loss": 1.25, "eval_batches": 5, "eval_wer": 50.0, "eval_rows": 7},
+        {"iteration": 6, "eval_loss": 1.0, "eval_batches": 5, "eval_wer": None, "eval_rows": 7},
+    ]
+    assert read_metrics(tmp_path / "eval_answers.jsonl") == [{"iteration": 4, **samples[0]}]
+    assert (tmp_path / "eval_answers.1.jsonl").read_text() == '{"iteration": 9}\n'
+    assert "loss: 1.250000E+00 | wer: 5.000000E+01 | rows answered: 7 |\n" in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert next((event.step, event.value) for event in events.Scalars("eval_wer")) == (4, 50.0)
+    assert [event.value for event in events.Scalars("eval_loss")] == [1.5, 1.25, 1.0]
