@@ -86,6 +86,8 @@ OUTPUT_ARGS="
     --eval-interval 100 \
     --eval-iters 5 \
     --eval-generate exact_match \
+    --eval-generate-rows 360 \
+    --eval-generate-batch-size 60 \
     --eval-max-new-tokens 8 \
     --save $SAVE_PATH \
     --save-hf

@@ -24,7 +24,7 @@ from tests.support.workers import RankError, RankPool
 #: whether on the Megatron backend → number of processes → workers
 Pools = dict[bool, dict[int, RankPool]]
 
-STEPS, INTERVAL, ROWS = 24, 8, 7
+STEPS, INTERVAL, ROWS = 16, 8, 7
 ASKED = {
     "eval_generate": "exact_match",
     "eval_generate_rows": ROWS,
@@ -57,8 +57,8 @@ class Case:
     evaluated: tuple[str, ...] | None = ()
 
 
-LORA = {"lora_target_modules": "q_proj,down_proj", "lora_modules_to_save": "lm_head", "lora_dropout": 0.1}
-NF4 = {"lora_target_modules": "q_proj,down_proj", "lora_quantize": "nf4"}
+LORA = {"lora_target_modules": "q_proj,down_proj", "lora_modules_to_save": "lm_head", "lora_dropout": 0.5}
+NF4 = {"lora_target_modules": "q_proj,down_proj", "lora_modules_to_save": "lm_head", "lora_quantize": "nf4"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
@@ -206,13 +206,30 @@ def test_rows_that_can_not_be_scored_are_refused(
     turns: list[str], more: dict[str, Any], sentence: str, pools: Pools, tmp_path: Path
 ) -> None:
     words = words_of(CASES["1 process"], tmp_path, **{**ASKED, "save_best": None, **more})
-    held_out = tmp_path / "held.json"
-    held_out.write_text(json.dumps([{"messages": [{"role": role, "content": "a red one"} for role in turns]}] * 2))
-    data = json.loads((tmp_path / "files" / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(held_out)
-    (tmp_path / "files" / "data.json").write_text(json.dumps(data))
+    row = {"messages": [{"role": role, "content": "a red one"} for role in turns]}
+    hold_out(tmp_path, [row, row])
     with pytest.raises(RankError, match=sentence):
         pools[False][1].run(run_entry, words, "pretrain_vlm.py")
+
+
+def hold_out(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Let the run of `words_of` in a folder hold out other rows, of which bad ones are skipped."""
+    (folder / "held.json").write_text(json.dumps(rows))
+    data = json.loads((folder / "files" / "data.json").read_text())
+    data["dataset_param"]["basic_parameters"] |= {"val_dataset": str(folder / "held.json"), "on_bad_sample": "skip"}
+    (folder / "files" / "data.json").write_text(json.dumps(data))
+
+
+def test_a_row_that_is_skipped_counts_as_an_empty_answer(pools: Pools, tmp_path: Path) -> None:
+    words = words_of(CASES["1 process"], tmp_path, **ASKED, train_iters=1)
+    turns = [{"role": "user", "content": "<image>which"}, {"role": "assistant", "content": "red"}]
+    picture = str(files_of("qwen2_5_vl")[1] / "0.png")
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG")
+    hold_out(tmp_path, [{"messages": turns, "images": [path]} for path in (picture, str(tmp_path / "torn.png"))])
+    pools[False][1].run(run_entry, words, "pretrain_vlm.py")
+    kept = [json.loads(line) for line in (tmp_path / "run" / "eval_answers.jsonl").read_text().splitlines()]
+    assert [line["answer"] != "" for line in kept] == [True, False]
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval_rows"] == 2
 
 
 def test_a_model_with_an_encoder_of_its_own_is_refused(pools: Pools, tmp_path: Path) -> None:

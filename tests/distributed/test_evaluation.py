@@ -31,23 +31,36 @@ class TrainedRun(NamedTuple):
     report: dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def trained(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+def train(pool: RankPool, folder: Path, *, model: dict[str, Any] | None = None, **layout: Any) -> TrainedRun:
     """Four pictures are learnt with their labels; of the eight rows that are held out, four have them."""
-    folder = tmp_path_factory.mktemp("digits")
     data, run = write_labelled_pictures(folder / "data"), folder / "run"
     hf_dir = tiny_qwen2_5_vl_dir(folder / "hf")
     held_out = {"dataset_param.basic_parameters.val_dataset": str(data / "contrary.json")}  # its loss falls and rises
-    files = write_run_files(folder, hf_dir, data / "train.json", data=held_out, fsdp2={"sub_modules_to_wrap": WRAP})
+    wrap = {"sub_modules_to_wrap": WRAP}
+    files = write_run_files(folder, hf_dir, data / "train.json", model=model, data=held_out, fsdp2=wrap)
     flags = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": STEPS, "save": run, "save_hf": True}
     best = {"save_best": "loss", "eval_interval": STEPS // 4, "eval_iters": 1, "save_interval": STEPS}
-    ranks2.run(run_entry, launch_flags(files, lr="1e-2", **flags, **best), timeout=120)
+    words = launch_flags(files, lr="1e-2", **{**flags, **best, **layout})
+    pool.run(run_entry, words, "pretrain_vlm.py", timeout=120)
     words, sys.argv = sys.argv, ["evaluate.py", "--run", str(run), "--data", str(data)]
     try:
         runpy.run_path(str(ROOT / "examples" / "quickstart" / "evaluate.py"), run_name="__main__")
     finally:
         sys.argv = words
     return TrainedRun(run, data / "heldout.json", json.loads((run / "report.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def trained(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return train(ranks2, tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def trained_by_megatron(megatron_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    parts = {"image_encoder": {"vision_encoder": {"freeze": False}, "vision_projector": {"freeze": False}}}
+    layout = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
+    layout |= {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
+    return train(megatron_pools[2], tmp_path_factory.mktemp("digits_megatron"), model=parts, **layout)
 
 
 def words_of(trained: TrainedRun, load: Path, output: Path, *more: str) -> list[str]:
@@ -60,8 +73,12 @@ def bytes_of(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in FILES]
 
 
-def test_a_run_has_the_score_of_its_report(trained: TrainedRun, ranks2: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["trained", "trained_by_megatron"])
+def test_a_run_has_the_score_of_its_report(
+    which: str, request: pytest.FixtureRequest, ranks2: RankPool, tmp_path: Path
+) -> None:
     """Its export and its checkpoint, on one process and on two, have the score that the quick start's script finds."""
+    trained: TrainedRun = request.getfixturevalue(which)
     assert trained.report["heldout_accuracy"] == 0.5
     main(words_of(trained, trained.folder / "hf", tmp_path / "hf"))
     assert json.loads((tmp_path / "hf" / "results.json").read_text())["score"] == trained.report["heldout_accuracy"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend, Generation
+from mindspeed_mm.configs.eval_metrics import AnswerScoreName
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.configs.run import Run
@@ -30,6 +32,7 @@ from mindspeed_mm.tasks.inference.requests import SourceRequests
 from mindspeed_mm.tasks.inference.session import check_length, positions_in
 from mindspeed_mm.tasks.inference.settings import GenerationSettings
 from mindspeed_mm.utils.errors import BadSample, ConfigError
+from mindspeed_mm.utils.log import notice
 
 _SHOWN_ROWS = 3
 _SHOWN_CHARACTERS = 200
@@ -48,7 +51,7 @@ def open_validation_answers(run: Run, valid: ValidData) -> ValidationAnswers | N
     """
     if run.logging.eval_generate is None:
         return None
-    flag, score = f"--eval-generate {run.logging.eval_generate}", SCORES[run.logging.eval_generate]
+    flag = f"--eval-generate {run.logging.eval_generate}"
     dataset = valid.loader.dataset if isinstance(valid.loader, MMDataLoader) else None
     if not isinstance(dataset, RecordDataset) or dataset.source.is_text:
         raise ConfigError(
@@ -57,13 +60,13 @@ def open_validation_answers(run: Run, valid: ValidData) -> ValidationAnswers | N
         )
     config, directory = _require_generation(run, flag)
     try:
-        questions = _questions_of(dataset, score, run.logging.eval_generate_rows)
+        questions = _questions_of(dataset, SCORES[run.logging.eval_generate], run.logging.eval_generate_rows)
     except BadSample as error:
         raise ConfigError(f"{flag}: {error}") from error
     prompts = PromptEncoder(dataset.param, dataset.adapter, dataset.lazy_encoder)
     values = {"max_new_tokens": run.logging.eval_max_new_tokens, "do_sample": False, "num_beams": 1}
     settings = GenerationSettings(values, batch_size=run.logging.eval_generate_batch_size)
-    return ValidationAnswers(questions, score, prompts, settings, positions_in(config), directory)
+    return ValidationAnswers(questions, run.logging.eval_generate, prompts, settings, positions_in(config), directory)
 
 
 class ValidationAnswers:
@@ -73,7 +76,7 @@ class ValidationAnswers:
 
     Args:
         questions: the rows.
-        score: of the answers.
+        score: name of the answers' score.
         prompts: encodes the rows.
         settings: how they are answered.
         positions: of the model, for prompt and answer together; None: any number.
@@ -86,7 +89,7 @@ class ValidationAnswers:
     def __init__(
         self,
         questions: OwnQuestions,
-        score: Score,
+        score: AnswerScoreName,
         prompts: PromptEncoder,
         settings: GenerationSettings,
         positions: int | None,
@@ -104,8 +107,9 @@ class ValidationAnswers:
         with backend.generation() as generation:
             answers = self._answer(generation, backend)
         in_order = [answers.get(index) for index in range(len(self._questions))]
-        scored = score_rows(self._questions, in_order, self._score)
-        total = self._score.total([line["score"] for line in scored])
+        score = SCORES[self._score]
+        scored = score_rows(self._questions, in_order, score)
+        total = score.total([line["score"] for line in scored])
         samples = [
             {
                 "index": line["index"],
@@ -115,8 +119,7 @@ class ValidationAnswers:
             }
             for line in scored[:_SHOWN_ROWS]
         ]
-        figures = {self._score.name: float("nan") if total is None else total}
-        return GeneratedFigures(figures, len(scored), samples)  # type: ignore[arg-type]
+        return GeneratedFigures({self._score: math.nan if total is None else total}, len(scored), samples)
 
     def _answer(self, generation: Generation, backend: Backend) -> dict[int, str]:
         """All answers, on all ranks. They are gathered round by round: no rank waits longer than for a batch."""
@@ -174,18 +177,25 @@ def _questions_of(dataset: RecordDataset, score: Score, limit: int) -> OwnQuesti
 
 
 def _measure(questions: OwnQuestions, prompts: PromptEncoder, positions: int | None) -> Mapping[int, PromptSize]:
-    """The sizes of the prompts of all rows that can be asked."""
+    """The sizes of the prompts of all rows that can be asked; with `on_bad_sample: skip` there may be others."""
     skips = prompts.param.basic_parameters.on_bad_sample == "skip"
     sizes: dict[int, PromptSize] = {}
+    faults: list[str] = []
     for index in range(len(questions)):
         try:
             request = questions[index]
             size = prompts.measure(request)
             check_length(request, size, positions)
             sizes[index] = size
-        except BadSample:
+        except BadSample as error:
             if not skips:
                 raise
+            faults.append(str(error))
+    if faults:
+        notice(
+            f"--eval-generate: {len(faults)} of {len(questions)} rows can't be answered and count as empty answers: "
+            f"{faults[0]}"
+        )
     return sizes
 
 
