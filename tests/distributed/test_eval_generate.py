@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from mindspeed_mm.backends.fsdp2 import FSDP2Backend
+from mindspeed_mm.backends.protocol import Generation
 from mindspeed_mm.checkpoint.best import BestCheckpoint, read_best
+from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.evaluation.command import main
 from tests.support.answers import AnswerCase
@@ -177,6 +184,51 @@ def test_layouts(name: str, pools: Pools, tmp_path: Path) -> None:
     assert [(line["answer"], line["reference"]) for line in last] == [
         (line["prediction"], line["references"][0]) for line in lines[:3]
     ]
+
+
+def state_of(backend: FSDP2Backend) -> dict[str, Any]:
+    """What a generation could leave behind in a process."""
+    model: Any = backend.model
+    text = model.model.get_decoder()
+    return {
+        "modes": [module.training for module in model.modules()],
+        "parameters": [type(parameter) for parameter in model.parameters()],
+        "random": {name: value.tolist() for name, value in random_state().items()},
+        "attention": text.config._attn_implementation,
+        "generation_config": id(model.model.generation_config),
+        "positions": [id(module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")],
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+def states_around_generations(words: list[str]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Train, and return this process's state before, in and after each generation."""
+    found, enter = [], FSDP2Backend.generation
+
+    @contextmanager
+    def watched(self: FSDP2Backend) -> Iterator[Generation]:
+        for unit in self._units:
+            unit.reshard()  # as it is between two steps
+        before = state_of(self)
+        with enter(self) as generation:
+            yield generation
+            inside = state_of(self)
+        found.append((before, inside, state_of(self)))
+
+    with mock.patch.object(FSDP2Backend, "generation", watched):
+        run_entry(words, "pretrain_vlm.py")
+    return found
+
+
+def test_nothing_is_left_behind(pools: Pools, tmp_path: Path) -> None:
+    """All that differs while a model answers is afterwards what it was; context parallelism is off in between."""
+    case = Case(flags={**CP2, "train_iters": 2, "eval_interval": 1})
+    for states in pools[False][2].run(states_around_generations, words_of(case, tmp_path, **ASKED), timeout=120):
+        assert len(states) == 2
+        for before, inside, after in states:
+            assert after == before and not inside["gradients"]
+            assert (before["attention"], inside["attention"]) == ("context_parallel", "sdpa")
+            assert all(inside[name] != before[name] for name in ("modes", "parameters", "random", "positions"))
 
 
 def test_a_resumed_run_has_the_same_figures(pools: Pools, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class HeadLoss:
 
     It works through hooks inside the head's own call, where the weight is gathered even if the head is an FSDP unit. It
     must be created before the model is wrapped, so that the hooks run between FSDP's gather and free. Of a head that
-    tensor parallelism splits by vocabulary, the logits are gathered only where no loss is expected.
+    tensor parallelism splits by vocabulary, the logits are never gathered.
 
     The loss passes through what the model does with its logits, so that the model's output is what backward begins at:
     a cap there is applied to the logits here, and not to the loss.
@@ -185,8 +185,7 @@ class HeadLoss:
     def _after(self, head: Any, args: tuple[Any, ...], logits: torch.Tensor) -> torch.Tensor | None:
         targets, self._targets = self._targets, None
         if targets is None:
-            ranks = _ranks_of(head)
-            return None if ranks is None else collectives.gather(logits, ranks, -1, is_partial=False)
+            return None
         hidden, self._hidden = self._hidden, None
         self._returned = loss = self._loss_of(head, logits, hidden, targets)
         if self._cap is None:
