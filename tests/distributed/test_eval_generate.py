@@ -52,6 +52,7 @@ class Case:
         flags: of the launch.
         model: keys of model.json.
         family: of the model.
+        steps: number of optimizer steps, in which answers get right.
         evaluated: words for evaluate_vlm.py; None: it would answer with other weights.
     """
 
@@ -61,6 +62,7 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     family: str = "qwen2_5_vl"
+    steps: int = STEPS
     evaluated: tuple[str, ...] | None = ()
 
 
@@ -94,7 +96,7 @@ MORE_CASES = {
     "FSDP2, ZeRO-2, chunked loss": Case(2, 2, {"reshard_after_forward": False}, model=CHUNKED),
     "FSDP2, rows in chunks": Case(2, 2, IN_CHUNKS),
     "FSDP2, text": Case(2, 2, family="qwen3"),
-    "EP2": Case(2, 2, {"expert_parallel_size": 2}, family="qwen3_moe"),
+    "EP2": Case(2, 2, {"expert_parallel_size": 2}, family="qwen3_moe", steps=32),
     "EP2, images": Case(2, 2, {"expert_parallel_size": 2}, family="qwen3_vl_moe"),
     "CP2": Case(flags=CP2),
     "CP2 in a ring × FSDP2": Case(4, 2, flags={**CP2, "context_parallel_algo": "megatron_cp_algo"}),
@@ -102,11 +104,11 @@ MORE_CASES = {
     "TP2 × CP2": Case(4, flags={**TP2, **CP2}),
     "Megatron PP2": Case(fsdp2=None, flags=PP2, model=TRAINED, micro=2),
     "Megatron DP2": Case(2, 2, None, OVERLAP, TRAINED),
-    "Megatron TP2 × PP2, LoRA": Case(4, 2, None, {**TP2, **PP2, **LORA}),
+    "Megatron TP2 × PP2, LoRA": Case(4, 2, None, {**TP2, **PP2, **LORA}, steps=32),
     "Megatron TP2 × DP2, LoRA": Case(4, 2, None, {**TP2, **OVERLAP, **LORA}),
     "Megatron TP2, bf16": Case(fsdp2=None, flags={**TP2, "bf16": True}, model=TRAINED, evaluated=("--dtype", "bf16")),
     "Megatron VPP2, text": Case(
-        2, 2, None, {**PP2, "virtual_pipeline_model_parallel_size": 2, **OVERLAP}, family="deep qwen2"
+        2, 2, None, {**PP2, "virtual_pipeline_model_parallel_size": 2, **OVERLAP}, family="deep qwen2", steps=32
     ),
 }
 
@@ -134,7 +136,7 @@ def words_of(case: Case, folder: Path, **flags: Any) -> list[str]:
         data=held_out,
         fsdp2={**wrap, **(case.fsdp2 or {})},
     )
-    settings = {"micro_batch_size": case.micro, "global_batch_size": 4, "train_iters": STEPS, "lr": "1e-2"}
+    settings = {"micro_batch_size": case.micro, "global_batch_size": 4, "train_iters": case.steps, "lr": "1e-2"}
     settings |= {"eval_interval": INTERVAL, "eval_iters": 1, "save": folder / "run", "save_hf": True}
     if case.fsdp2 is None:
         settings |= {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
@@ -171,7 +173,7 @@ def test_layouts(name: str, pools: Pools, tmp_path: Path) -> None:
     assert scores[best] > 0 and len(set(scores.values())) > 1, scores
     assert read_best(run) == BestCheckpoint(best, "exact_match", scores[best])
     kept = [json.loads(line) for line in (run / "eval_answers.jsonl").read_text().splitlines()]
-    last = [line for line in kept if line["iteration"] == STEPS]
+    last = [line for line in kept if line["iteration"] == case.steps]
     assert len(last) == 3 and all("which digit" in line["prompt"] for line in last)
     if case.evaluated is None:
         return
@@ -179,7 +181,7 @@ def test_layouts(name: str, pools: Pools, tmp_path: Path) -> None:
     rows = files_of(case.family)[1] / "heldout.json"
     words = ["--load", str(run / "hf"), "--data-path", str(rows), "--output", str(tmp_path / "evaluated")]
     main([*words, "--max-new-tokens", "6", "--batch-size", "2", "--limit", str(ROWS), *case.evaluated])
-    assert json.loads((tmp_path / "evaluated" / "results.json").read_text())["score"] == scores[STEPS]
+    assert json.loads((tmp_path / "evaluated" / "results.json").read_text())["score"] == scores[case.steps]
     lines = [json.loads(line) for line in (tmp_path / "evaluated" / "scores.jsonl").read_text().splitlines()]
     assert [(line["answer"], line["reference"]) for line in last] == [
         (line["prediction"], line["references"][0]) for line in lines[:3]
