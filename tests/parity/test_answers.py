@@ -10,7 +10,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.transformers.meta_model import build_from_meta, build_meta_model
+from mindspeed_mm.models.transformers_model import load_hf_config
+from mindspeed_mm.tasks.inference.loading import load_model
+from mindspeed_mm.tasks.inference.source import find_model
 from mindspeed_mm.utils.errors import DataError
 from tests.support.answers import AnswerCase, launch, transformers_answers
 from tests.support.families import families
@@ -48,3 +55,19 @@ def test_answers_equal_transformers(name: str, tmp_path: Path) -> None:
         assert [line["index"] for line in lines] == list(range(len(case.rows)))
         assert [line["answer"] for line in lines] == expected
         assert [line["reference"] for line in lines] == [row["messages"][-1]["content"] for row in case.rows]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.full) for n in ("ernie4_5_vl_moe", "deepseek_v3", "llava"))]
+)
+def test_dtypes_equal_transformers(name: str) -> None:
+    """In 16 bits, some norms and routers stay in float32, in the copy that a training on Megatron answers with, too."""
+    directory = str(case_of(name).hf_dir)
+    config = load_hf_config(directory)
+    loaded = load_model(find_model(directory, named_by="--load"), config, dtype=torch.float16)
+    copied = build_from_meta(build_meta_model(ModelHub.get(None, config), config), torch.float16)
+    expected = getattr(transformers, config.architectures[0]).from_pretrained(directory, dtype=torch.float16)
+    dtypes = {path: parameter.dtype for path, parameter in expected.named_parameters()}
+    for model in (loaded, copied):
+        assert {path: parameter.dtype for path, parameter in model.named_parameters()} == dtypes
+    assert torch.float32 in dtypes.values() or name == "llava"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.utils.adapter_names import is_adapter
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ def build_meta_model(model_class: Any, hf_config: PretrainedConfig) -> Any:
 
 def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Give float32 to the parameters of a model in `dtype` that transformers' own loading keeps in it."""
-    kept = set(model._get_dtype_plan(dtype))
+    is_kept = as_trainable(model).keeps_in_float32(dtype)
     for path, module in model.named_modules():
         for name, param in module._parameters.items():
-            if param is not None and kept.intersection((*path.split("."), name)):
+            if param is not None and is_kept(f"{path}.{name}" if path else name):
                 module._parameters[name] = nn.Parameter(param.float(), requires_grad=False)
 
 
