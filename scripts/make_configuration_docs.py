@@ -37,6 +37,7 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig  # noqa: E
 from mindspeed_mm.configs.older_keys import FLAGS_OF_OTHERS, OLDER, SCRIPTS_HERE, Fate  # noqa: E402
 from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  # noqa: E402
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
+from mindspeed_mm.configs.serving import ServeFlags  # noqa: E402
 from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
 from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
 from mindspeed_mm.configs.trainer_config import TrainerConfig  # noqa: E402
@@ -200,6 +201,12 @@ of collectives count here, too; any others are accepted, with a notice.
 EVALUATION_CHAPTER = """## evaluate_vlm.py
 
 See [evaluation.md](evaluation.md). It has the flags of inference_vlm.py except those of a prompt, and these:
+"""
+
+
+SERVING_CHAPTER = """## mindspeed-mm serve
+
+See [serving.md](serving.md). It has the flags of inference_vlm.py except those of prompts, rows and outputs, and these:
 """
 
 
@@ -443,6 +450,13 @@ def evaluation_chapter() -> str:
     )
 
 
+def serving_chapter() -> str:
+    """Return the chapter of mindspeed-mm serve: what it has beside inference_vlm.py."""
+    answers = {item.name for item in flags_of(AnswerFlags)}
+    own = [item for item in flags_of(ServeFlags) if item.name not in answers]
+    return "\n".join([SERVING_CHAPTER, table(("flag", "type", "default", "meaning"), [flag_row(item) for item in own])])
+
+
 FATES: dict[Fate, str] = {
     "write": "refused, unless its value has no consequence",
     "absent": "refused, unless its value has no consequence",
@@ -530,6 +544,7 @@ def make_page() -> str:
         file_chapter("tools.json", ToolsConfig),
         answers_chapter(),
         evaluation_chapter(),
+        serving_chapter(),
         YAML_CHAPTER,
         llm_chapter(),
         trainer_chapter(),

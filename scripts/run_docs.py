@@ -34,6 +34,7 @@ PARTS = {
     "adding_a_model": "examples.adding_a_model",
     "generation": "generation.run",
     "evaluation": "evaluation.run",
+    "serving": "serving.run",
 }
 #: how an item of a page begins that is not run here → why
 NOT_RUN = {

@@ -35,6 +35,7 @@ VARIABLES: Mapping[str, Variable] = {
     "MM_DEVICE_PEAK_TFLOPS": Variable("peak of one device in 10^12 operations a second, for MFU"),
     "MM_LOG_LEVEL": Variable("level of log lines: DEBUG, INFO, WARNING, ERROR; absent = INFO"),
     "MM_API_KEY": Variable("mindspeed-mm serve: the key that requests need; --api-key-file precedes it"),
+    "MM_SERVE_GUARD": Variable("set by mindspeed-mm serve for the vLLM that it starts"),
     "MM_ROAD": Variable("fsdp2 or ptd: the backend that examples/env_config.sh sets the environment for"),
     "IMAGE_PLACEHOLDER": Variable("what stands for an image in a row's text; absent = <image>"),
     "VIDEO_PLACEHOLDER": Variable("what stands for a video in a row's text; absent = <video>"),

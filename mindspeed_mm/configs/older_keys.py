@@ -407,6 +407,8 @@ FLAGS_OF_OTHERS: dict[str, str] = {
     "evaluate_gen.py": "features_a features_b samples clip frames neighbours subset subsets",
     "mm-convert": "hf_dir dcp_dir model_assets_dir base_hf_dir save_hf_dir origin_hf_dir is_lora_base to_bf16 "
     " tie_weight_mapping dcp_prefix hf_prefix lora_rank speaker_name speaker_audio_path",
+    "mindspeed-mm serve": "host port served_model_name api_key_file media_root media_hosts max_requests "
+    "max_request_mib max_media max_image_pixels max_prompt_tokens max_answer_tokens media_workers drain_seconds engine",
     "mindspeed-mm data extract-features": "only validation shard_megabytes",
     "mindspeed-mm data check": "data_json rows decode",
     "posttrain_flux_dancegrpo.py": "adv_clip_max cache_dir cfg clip_range eta h hps_reward_save ignore_last "
@@ -422,6 +424,7 @@ SCRIPTS_HERE = (
     "evaluate_gen.py",
     "evaluate_vlm.py",
     "mm-convert",
+    "mindspeed-mm serve",
     "mindspeed-mm data extract-features",
     "mindspeed-mm data check",
 )

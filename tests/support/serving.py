@@ -24,15 +24,15 @@ class ServerProcess:
     """A server that has loaded its model.
 
     Args:
-        hf_dir: what it serves.
+        place: what it serves.
         folder: for its log.
         words: further words of the command line.
     """
 
-    def __init__(self, hf_dir: Path, folder: Path, *words: object) -> None:
+    def __init__(self, place: Path, folder: Path, *words: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "server.log"
-        command = [sys.executable, "-W", "ignore", "-m", "mindspeed_mm.tools.cli", "serve", str(hf_dir), "--port", "0"]
+        command = [sys.executable, "-W", "ignore", "-m", "mindspeed_mm.tools.cli", "serve", str(place), "--port", "0"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen(

@@ -251,7 +251,7 @@ def _refuse_in_chat(flags: AnswerFlags, settings: GenerationSettings) -> None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} belongs to inference_vlm.py; in a chat, write what you say, and /image PATH")
     if settings.values.get("num_beams", 1) > 1:
-        raise ConfigError("num_beams: an answer of a beam search isn't known before its end; chat without --num-beams")
+        raise ConfigError("num_beams: an answer of a beam search isn't known before its end; leave --num-beams out")
 
 
 def _refuse_other_parallelism(given: Mapping[str, Any]) -> None:

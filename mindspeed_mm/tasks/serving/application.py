@@ -72,6 +72,10 @@ def _answer_errors(app: FastAPI) -> None:
     def unusable(_: Request, error: BadSample) -> Response:
         return _refused(400, str(error), "messages")
 
+    @app.exception_handler(MMError)
+    def not_possible(_: Request, error: MMError) -> Response:
+        return _refused(500, str(error))
+
     @app.exception_handler(RequestValidationError)
     def no_object(_: Request, error: RequestValidationError) -> Response:
         fault = error.errors()[0]

@@ -13,7 +13,7 @@ from mindspeed_mm.data.media.media import MediaKind, MediaRef
 from mindspeed_mm.tasks.inference.settings import GenerationSettings
 from mindspeed_mm.tasks.serving.describe import ServeLimits
 from mindspeed_mm.tasks.serving.errors import RequestError
-from mindspeed_mm.tasks.serving.media import check_pixels, read_base64, read_url
+from mindspeed_mm.tasks.serving.media import check_count, check_pixels, read_base64, read_url
 from mindspeed_mm.utils.errors import did_you_mean
 from mindspeed_mm.utils.text import shorten
 
@@ -212,10 +212,7 @@ def read_chat(content: Mapping[str, Any], name: str, limits: ServeLimits) -> Cha
     if body.messages[-1].role == "assistant":
         raise RequestError("messages: the last one is the assistant's; expected one to be answered", "messages")
     parts = [part for message in body.messages for part in message.content]
-    if (count := sum(not isinstance(part, TextPart) for part in parts)) > limits.media:
-        raise RequestError(
-            f"messages: {count} media, and a request may have {limits.media} (the server's --max-media)", "messages"
-        )
+    check_count(sum(not isinstance(part, TextPart) for part in parts), limits)
     messages = [_read_message(message, number, limits) for number, message in enumerate(body.messages)]
     check_pixels([ref for message in messages for ref in message.media], limits)
     return ChatRequest(body, messages, sum(len(part.text) for part in parts if isinstance(part, TextPart)))
@@ -237,6 +234,21 @@ def check_model(content: Mapping[str, Any], name: str) -> None:
             status=404,
             code="model_not_found",
         )
+
+
+def check_answer_length(content: Mapping[str, Any], most: int | None) -> None:
+    """Refuse requests for longer answers than there may be.
+
+    Args:
+        most: of tokens; None: there is no limit.
+
+    Raises:
+        RequestError: a longer one is asked for.
+    """
+    for name in ("max_completion_tokens", "max_tokens"):
+        asked = content.get(name)
+        if most is not None and isinstance(asked, int) and asked > most:
+            raise RequestError(f"{name}: {asked:,} are asked for, and an answer has at most {most:,}", name)
 
 
 def _is_idle(key: str, value: object) -> bool:

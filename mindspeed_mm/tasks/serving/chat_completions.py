@@ -21,7 +21,7 @@ from mindspeed_mm.tasks.inference.generation import Answer, AnswerGenerator
 from mindspeed_mm.tasks.inference.prompts import PromptSize
 from mindspeed_mm.tasks.inference.requests import AnswerRequest, request_of, system_message
 from mindspeed_mm.tasks.serving.answering import AnswerJob, AnswerThread
-from mindspeed_mm.tasks.serving.body import ChatRequest, read_chat
+from mindspeed_mm.tasks.serving.body import ChatRequest, check_answer_length, read_chat
 from mindspeed_mm.tasks.serving.describe import ServeRun
 from mindspeed_mm.tasks.serving.errors import RequestError
 from mindspeed_mm.tasks.serving.metrics import ServeMetrics
@@ -132,8 +132,7 @@ class ChatHandler(ChatCompletionHandler):
         left = None if self._positions is None else self._positions - prompt_tokens
         if asked is None:
             return min(n for n in (self._usual_tokens, most, left) if n is not None)
-        if most is not None and asked > most:
-            raise RequestError(f"max_tokens: {asked:,} are asked for, and an answer has at most {most:,}", "max_tokens")
+        check_answer_length({"max_tokens": asked}, most)
         if left is not None and asked > left:
             raise _too_long(f"the prompt takes {prompt_tokens:,} tokens, and the answer {asked:,}", self._positions)
         return asked

@@ -28,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(run: ServeRun) -> int:
+    if run.engine == "vllm":
+        from mindspeed_mm.tasks.serving.vllm_server import serve_with_vllm
+
+        serve_with_vllm(run)
     from mindspeed_mm.tasks.serving.server import serve
 
     return serve(run)

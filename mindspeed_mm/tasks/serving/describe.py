@@ -19,6 +19,11 @@ from mindspeed_mm.utils.launch import this_launch
 
 API_KEY_VARIABLE = "MM_API_KEY"
 _PARTS_OF_A_RUN = re.compile(r"hf|hf_ema|release|iter_\d+")
+#: flags about what our own reading of prompts and generation do, and vLLM doesn't
+_NOT_OF_VLLM = (
+    *("template", "system", "stop", "use_cache", "num_beams", "batch_size", "max_new_tokens", "max_prompt_tokens"),
+    *("image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"),
+)
 _OF_PROMPTS = ("prompt", "image", "video", "audio", "data_path", "output")
 
 
@@ -88,6 +93,7 @@ def describe_serving(words: Sequence[str], *, complete: bool = True) -> ServeRun
         if getattr(flags, name) is not None:
             spelt = "--" + name.replace("_", "-")
             raise ConfigError(f"{spelt} belongs to inference_vlm.py; a server answers what its clients send")
+    engine = _engine(flags)
     answers = answer_run(flags, shared, config, complete=complete, chats=True)
     if this_launch().world_size > 1 or answers.sharding is not None:
         raise ConfigError("serve: a server is one process, and its model isn't sharded; start it by itself")
@@ -115,19 +121,23 @@ def describe_serving(words: Sequence[str], *, complete: bool = True) -> ServeRun
         limits,
         flags.media_workers,
         flags.drain_seconds,
-        _engine(flags.engine),
+        engine,
         api_key,
     )
 
 
-def _engine(asked: str) -> Literal["transformers", "vllm"]:
+def _engine(flags: ServeFlags) -> Literal["transformers", "vllm"]:
     found = is_installed("vllm")
-    if asked == "vllm" and not found:
+    if flags.engine == "vllm" and not found:
         raise ConfigError("--engine vllm: vllm isn't installed in this environment; leave the flag out, or install it")
-    if asked == "vllm" or (asked == "auto" and found):
-        return "vllm"
-    require_extra("serve", "serve")
-    return "transformers"
+    if flags.engine == "transformers" or not found:
+        require_extra("serve", "serve")
+        return "transformers"
+    for name in _NOT_OF_VLLM:
+        if getattr(flags, name) is not None:
+            spelt = "--" + name.replace("_", "-")
+            raise ConfigError(f"{spelt}: vLLM has no such setting; leave it out, or add --engine transformers")
+    return "vllm"
 
 
 def _api_key(path: str | None) -> str | None:

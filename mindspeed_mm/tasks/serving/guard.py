@@ -7,13 +7,14 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mindspeed_mm.tasks.serving.describe import ServeLimits
 from mindspeed_mm.tasks.serving.errors import RequestError
 from mindspeed_mm.tasks.serving.metrics import CLIENT_GONE, ServeMetrics
+from mindspeed_mm.utils.errors import BadSample
 
 Scope = MutableMapping[str, Any]
 AsgiEvent = MutableMapping[str, Any]
@@ -22,6 +23,7 @@ Send = Callable[[AsgiEvent], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _BODY_SECONDS = 60.0  # that a client may let the server wait for the next part of a body
+_DISCARDING = 10.0  # seconds for the rest of a refused body, so that its client is there to read why
 _BODIES = 32  # bodies of the largest size that are held at a time
 _OPEN = ("/health",)  # paths that need no key
 
@@ -47,7 +49,8 @@ class RequestGuard:
         limits: of requests.
         metrics: counts requests.
         api_key: that all requests but those for the server's health must have; None: none is needed.
-        check: sees each body that is a JSON object, and raises RequestError; None: the application checks them.
+        check: gets path and body of each POST, and raises RequestError; None: the application checks them.
+        paths: that are served, with what is below them; None: the application knows.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class RequestGuard:
         metrics: ServeMetrics,
         api_key: str | None = None,
         check: Callable[[str, Mapping[str, Any]], None] | None = None,
+        paths: Sequence[str] | None = None,
     ) -> None:
         self.app = app
         self.state: Literal["loading", "ready", "draining"] = "loading" if app is None else "ready"
         self.in_flight = 0
-        self._limits, self._metrics, self._check = limits, metrics, check
+        self._limits, self._metrics, self._check, self._paths = limits, metrics, check, paths
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
         self._held = 0
 
@@ -74,11 +78,14 @@ class RequestGuard:
             await send({"type": "websocket.close", "code": 1008})
             return
         response, began, asks = Response(), time.monotonic(), scope["method"] == "POST"
+        body = _Body(receive, is_read=not asks)
         try:
-            await self._guarded(scope, receive, _watched(send, response))
+            await self._guarded(scope, body.receive, _watched(send, response))
         except RequestError as error:
-            if response.status is None:
-                await _refuse(_watched(send, response), error)
+            await body.discard(_BODIES * self._limits.body_bytes)
+            await _refuse(_watched(send, response), error)
+        except BadSample as error:
+            await _refuse(_watched(send, response), RequestError(str(error), "messages"))
         finally:
             status = response.status if response.status is not None and response.is_complete else CLIENT_GONE
             self._metrics.requests.labels(str(status)).inc()
@@ -89,6 +96,8 @@ class RequestGuard:
         path = scope["path"]
         if self._key is not None and path not in _OPEN:
             self._check_key(scope)
+        if self._paths is not None and not any(path == known or path.startswith(f"{known}/") for known in self._paths):
+            raise RequestError(f"there is no {path} here", status=404)
         if self.app is None or (self.state == "draining" and path != "/metrics"):
             raise RequestError(f"the server is {self.state}", status=503, code=self.state)
         if scope["method"] != "POST":
@@ -107,7 +116,7 @@ class RequestGuard:
             body = await self._read(scope, receive, held)
             if body is not None:
                 if self._check is not None:
-                    self._check(path, _json_object(body))
+                    await asyncio.to_thread(self._checked, path, body)
                 await self._run(scope, body, receive, send)
         finally:
             self.in_flight -= 1
@@ -153,6 +162,10 @@ class RequestGuard:
         most = self._limits.body_bytes // 2**20
         return RequestError(f"the body is larger than {most} MiB (the server's --max-request-mib)", status=413)
 
+    def _checked(self, path: str, body: bytes) -> None:
+        if self._check is not None:
+            self._check(path, _json_object(body))
+
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application, and cancel it when the client goes away."""
         assert self.app is not None, "the model is loaded"
@@ -178,6 +191,31 @@ class RequestGuard:
             gone.cancel()
 
 
+class _Body:
+    """The body of a request, of which it is known whether all of it has been received.
+
+    Args:
+        receive: what the server gives the application.
+        is_read: whether there is none.
+    """
+
+    def __init__(self, receive: Receive, is_read: bool) -> None:
+        self._receive, self._is_read = receive, is_read
+
+    async def receive(self) -> AsgiEvent:
+        """Return the next event."""
+        event = await self._receive()
+        self._is_read = self._is_read or event["type"] == "http.disconnect" or not event.get("more_body", False)
+        return event
+
+    async def discard(self, most: int) -> None:
+        """Receive what is left, unless it is more than `most` bytes or takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARDING):
+                while not self._is_read and most > 0:
+                    most -= len((await self.receive()).get("body", b""))
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -199,16 +237,20 @@ async def _refuse(send: Send, error: RequestError) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if error.status in (429, 503):
         headers.append((b"retry-after", b"1"))
-    if error.status in (408, 413):  # the rest of the body isn't read
-        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def _json_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object that a body holds; an empty one where it holds something else, which the application refuses."""
+    """The JSON object that a body holds.
+
+    Raises:
+        RequestError: it holds something else.
+    """
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        content = None
+    if not isinstance(content, dict):
+        raise RequestError("the body must be a JSON object")
+    return content

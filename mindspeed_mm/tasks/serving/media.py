@@ -9,10 +9,10 @@ import re
 import stat
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from email.message import Message as Headers
 from http.client import HTTPException
-from typing import IO
+from typing import IO, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from mindspeed_mm.data.media.images import image_size
@@ -26,6 +26,13 @@ from mindspeed_mm.utils.text import shorten
 _DATA = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 _SECONDS = 30.0  # that one answer of a host may take
 _WHERE = "the request"
+#: type of a part → kind of its medium
+_PARTS: Mapping[str, MediaKind] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 
 
 def read_url(kind: MediaKind, url: str, limits: ServeLimits, param: str) -> MediaRef:
@@ -85,6 +92,56 @@ def check_pixels(media: Sequence[MediaRef], limits: ServeLimits) -> None:
             )
 
 
+def check_media(content: Mapping[str, Any], limits: ServeLimits) -> None:
+    """Hold the limits on the media of a body that another application reads; hosts are not asked.
+
+    Raises:
+        RequestError: a limit is passed, or there are parts of a kind that isn't known here.
+        BadSample: an image can't be read.
+    """
+    found: list[MediaRef] = []
+    messages = content.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for at, part in enumerate(parts if isinstance(parts, list) else []):
+            ref = _looked_at(part, limits, f"messages[{number}].content[{at}]")
+            found += [] if ref is None else [ref]
+    check_count(len(found), limits)
+    check_pixels(found, limits)
+
+
+def check_count(count: int, limits: ServeLimits) -> None:
+    """Hold the limit on the number of media.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if count > limits.media:
+        raise RequestError(
+            f"messages: {count} media, and a request may have {limits.media} (the server's --max-media)", "messages"
+        )
+
+
+def _looked_at(part: object, limits: ServeLimits, param: str) -> MediaRef | None:
+    """The medium of a part of a message; None: it is a text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind not in (*_PARTS, "text", "refusal"):
+        raise RequestError(f"{param}: found {shorten(repr(part))}; expected a part of type text, {', '.join(_PARTS)}")
+    if kind not in _PARTS:
+        return None
+    value, param = part.get(kind), f"{param}.{kind}"
+    text = value.get("data" if kind == "input_audio" else "url") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise RequestError(f"{param}: found {shorten(repr(value))}; expected an object with a text", param)
+    medium = _PARTS[kind]
+    if kind == "input_audio":
+        return read_base64(medium, text, limits, param)
+    if text.partition(":")[0].lower() in ("http", "https"):
+        _check_host(text, limits, param)
+        return MediaRef("video", param)  # counted, and of no size that is known
+    return read_url(medium, text, limits, param)
+
+
 def _of_data_url(kind: MediaKind, url: str, limits: ServeLimits, param: str) -> bytes:
     head = _DATA.match(url)
     if head is None or not head[2].lower().endswith(";base64"):
@@ -137,7 +194,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _fetched(url: str, limits: ServeLimits, param: str) -> bytes:
+def _check_host(url: str, limits: ServeLimits, param: str) -> None:
     try:
         host = urlsplit(url).hostname
     except ValueError:
@@ -145,6 +202,10 @@ def _fetched(url: str, limits: ServeLimits, param: str) -> bytes:
     if host not in limits.media_hosts:
         allowed = ", ".join(limits.media_hosts) or "none (it was started without --media-hosts)"
         raise RequestError(f"{param}: this server fetches nothing from {host!r}; hosts allowed: {allowed}", param)
+
+
+def _fetched(url: str, limits: ServeLimits, param: str) -> bytes:
+    _check_host(url, limits, param)
     try:
         with urllib.request.build_opener(_NoRedirects).open(url, timeout=_SECONDS) as answer:
             content = answer.read(limits.body_bytes + 1)

@@ -20,6 +20,7 @@ from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.older_keys import FLAGS_OF_OTHERS, OLDER
 from mindspeed_mm.configs.published import published_paths
 from mindspeed_mm.configs.sections import key_paths
+from mindspeed_mm.configs.serving import ServeFlags
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.configs.sora_inference import InferenceFlags, SoRAInferenceConfig
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
@@ -202,6 +203,7 @@ def test_lists_of_other_scripts_flags_are_complete() -> None:
     declared = declared_flags()
     answers = {item.name for item in flags_of(AnswerFlags)}
     assert set(FLAGS_OF_OTHERS["evaluate_vlm.py"].split()) == {item.name for item in flags_of(BenchmarkFlags)} - answers
+    assert set(FLAGS_OF_OTHERS["mindspeed-mm serve"].split()) == {item.name for item in flags_of(ServeFlags)} - answers
     for script, group in {"inference_sora.py": InferenceFlags, "evaluate_gen.py": EvaluationFlags}.items():
         own = {item.name for item in flags_of(group)} - declared - SHARED
         assert own == set(FLAGS_OF_OTHERS[script].split()), script
