@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import openai
 import pytest
 from PIL import Image
 
+from mindspeed_mm.tools.converters.generic import Given, checkpoint_to_hf
 from tests.support.answers import NEW_TOKENS, AnswerCase, transformers_answers
 from tests.support.bad_requests import REFUSED, WORDS, asked, with_url
+from tests.support.kept_checkpoints import ARCHIVES
 from tests.support.serving import ServerProcess, openai_messages
 
 KEY = "a-key"
@@ -110,6 +113,26 @@ def test_other_families(name: str, tmp_path: Path) -> None:
         rows = rows[:1] + rows[2:]
     started = ServerProcess(case.hf_dir, tmp_path, "--max-new-tokens", NEW_TOKENS, "--batch-size", 4)
     try:
+        found = answers_of(client_of(started), case, rows, started.model)
+        assert found == transformers_answers(AnswerCase.of(case, list(rows)))
+        assert started.stop() == 0
+    finally:
+        started.close()
+
+
+@pytest.mark.full
+def test_a_run_folder_is_served(tmp_path: Path) -> None:
+    """Its newest checkpoint, as it is: the answers of plain transformers on its export."""
+    with tarfile.open(ARCHIVES / "fsdp2.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    run, hf_dir, export = tmp_path / "run", tmp_path / "hf", tmp_path / "export"
+    checkpoint_to_hf(Given("load_dir", str(run)), Given("save_dir", str(export)), Given("assets", str(hf_dir)))
+    case = AnswerCase.over("qwen2_5_vl", export, tmp_path / "rows")
+    rows = (*TEXT, *IMAGES)
+    words = ("--processor-path", hf_dir, "--max-new-tokens", NEW_TOKENS)
+    started = ServerProcess(run, tmp_path / "server", *words)
+    try:
+        assert started.model == "run"
         found = answers_of(client_of(started), case, rows, started.model)
         assert found == transformers_answers(AnswerCase.of(case, list(rows)))
         assert started.stop() == 0

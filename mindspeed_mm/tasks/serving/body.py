@@ -152,7 +152,7 @@ class ChatRequest:
     """A request that has been read.
 
     Attributes:
-        body: its fields.
+        body: its fields, but for the messages: their media are large.
         messages: its turns, with their media.
         characters: of all texts.
     """
@@ -215,7 +215,8 @@ def read_chat(content: Mapping[str, Any], name: str, limits: ServeLimits) -> Cha
     check_count(sum(not isinstance(part, TextPart) for part in parts), limits)
     messages = [_read_message(message, number, limits) for number, message in enumerate(body.messages)]
     check_pixels([ref for message in messages for ref in message.media], limits)
-    return ChatRequest(body, messages, sum(len(part.text) for part in parts if isinstance(part, TextPart)))
+    characters = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    return ChatRequest(body.model_copy(update={"messages": []}), messages, characters)
 
 
 def check_model(content: Mapping[str, Any], name: str) -> None:

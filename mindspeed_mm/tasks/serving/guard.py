@@ -23,6 +23,7 @@ Send = Callable[[AsgiEvent], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _BODY_SECONDS = 60.0  # that a client may let the server wait for the next part of a body
+_SEND_SECONDS = 60.0  # that a client may let the server wait before it takes the next part of an answer
 _DISCARDING = 10.0  # seconds for the rest of a refused body, so that its client is there to read why
 _BODIES = 32  # bodies of the largest size that are held at a time
 _OPEN = ("/health",)  # paths that need no key
@@ -178,8 +179,15 @@ class RequestGuard:
             await asyncio.shield(gone)
             return {"type": "http.disconnect"}
 
+        async def taken(event: AsgiEvent) -> None:
+            try:
+                await asyncio.wait_for(send(event), _SEND_SECONDS)
+            except TimeoutError:  # as good as gone
+                gone.cancel()
+                await asyncio.Event().wait()
+
         del body
-        task = asyncio.ensure_future(self.app(scope, replay, _watched(send, response)))
+        task = asyncio.ensure_future(self.app(scope, replay, _watched(taken, response)))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not response.is_complete and not task.done():

@@ -139,8 +139,15 @@ def request(path: str = "/", body: Sequence[bytes] = (b"{}",), method: str = "PO
     return scope, iter(events)
 
 
-async def response_of(app: Any, scope: Any, events: Iterator[Any], then: Any = None) -> tuple[int | None, Any]:
-    """What an application sends: status and JSON object."""
+async def response_of(
+    app: Any, scope: Any, events: Iterator[Any], then: Any = None, takes: bool = True
+) -> tuple[int | None, Any]:
+    """What an application sends: status and JSON object.
+
+    Args:
+        then: set when the client goes away; None: it never does.
+        takes: whether the client takes what is sent.
+    """
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -152,6 +159,8 @@ async def response_of(app: Any, scope: Any, events: Iterator[Any], then: Any = N
 
     async def send(event: Any) -> None:
         sent.append(event)
+        if not takes:
+            await asyncio.Event().wait()
 
     await app(scope, receive, send)
     text = b"".join(event.get("body", b"") for event in sent)
@@ -181,6 +190,7 @@ def test_a_guard_limits_requests_and_bodies(monkeypatch: pytest.MonkeyPatch) -> 
     """Numbers, sizes, slow bodies, keys, clients that go, and states of the server."""
     monkeypatch.setattr(guard, "_BODY_SECONDS", 0.05)
     monkeypatch.setattr(guard, "_DISCARDING", 0.05)
+    monkeypatch.setattr(guard, "_SEND_SECONDS", 0.05)
 
     async def run() -> None:
         app = App()
@@ -210,6 +220,8 @@ def test_a_guard_limits_requests_and_bodies(monkeypatch: pytest.MonkeyPatch) -> 
         app.let.set()
         assert await first == (200, {})
         assert (await response_of(held, *request("/metrics", method="GET", **key)))[0] == 200
+        held.state = "ready"
+        assert (await response_of(held, *request(**key), takes=False))[0] == 200
         assert held.in_flight == held._held == 0
         loading = RequestGuard(None, LIMITS, ServeMetrics())
         status, answer = await response_of(loading, *request("/health", method="GET"))
