@@ -122,6 +122,25 @@ def write_files(folder: Path, hf_dir: Path, data_file: Path, model: dict[str, An
     return {name: path for name, (path, _) in files.items()}
 
 
+def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[Path]:
+    """JPEG files cut from real photographs, at random places and scales, of one size."""
+    from sklearn.datasets import load_sample_images
+
+    sources = [Image.fromarray(image) for image in load_sample_images().images]
+    rng = random.Random(1)
+    folder.mkdir(exist_ok=True)
+    made = []
+    for number in range(count):
+        source = rng.choice(sources)
+        width = rng.randint(source.width // 2, source.width)
+        height = min(source.height, width * size[1] // size[0])
+        left, top = rng.randint(0, source.width - width), rng.randint(0, source.height - height)
+        path = folder / f"{size[0]}x{size[1]}_{number}.jpg"
+        source.resize(size, box=(left, top, left + width, top + height)).save(path, quality=90)
+        made.append(path)
+    return made
+
+
 def add_smallest(parser: argparse.ArgumentParser) -> None:
     """Give a benchmark its smallest form, which CI runs: it takes seconds and proves that the benchmark still works."""
     parser.add_argument("--smallest", action="store_true", help="as little as runs every part once; says nothing")

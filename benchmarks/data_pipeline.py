@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import WORDS, add_smallest, alternate, data_param, median
+from common import WORDS, add_smallest, alternate, data_param, median, photographs
 from PIL import Image
 
 
@@ -88,25 +88,6 @@ def model_dir(folder: Path) -> Path:
         build_qwen2_5_vl_processor(tokenizer, path, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
         save_model_dir(qwen2_5_vl_config(tokenizer), tokenizer, path, None)
     return path
-
-
-def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[Path]:
-    """JPEG files cut from real photographs, at random places and scales, of one size."""
-    from sklearn.datasets import load_sample_images
-
-    sources = [Image.fromarray(image) for image in load_sample_images().images]
-    rng = random.Random(1)
-    folder.mkdir(exist_ok=True)
-    made = []
-    for number in range(count):
-        source = rng.choice(sources)
-        width = rng.randint(source.width // 2, source.width)
-        height = min(source.height, width * size[1] // size[0])
-        left, top = rng.randint(0, source.width - width), rng.randint(0, source.height - height)
-        path = folder / f"{size[0]}x{size[1]}_{number}.jpg"
-        source.resize(size, box=(left, top, left + width, top + height)).save(path, quality=90)
-        made.append(path)
-    return made
 
 
 def dataset_of(folder: Path, rows: list[dict[str, Any]], preprocess: dict[str, Any] | None = None, **basic: Any) -> Any:

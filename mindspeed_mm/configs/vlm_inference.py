@@ -84,7 +84,7 @@ class AnswerFlags:
     stop: Annotated[list[str] | None, flag("texts that end an answer; they aren't part of it")] = None
     use_cache: Annotated[bool | None, flag("keep keys and values of earlier tokens; absent = yes")] = None
     batch_size: Annotated[
-        int | None, flag("prompts answered at a time; absent = --micro-batch-size, else 1", minimum=1)
+        int | None, flag("prompts answered at a time; absent = --micro-batch-size, else chosen by length", minimum=1)
     ] = None
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,

@@ -209,6 +209,7 @@ def test_drawn_tokens_and_stops(text_case: AnswerCase, tmp_path: Path) -> None:
     stopped = launch(tmp_path / "5.jsonl", **flags, stop=stop)
     assert stopped[0]["answer"] == greedy[0]["answer"].partition(stop)[0] and stopped[0]["finish"] == "stop"
     assert stopped[0]["new_tokens"] < greedy[0]["new_tokens"]
+    assert launch(tmp_path / "6.jsonl", **flags, stop=stop, batch_size=1) == stopped
 
 
 def test_rows_without_answers_and_faulty_ones(case: AnswerCase, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import transformers
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers.meta_model import build_from_meta, build_meta_model
 from mindspeed_mm.models.transformers_model import load_hf_config
+from mindspeed_mm.tasks.inference import generation
+from mindspeed_mm.tasks.inference.decoding import decode_greedily
 from mindspeed_mm.tasks.inference.loading import load_model
 from mindspeed_mm.tasks.inference.source import find_model
 from mindspeed_mm.utils.errors import DataError
@@ -71,3 +74,43 @@ def test_dtypes_equal_transformers(name: str) -> None:
     for model in (loaded, copied):
         assert {path: parameter.dtype for path, parameter in model.named_parameters()} == dtypes
     assert torch.float32 in dtypes.values() or name == "llava"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3", pytest.param("qwen3_5", marks=pytest.mark.full)])
+def test_answers_leave_a_batch_as_they_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that end at different steps, and a penalty of repeated tokens that padding would change: those of
+    `generate` one by one, and the model computes no row that has ended."""
+    hf_dir = Path(shutil.copytree(case_of(name).hf_dir, tmp_path / "hf"))
+    case = AnswerCase.over(name, hf_dir, tmp_path / "rows")
+    config = hf_dir / "generation_config.json"
+    settings = {**json.loads(config.read_text()), "repetition_penalty": 1.3}
+    config.write_text(json.dumps(settings))
+    rows = {"load": hf_dir, "data_path": case.data, "max_new_tokens": 24}
+    ids: list[list[int]] = []
+    read = generation.AnswerGenerator._read
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.AnswerGenerator, "_read", lambda self, row, n: ids.append(row) or read(self, row, n))
+        launch(tmp_path / "longest.jsonl", **rows)
+    ends = max({i for row in ids for i in row}, key=lambda i: len({row.index(i) for row in ids if i in row}))
+    config.write_text(json.dumps({**settings, "eos_token_id": ends}))
+    expected = launch(tmp_path / "alone.jsonl", **rows, batch_size=1)  # by `generate`
+    computed: list[int] = []
+    batches: list[int] = []
+
+    def counted(model: Any, input_ids: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        batches.append(len(input_ids))
+        handle = model.register_forward_pre_hook(
+            lambda _, __, inputs: computed.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        try:
+            return decode_greedily(model, input_ids, *arguments, **named)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(generation, "decode_greedily", counted)
+    lines = launch(tmp_path / "left.jsonl", **rows)
+    assert lines == expected
+    alone = sum(batches) < len(lines)  # rows of other media are answered one by one
+    assert computed and sum(computed) <= sum(line["new_tokens"] for line in lines)
+    assert alone or sum(computed) == sum(line["new_tokens"] for line in lines)
+    assert len({line["new_tokens"] for line in lines}) > 2, "answers must end at different steps"

@@ -58,7 +58,7 @@ def model_outline(run: AnswerRun) -> dict[str, object]:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
         "layout": _layout(run),
-        "batch_size": run.settings.batch_size,
+        "batch_size": run.settings.rows_at_once,
         "generation": {**run.settings.values, **({"stop": list(run.settings.stop)} if run.settings.stop else {})},
     }
 

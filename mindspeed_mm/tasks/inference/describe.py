@@ -361,7 +361,7 @@ def _settings(flags: AnswerFlags, config: AnswerConfig, shared: Mapping[str, Any
         spelt = ", ".join("--" + name.replace("_", "-") for name in drawing)
         raise ConfigError(f"{spelt}: the most likely token is taken each time; add --do-sample to draw tokens")
     seed = flags.seed if flags.seed is not None else config.inference.seed
-    batch_size = flags.batch_size or shared.get("micro_batch_size") or 1
+    batch_size = flags.batch_size or shared.get("micro_batch_size")
     return GenerationSettings(values, stop, _SEED if seed is None else seed, batch_size)
 
 

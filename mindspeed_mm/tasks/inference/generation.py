@@ -11,17 +11,16 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.conversation.encode import TokenSample
+from mindspeed_mm.tasks.inference.decoding import decode_greedily
 from mindspeed_mm.tasks.inference.prompts import PromptEncoder
 from mindspeed_mm.tasks.inference.requests import AnswerRequest
-from mindspeed_mm.tasks.inference.settings import GenerationSettings
+from mindspeed_mm.tasks.inference.settings import LONGEST_ANSWER, GenerationSettings
 from mindspeed_mm.utils.errors import ConfigError, DataError
 from mindspeed_mm.utils.sample_random import sample_key
 
 if TYPE_CHECKING:
-    from transformers.generation.stopping_criteria import StoppingCriteria
+    from transformers import StoppingCriteria, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
-
-_LONGEST = 512
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,8 @@ class AnswerGenerator:
         if lockstep:
             self._find_root_unit()
         self._has_encoder: bool = model.config.is_encoder_decoder
+        is_greedy = self.config.get_generation_mode() == "greedy_search"
+        self._leaves_at_end = is_greedy and not self._has_encoder and not lockstep
         if self._has_encoder and lockstep:
             raise ConfigError(
                 f"{self._name} has an encoder that runs by itself, and isn't sharded; leave --use-torch-fsdp2 out"
@@ -91,9 +92,7 @@ class AnswerGenerator:
             del batch["attention_mask"]
             batch["decoder_input_ids"], begin = batch.pop("input_ids"), 0
         accelerator.current().manual_seed(sample_key(self.settings.seed, requests[0].index, 0))
-        from transformers.generation.stopping_criteria import StoppingCriteriaList
-
-        stops = {"stop_strings": list(self.settings.stop), "tokenizer": self.prompts.tokenizer}
+        leaves = self._leaves_at_end and len(requests) > 1 and streamer is None
         if self._lockstep:
             self.model.unshard()  # `generate` runs encoders of media before it calls the model
         try:
@@ -102,9 +101,9 @@ class AnswerGenerator:
                     **batch,
                     generation_config=copy.deepcopy(self.config),
                     streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList(stopping),
                     synced_gpus=self._lockstep,
-                    **(stops if self.settings.stop else {}),
+                    stopping_criteria=self._stops(stopping),
+                    custom_generate=decode_greedily if leaves else None,
                 )
         except (ValueError, AttributeError) as error:  # transformers' checks, and what its models lack for `generate`
             where = " and ".join(str(request.conversation.where) for request in requests[:2])
@@ -141,12 +140,19 @@ class AnswerGenerator:
         if config.pad_token_id is None:
             config.pad_token_id = self.prompts.pad_token_id
         if config.max_new_tokens is None:
-            config.max_new_tokens = _LONGEST
+            config.max_new_tokens = LONGEST_ANSWER
         config.max_length = None
         if not config.do_sample:  # transformers would warn that these have no effect
             config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
             config.epsilon_cutoff = config.eta_cutoff = None
         return config
+
+    def _stops(self, further: Sequence[StoppingCriteria]) -> StoppingCriteriaList:
+        """What ends an answer besides tokens and length."""
+        from transformers import StoppingCriteriaList, StopStringCriteria
+
+        stop = list(self.settings.stop)
+        return StoppingCriteriaList([*([StopStringCriteria(self.prompts.tokenizer, stop)] if stop else []), *further])
 
     def _on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs on the model's device; media in its dtype, times of videos in their own."""

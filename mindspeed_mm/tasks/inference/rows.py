@@ -100,8 +100,9 @@ class _Session:
         self._file.write([self._fault(index, text) for index, text in faults.items() if index not in done])
         most = self._run.settings.values.get("max_new_tokens", 0)
         longest = None if self._positions is None else self._positions - most
-        batch_size = 1 if self._run.settings.draws_tokens else self._run.settings.batch_size
-        batches = [b for b in plan_batches(sizes, batch_size, longest=longest) if not done.issuperset(b)]
+        settings = self._run.settings
+        planned = plan_batches(sizes, settings.rows_at_once, answer=settings.foreseen_tokens, longest=longest)
+        batches = [batch for batch in planned if not done.issuperset(batch)]
         rank, ranks = self._processes.rank, self._processes.size
         if self._run.sharding is None:
             mine = share(batches, rank, ranks)
@@ -194,7 +195,7 @@ def settings_of(run: AnswerRun, requests: Requests, rows: FileRequests | None) -
         "generation": dict(run.settings.values),
         "stop": list(run.settings.stop),
         "seed": run.settings.seed if run.settings.draws_tokens else None,
-        "batch_size": 1 if run.settings.draws_tokens else run.settings.batch_size,
+        "batch_size": run.settings.rows_at_once,
         "preprocessing": options.model_dump(exclude={"media_timeout", "trust_remote_code"}),
         "template": basic.template,
         "enable_thinking": basic.enable_thinking,

@@ -63,7 +63,7 @@ class ChatHandler(ChatCompletionHandler):
         super().__init__(OneModel(run.name, int(time.time())), GenerationState())
         self._run, self._prompts, self._positions, self._metrics = run, generator.prompts, positions, metrics
         self._usual_tokens: int = generator.config.max_new_tokens
-        batch_size = run.answers.settings.batch_size
+        batch_size = run.answers.settings.batch_size or 1
         self.thread = AnswerThread(generator, batch_size)
         # Prompts are encoded while others are answered, but not many more than that: media are large.
         self._room = asyncio.Semaphore(2 * batch_size + run.media_workers)
