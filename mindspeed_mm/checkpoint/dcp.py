@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.build import BuiltOptimizer
+from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.adapter_names import is_adapter
@@ -51,7 +52,7 @@ def load(
     """
     extra = read_state(directory, with_optimizer=optimizer is not None)
     reader = DcpReader(directory)
-    wanted = model_tensors(model)
+    wanted: dict[str, torch.Tensor | EightBitTensor] = dict(model_tensors(model))
     if optimizer is not None:
         wanted |= optimizer_tensors(model, optimizer)
     averages = ema.tensors() if ema is not None and extra.get("ema") else {}
@@ -72,10 +73,17 @@ def load(
     return extra
 
 
-def _read(reader: DcpReader, wanted: Mapping[str, torch.Tensor]) -> None:
+def _read(reader: DcpReader, wanted: Mapping[str, torch.Tensor | EightBitTensor]) -> None:
     requests = []
     for name, tensor in wanted.items():
-        if name in reader.tensors:
+        if name not in reader.tensors:
+            continue
+        if isinstance(tensor, EightBitTensor):  # one at a time: all of them decoded may not fit
+            part, region = local_part(tensor.param)
+            values = torch.empty(part.shape, dtype=torch.float32)
+            reader.read_into([ReadRequest(name, region, values)])
+            tensor.put(values)
+        else:
             local, region = local_part(tensor)
             requests.append(ReadRequest(name, region, local))
     reader.read_into(requests)

@@ -28,8 +28,9 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.agreement import first_line, no_space
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
-from mindspeed_mm.checkpoint.tensors import model_tensors, optimizer_tensors
+from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
 from mindspeed_mm.optimizer.build import BuiltOptimizer
+from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.files import fsync_path, write_json
@@ -150,7 +151,7 @@ class Snapshots(TensorSnapshots):
         def tensors() -> dict[str, Stored]:
             found: dict[str, Stored] = dict(model_tensors(model))
             if optimizer is not None:
-                found |= optimizer_tensors(model, optimizer)
+                found |= {name: _stored(tensor) for name, tensor in optimizer_tensors(model, optimizer).items()}
             return found if ema is None else found | ema.tensors()
 
         super().__init__(
@@ -261,6 +262,14 @@ def _plain(error: Exception) -> Exception:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _stored(tensor: torch.Tensor | EightBitTensor) -> Stored:
+    """Return a tensor, or the float32 values of one in 8 bits, which are decoded as they are written."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    _, region = local_part(tensor.param)
+    return StoredPieces(tensor.shape, torch.float32, [StoredRegion(region, tensor.values)])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

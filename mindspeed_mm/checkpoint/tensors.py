@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mindspeed_mm.checkpoint.lazy import Region, whole
 from mindspeed_mm.optimizer.build import BuiltOptimizer
+from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
 
 
@@ -36,13 +37,13 @@ def trained_tensors(model: nn.Module, *, tied_once: bool = True) -> dict[str, to
     return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: BuiltOptimizer) -> dict[str, torch.Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: BuiltOptimizer) -> dict[str, torch.Tensor | EightBitTensor]:
     """Return every tensor of the optimizer's state by its checkpoint key; missing state is created."""
     optimizer.ensure_state()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | EightBitTensor] = {}
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, (torch.Tensor, EightBitTensor)):
                 tensors[f"optimizer.{stored_name(name)}.{key}"] = value
     return tensors
 

@@ -65,7 +65,12 @@ def _check_optimizer(args: ParsedFlags) -> list[str]:
     problems = []
     if args.optimizer == "muon" and backend_of(args) == "ptd":
         problems.append(
-            "--optimizer muon: the Megatron backend steps adam and sgd; write one of them, or add --use-torch-fsdp2"
+            "--optimizer muon: the Megatron backend steps adam, adam8bit and sgd; write one of them, or add "
+            "--use-torch-fsdp2"
+        )
+    if args.optimizer == "adam8bit" and args.swap_optimizer:
+        problems.append(
+            "--swap-optimizer moves a float32 state, and --optimizer adam8bit has none; leave one of the flags out"
         )
     if args.optimizer == "muon" and args.swap_optimizer:
         problems.append(

@@ -194,8 +194,8 @@ class TrainerTraining(Section):
     )
     lr_warmup_ratio: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="warmup, as a share of the run")
     lr_scaling_plan: list[LrScale] | None = Field(None, description="--lr-scale-modules and --lr-mult")
-    optimizer: Literal["adamw", "adamw_swap", "muon"] = Field(
-        "adamw", description="--optimizer; adamw_swap is adamw with --swap-optimizer"
+    optimizer: Literal["adamw", "adamw_swap", "adamw8bit", "muon"] = Field(
+        "adamw", description="--optimizer; adamw_swap is adamw with --swap-optimizer, adamw8bit is adam8bit"
     )
     weight_decay: AtLeast0 = Field(0.0, description="--weight-decay, which leaves out norms and biases")
     adam_beta1: AtLeast0 = Field(0.9, description="--adam-beta1")

@@ -10,11 +10,12 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.run_sections import OptimizerConfig
+from mindspeed_mm.optimizer.eight_bit_state import EightBit
 from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise
 from mindspeed_mm.optimizer.groups import ParamGroup, build_param_groups
 from mindspeed_mm.optimizer.muon import Muon, matrix_names
 from mindspeed_mm.optimizer.state_homes import Resident, StateHome
-from mindspeed_mm.optimizer.swapped_state import Swapped
+from mindspeed_mm.optimizer.streamed_state import Swapped
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
@@ -24,7 +25,7 @@ BuiltOptimizer: TypeAlias = ElementWise | Muon
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, head: nn.Module | None = None, computes_in_fp32: bool = False
 ) -> BuiltOptimizer:
-    """Return AdamW (--optimizer adam or adamw), SGD or Muon over the trainable parameters of `model`.
+    """Return AdamW (--optimizer adam, adamw or adam8bit), SGD or Muon over the trainable parameters of `model`.
 
     Args:
         config: optimizer settings of the run.
@@ -42,9 +43,9 @@ def build_optimizer(
         lr_mult=config.lr_mult,
         matrices=matrices,
     )
-    home = _home(groups, config)
+    home = state_home(groups, config)
     betas, fused = (config.adam_beta1, config.adam_beta2), accelerator.current().supports_fused_optimizers()
-    if config.optimizer in ("adam", "adamw"):
+    if config.optimizer in ("adam", "adamw", "adam8bit"):
         return AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused, home=home)
     if config.optimizer == "sgd":
         return SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=fused, home=home)
@@ -64,11 +65,20 @@ def build_optimizer(
             fused=fused,
             dtype=torch.float32 if computes_in_fp32 else torch.bfloat16,
         )
-    raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw, sgd or muon")
+    raise ConfigError(f"--optimizer {config.optimizer} is unknown; expected adam, adamw, adam8bit, sgd or muon")
 
 
-def _home(groups: Sequence[ParamGroup], config: OptimizerConfig) -> StateHome:
-    """Return where the state of an element-wise optimizer shall be between steps."""
+def state_home(groups: Sequence[ParamGroup], config: OptimizerConfig) -> StateHome:
+    """Return where the state of an element-wise optimizer shall be between steps.
+
+    Args:
+        groups: all of its parameter groups.
+
+    Raises:
+        ConfigError: adam8bit, and torchao is not installed.
+    """
+    if config.optimizer == "adam8bit":
+        return EightBit()
     if not config.swap_optimizer:
         return Resident()
     current = accelerator.current()

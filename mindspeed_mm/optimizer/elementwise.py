@@ -66,7 +66,7 @@ class ElementWise(torch.optim.Optimizer):
             self.home.ensure(self.state, group, names, busy)
             found_inf, grad_scale = _beside(busy[0], self.found_inf), _beside(busy[0], self.grad_scale)
             steps = self._count(group, busy)
-            for piece in self.home.pieces(self.state, group, names, busy, steps):
+            for piece in self.home.pieces(self.state, group, names, busy, steps, found_inf):
                 if group["fused"]:
                     self._fused(group, piece, grad_scale, found_inf)
                 else:

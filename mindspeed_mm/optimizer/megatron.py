@@ -15,10 +15,10 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.megatron_compat import use_optimizers
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import OptimizerConfig as RunOptimizer
+from mindspeed_mm.optimizer.build import state_home
 from mindspeed_mm.optimizer.elementwise import SGD, FusedAdam
 from mindspeed_mm.optimizer.groups import IsIdle, build_param_groups
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
-from mindspeed_mm.optimizer.swapped_state import Swapped
 from mindspeed_mm.utils.errors import ConfigError
 
 _TOWER = "modalities"
@@ -97,8 +97,8 @@ def build_megatron_optimizer(
         data_parallel_group_idx=model_parallel.rank(),
         intra_dist_opt_group=parallel_state.get_intra_distributed_optimizer_instance_group(),
     )
-    if run.optimizer.swap_optimizer and not optimizer.is_stub_optimizer:
-        optimizer.optimizer.home = Swapped(optimizer.optimizer.param_groups)
+    if not optimizer.is_stub_optimizer:
+        optimizer.optimizer.home = state_home(optimizer.optimizer.param_groups, run.optimizer)
     if hasattr(optimizer, "grad_scaler"):
         optimizer.grad_scaler = None  # the step engine scales the loss
     return optimizer

@@ -47,6 +47,7 @@ class StateHome(Protocol):
         names: Sequence[str],
         params: Sequence[torch.Tensor],
         steps: Sequence[torch.Tensor],
+        found_inf: torch.Tensor | None,
     ) -> Iterator[Piece]:
         """Yield what is to be stepped; what a kernel did to a piece is kept before the next one is yielded.
 
@@ -54,6 +55,7 @@ class StateHome(Protocol):
             names: of the state tensors.
             params: those of the group that have a gradient.
             steps: their counts of steps; empty: there are none.
+            found_inf: float scalar; 1: the kernel leaves its tensors as they are, and so must the state be. None: 0.
         """
 
     def settle(self) -> None:
@@ -80,6 +82,7 @@ class Resident:
         names: Sequence[str],
         params: Sequence[torch.Tensor],
         steps: Sequence[torch.Tensor],
+        found_inf: torch.Tensor | None,
     ) -> Iterator[Piece]:
         """See `StateHome`; everything at once for a fused kernel."""
         first, values = 0, 0

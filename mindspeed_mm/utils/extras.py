@@ -16,6 +16,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "video": {"av": "av"},
     "audio": {"av": "av"},
     "lora": {"peft": "peft"},
+    "quantization": {"torchao": "torchao"},
     "tables": {"pyarrow": "pyarrow"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},

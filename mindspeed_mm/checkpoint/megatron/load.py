@@ -11,6 +11,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.megatron.optimizer import counts_steps, state_names
 from mindspeed_mm.checkpoint.megatron.parts import LocalParameter, MainParameter, SourceRegion
+from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.utils.log import notice
 
 
@@ -28,7 +29,7 @@ def read_tensors(
     """
     steps: dict[int, tuple[dict[str, Any], set[float]]] = {}
     for p in local:
-        owned = mains.get(p.param)
+        owned, decoded = mains.get(p.param), []
         wanted = [(f"model.{part.source}", part, p.param.data) for part in p.parts()]
         if owned is not None:
             parts = p.parts(owned.span)
@@ -36,9 +37,15 @@ def read_tensors(
                 wanted += [(f"model.{part.source}", part, owned.main.data) for part in parts]
             if with_optimizer:
                 for name in state_names(owned.group):
-                    wanted += [(f"optimizer.{part.source}.{name}", part, owned.state[name]) for part in parts]
+                    state = owned.state[name]
+                    if isinstance(state, EightBitTensor):
+                        decoded.append((state, state.values()))
+                        state = decoded[-1][1]
+                    wanted += [(f"optimizer.{part.source}.{name}", part, state) for part in parts]
         counted = p.mapping.sources if owned is not None and with_optimizer and counts_steps(owned.group) else ()
         counts = _read(reader, wanted, [f"optimizer.{source}.step" for source in counted])
+        for state, values in decoded:
+            state.put(values)
         if owned is not None:
             steps.setdefault(id(owned.group), (owned.group, set()))[1].update(counts)
     for group, found in steps.values():

@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.megatron.parts import FlatRange, LocalParameter, Ma
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.checkpoint.snapshot import Stored
 from mindspeed_mm.checkpoint.stored_pieces import StoredPieces, StoredRegion
+from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 
 _TRACKER = "tracker."
 
@@ -33,7 +34,7 @@ def checkpoint_tensors(
         shapes: shapes of the whole tensors, by transformers' names.
         with_optimizer: whether the optimizer's state is written.
     """
-    pieces: dict[str, list[tuple[SourceRegion, torch.Tensor]]] = {}
+    pieces: dict[str, list[tuple[SourceRegion, torch.Tensor | EightBitTensor]]] = {}
     stored: dict[str, Stored] = {}
     for p, span in mine:
         owned, parts = mains.get(p.param), p.parts(span)
@@ -50,9 +51,13 @@ def checkpoint_tensors(
             if counts_steps(owned.group) and not any(start for start, _ in part.region):
                 stored[f"{prefix}step"] = torch.tensor(float(owned.group.get("step", 0)))
     for key, found in pieces.items():
-        regions = [StoredRegion(part.region, partial(part.value, tensor)) for part, tensor in found]
+        regions = [StoredRegion(part.region, partial(_value, part, tensor)) for part, tensor in found]
         stored[key] = StoredPieces(shapes[found[0][0].source], found[0][1].dtype, regions)
     return stored
+
+
+def _value(part: SourceRegion, tensor: torch.Tensor | EightBitTensor) -> torch.Tensor:
+    return part.value(tensor if isinstance(tensor, torch.Tensor) else tensor.values())
 
 
 def model_parallel_random_state() -> dict[str, torch.Tensor]:

@@ -284,6 +284,10 @@ def _fsdp2(parallel: TrainerParallel, features: TrainerFeatures) -> dict[str, An
     return content
 
 
+#: value of training.optimizer → of --optimizer
+_OPTIMIZERS = {"adamw": "adam", "adamw_swap": "adam", "adamw8bit": "adam8bit"}
+
+
 def _flags(config: TrainerConfig) -> Iterator[FlagValue]:
     """The flags, each with the key that gives its value."""
     training = config.training
@@ -298,7 +302,7 @@ def _flags(config: TrainerConfig) -> Iterator[FlagValue]:
         yield FlagValue("training.train_epochs", "train_epochs", training.train_epochs)
     else:
         yield FlagValue("training.train_iters", "train_iters", training.train_iters or _ITERS)
-    yield FlagValue("training.optimizer", "optimizer", "muon" if training.optimizer == "muon" else "adam")
+    yield FlagValue("training.optimizer", "optimizer", _OPTIMIZERS.get(training.optimizer, training.optimizer))
     yield FlagValue("training.optimizer", "swap_optimizer", training.optimizer == "adamw_swap")
     if training.optimizer == "muon":
         for key, flag in MUON_FLAGS.items():

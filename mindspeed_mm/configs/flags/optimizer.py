@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
-_MUON = no_effect(ptd="the Megatron backend steps adam and sgd")
+_MUON = no_effect(ptd="the Megatron backend steps adam, adam8bit and sgd")
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,12 @@ class OptimizerArguments:
     """Optimizer."""
 
     optimizer: Annotated[
-        Literal["adam", "sgd", "muon"],
+        Literal["adam", "adam8bit", "sgd", "muon"],
         flag(
-            "adam is AdamW, and adamw a synonym; muon (FSDP2 backend) orthogonalises the update of each whole weight "
+            "adam is AdamW, and adamw a synonym; adam8bit is AdamW whose state has 8 bits a value (needs the extra "
+            "quantization); muon (FSDP2 backend) orthogonalises the update of each whole weight "
             "matrix, and of each expert, and leaves embeddings, output layer, convolutions, biases and norms to AdamW",
-            synonyms=(("adamw", "adam"), ("AdamW", "adam")),
+            synonyms=(("adamw", "adam"), ("AdamW", "adam"), ("adamw8bit", "adam8bit"), ("adamw_8bit", "adam8bit")),
         ),
     ] = "adam"
     lr: Annotated[float | None, flag("highest learning rate", minimum=0)] = None

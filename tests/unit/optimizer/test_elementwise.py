@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mm.optimizer import state_homes
 from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise, FusedAdam
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
-from mindspeed_mm.optimizer.swapped_state import Swapped
+from mindspeed_mm.optimizer.streamed_state import Swapped
 from tests.support.fake_accelerator import fake_accelerator
 from tests.support.live_bytes import LiveBytes
 

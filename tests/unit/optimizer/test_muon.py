@@ -106,5 +106,5 @@ def test_groups_keep_decay_and_rates(said: list[str]) -> None:
 
 
 def test_the_megatron_backend_names_what_it_has() -> None:
-    with pytest.raises(ConfigError, match="steps adam and sgd; write one of them, or add --use-torch-fsdp2"):
+    with pytest.raises(ConfigError, match="steps adam, adam8bit and sgd; write one of them, or add --use-torch-fsdp2"):
         run_of(optimizer="muon")

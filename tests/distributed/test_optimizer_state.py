@@ -1,4 +1,4 @@
-"""--swap-optimizer: the same losses and states as without it, on both backends, and checkpoints of either go on."""
+"""State in host memory or in 8 bits, on both backends: what it is worth, and that checkpoints of each form go on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.apart import find_torchao
 from tests.support.megatron_state import write
 from tests.support.tiny_steps import Chunk, Line, Micro, TinySteps
 from tests.support.workers import RankPool
 
+ROWS_OF_MATRIX = 71  # uneven parts, of which each has enough values for a state in 8 bits
 FACTORS = (1.0, float("nan"), -2.0, 0.5)  # of a step's loss; the second one is skipped
 FLAGS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 1.0},
@@ -25,12 +27,12 @@ FLAGS: dict[str, dict[str, Any]] = {
 def _add_matrices(model: Any) -> None:
     """More than the one weight: a matrix whose rows two ranks share unevenly, and a bias."""
     generator = torch.Generator().manual_seed(2)
-    model.matrix = nn.Parameter(torch.randn(33, 130, generator=generator))
+    model.matrix = nn.Parameter(torch.randn(ROWS_OF_MATRIX, 130, generator=generator))
     model.bias = nn.Parameter(torch.randn(130, generator=generator))
 
 
 def _sum(model: Any) -> torch.Tensor:
-    inputs = torch.linspace(-1.0, 1.0, 33, dtype=model.matrix.dtype)
+    inputs = torch.linspace(-1.0, 1.0, ROWS_OF_MATRIX, dtype=model.matrix.dtype)
     return (inputs @ model.matrix + model.bias).square().mean() + model.weight.sum()
 
 
@@ -91,6 +93,30 @@ def both_ways(kind: str, flags: dict[str, Any], folder: Path) -> list[tuple[list
     return found
 
 
+def in_eight_bits(kind: str, flags: dict[str, Any], folder: Path) -> list[tuple[list[float], list[Any]]]:
+    """Losses and weights: AdamW's; trained through; from two checkpoints and AdamW's; AdamW from the last one's."""
+    find_torchao()
+    coded = {**flags, "optimizer": "adam8bit"}
+    found = []
+    for name, own in (("adam", flags), ("coded", coded)):
+        run = _new(kind, own, swaps=False)
+        losses = _trained(run, range(2))
+        for detached in (False, True):
+            write(run.backend.snapshot({"iteration": 2}, detached=detached), folder / f"{name}-{detached}")
+        found.append((losses + _trained(run, range(2, 4)), _everything(run)))
+    sizes = [getattr(value, "codes", None) for state in _inner(run).state.values() for value in state.values()]
+    assert sum(size is not None for size in sizes) == 2
+    for name, own in (("coded-False", coded), ("coded-True", coded), ("adam-True", coded), ("coded-True", flags)):
+        run = _new(kind, own, swaps=False)
+        run.backend.load(folder / name, optimizer=True, rng=True, schedule=True)
+        found.append((found[1][0][:2] + _trained(run, range(2, 4)), _everything(run)))
+    return found
+
+
+def _inner(run: TinySteps) -> Any:
+    return getattr(run.backend.optimizer, "optimizer", run.backend.optimizer)
+
+
 ROWS = [
     pytest.param("fsdp2", 2, "adam", id="FSDP2, 2 ranks"),
     pytest.param("fsdp2", 1, "adam", id="FSDP2", marks=pytest.mark.full),
@@ -118,3 +144,25 @@ def test_swapping_changes_no_value(
         for losses, state in found[1:]:
             assert str(losses) == str(found[0][0])  # one of them isn't a number
             assert state == found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        pytest.param("fsdp2", "adam", id="FSDP2"),
+        pytest.param("ptd", "distributed, bf16", id="Megatron, distributed optimizer, bf16"),
+        pytest.param("ptd", "adam", id="Megatron", marks=pytest.mark.full),
+    ],
+)
+def test_eight_bits_go_on_from_their_checkpoint_and_from_others(kind: str, flags: str, tmp_path: Path) -> None:
+    pool = RankPool(2, megatron=kind == "ptd")  # processes of its own: torchao can be found in them afterwards
+    try:
+        by_rank = pool.run(in_eight_bits, kind, FLAGS[flags], tmp_path)
+    finally:
+        pool.close()
+    for adam, through, *own, after_adam, before_adam in by_rank:
+        assert str(through[0]) != str(adam[0]) or through[1] != adam[1]
+        for losses, state in own:
+            assert str(losses) == str(through[0]) and state == through[1]
+        for losses, _ in (after_adam, before_adam):
+            assert losses[2:] == pytest.approx(adam[0][2:], rel=2e-3)
