@@ -93,10 +93,10 @@ class Pairs:
         return lambda save: launch_flags(files, **STEPS, global_batch_size=2, save=save), "pretrain_transformers.py"
 
     def megatron(self, folder: Path) -> tuple[Callable[[Path], list[str]], str]:
-        """The same under Megatron-core's optimizer in parts."""
+        """The same under Megatron-core's optimizer in parts, whose state streams through the device."""
         self.language(folder)
         settings = {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 256}
-        settings |= {"use_distributed_optimizer": True, "global_batch_size": 2, **STEPS}
+        settings |= {"use_distributed_optimizer": True, "swap_optimizer": True, "global_batch_size": 2, **STEPS}
         files = self._files
         return lambda save: launch_flags(files, **settings, save=save), "pretrain_vlm.py"
 
@@ -199,10 +199,11 @@ def test_how_a_step_went_is_read_with_the_next_one(
 
 @pytest.fixture(scope="module")
 def offloaded(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> set[Site]:
-    """What steps ask whose parameters are in pinned host memory; their state is the host's."""
+    """What steps ask whose parameters are in pinned host memory, and so their optimizer; their state is the host's."""
     file = tmp_path_factory.mktemp("offload") / "fsdp2.yaml"
     file.write_text("sharding_size: auto\noffload_to_cpu: true\npin_memory: true\n")
-    on_host, beside = (ranks2.run(steps, "fsdp2", beside, str(file), True, {})[0] for beside in (False, True))
+    swaps = {"swap_optimizer": True}
+    on_host, beside = (ranks2.run(steps, "fsdp2", beside, str(file), True, swaps)[0] for beside in (False, True))
     assert beside[0] == on_host[0]
     assert "pin" in beside[1][0]
     return beside[2]

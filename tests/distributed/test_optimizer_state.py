@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from mindspeed_mm.optimizer.clip import local_tensor
+from mindspeed_mm.optimizer.elementwise import AdamW
+from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from tests.support.apart import find_torchao
 from tests.support.megatron_state import write
 from tests.support.tiny_steps import Chunk, Line, Micro, TinySteps
@@ -19,6 +24,7 @@ FACTORS = (1.0, float("nan"), -2.0, 0.5)  # of a step's loss; the second one is 
 FLAGS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 1.0},
     "sgd": {"lr": 0.01, "optimizer": "sgd"},
+    "bf16": {"lr": 0.01, "weight_decay": 0.1, "bf16": True},
     "distributed": {"lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": True},
     "distributed, bf16": {"lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": True, "bf16": True},
 }
@@ -93,6 +99,40 @@ def both_ways(kind: str, flags: dict[str, Any], folder: Path) -> list[tuple[list
     return found
 
 
+def beside_torchs() -> list[str]:
+    """What differs from torch's fused AdamW over DTensors of uneven parts."""
+    mesh = init_device_mesh("cpu", (2,))
+    ends: list[list[torch.Tensor]] = []
+    for ours in (True, False):
+        model = nn.ModuleList([LineOfMatrices(), nn.Linear(3, 3)])
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param) * (1 + number))
+        fully_shard(model[0], mesh=mesh)
+        options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        sharded, plain = list(model[0].parameters()), list(model[1].parameters())
+        # torch's kernel takes the tensors of one mesh at a time
+        groups = [{"params": [*sharded, *plain]}] if ours else [{"params": sharded}, {"params": plain}]
+        optimizer: Any = AdamW(groups, **options) if ours else torch.optim.AdamW(groups, **options)
+        guard = GuardedOptimizer(optimizer) if ours else None
+        for factor in (0.7, 0.3, 0.9):
+            for param in model.parameters():
+                param.grad = torch.sin(param.detach() * 3 + factor)
+            if guard is not None:
+                guard.step(torch.tensor(factor), torch.tensor(True))
+            else:
+                optimizer.grad_scale, optimizer.found_inf = 1 / torch.tensor(factor), torch.zeros(())
+                optimizer.step()
+        states = [value for p in model.parameters() for _, value in sorted(optimizer.state[p].items())]
+        assert all(s.placements == p.placements for p in sharded for s in optimizer.state[p].values() if s.dim())
+        ends.append([local_tensor(t).detach() for t in (*model.parameters(), *states)])
+    return [str(number) for number, (a, b) in enumerate(zip(*ends, strict=True)) if not torch.equal(a, b)]
+
+
+def test_local_parts_are_stepped_as_torch_steps_dtensors(ranks2: RankPool) -> None:
+    assert ranks2.run(beside_torchs) == [[], []]
+
+
 def in_eight_bits(kind: str, flags: dict[str, Any], folder: Path) -> list[tuple[list[float], list[Any]]]:
     """Losses and weights: AdamW's; trained through; from two checkpoints and AdamW's; AdamW from the last one's."""
     find_torchao()
@@ -125,6 +165,7 @@ ROWS = [
     pytest.param("ptd", 2, "distributed", id="Megatron, distributed optimizer", marks=pytest.mark.full),
     pytest.param("ptd", 1, "adam", id="Megatron", marks=pytest.mark.full),
     pytest.param("ptd", 2, "sgd", id="Megatron, SGD", marks=pytest.mark.full),
+    pytest.param("ptd", 2, "bf16", id="Megatron, bf16", marks=pytest.mark.full),
 ]
 
 

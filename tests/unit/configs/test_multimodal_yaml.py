@@ -172,7 +172,7 @@ SEEN: dict[str, Seen] = {
     "training.lr_scaling_plan": Seen(
         ONE_SCALE, {"optimizer.lr_scale_modules": ("visual", "lm_head"), "optimizer.lr_mult": 0.1}
     ),
-    "training.optimizer": flag("optimizer.optimizer", "muon"),
+    "training.optimizer": Seen("adamw_swap", {"optimizer.optimizer": "adam", "optimizer.swap_optimizer": True}),
     "training.weight_decay": flag("optimizer.weight_decay", 0.1),
     "training.adam_beta1": flag("optimizer.adam_beta1", 0.1),
     "training.adam_beta2": flag("optimizer.adam_beta2", 0.1),

@@ -12,6 +12,7 @@ from torch import nn
 from mindspeed_mm.optimizer.build import build_optimizer
 from mindspeed_mm.optimizer.elementwise import AdamW
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
+from mindspeed_mm.utils import extras
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.apart import find_torchao
 from tests.support.runs import run_of
@@ -154,6 +155,7 @@ def test_it_learns_as_adamw_does() -> None:
     assert ((coded - adam).abs() / adam).max() < 0.1 and (coded[-8:].mean() / adam[-8:].mean() - 1).abs() < 0.03, found
 
 
-def test_without_torchao_it_is_refused() -> None:
+def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "torchao")
     with pytest.raises(ConfigError, match=r"--optimizer adam8bit needs torchao, .* 'mindspeed_mm\[quantization\]'"):
         build_optimizer(nn.Linear(2, 2), run_of(use_torch_fsdp2=True, optimizer="adam8bit").optimizer)

@@ -11,11 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mm.optimizer import state_homes
+from mindspeed_mm.optimizer.build import build_optimizer
 from mindspeed_mm.optimizer.elementwise import SGD, AdamW, ElementWise, FusedAdam
 from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.streamed_state import Swapped
+from mindspeed_mm.utils.errors import ConfigError
 from tests.support.fake_accelerator import fake_accelerator
 from tests.support.live_bytes import LiveBytes
+from tests.support.runs import run_of
 
 SHAPES = ((33, 7), (5,), (0, 4), (130, 3), (1,))
 STEPS, SKIPPED, IDLE = 5, 1, 4
@@ -180,3 +183,13 @@ def launched(kind: str, number: int) -> Counter[str]:
 def test_a_step_launches_as_much_for_any_number_of_parameters(kind: str) -> None:
     few, many = launched(kind, 3), launched(kind, 30)
     assert few == many and few.total() <= (12 if "fused" in kind else 40), many
+
+
+def test_what_cannot_be_swapped_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for optimizer in ("muon", "adam8bit"):
+        with pytest.raises(ConfigError, match=f"--swap-optimizer moves .*--optimizer {optimizer}"):
+            run_of(use_torch_fsdp2=True, optimizer=optimizer, swap_optimizer=True)
+    with fake_accelerator(offloads=True):
+        options = run_of(use_torch_fsdp2=True, swap_optimizer=True).optimizer
+        assert isinstance(build_optimizer(nn.Linear(2, 2), options).home, state_homes.Resident)  # type: ignore[union-attr]
+    assert "--swap-optimizer has no effect: offload_to_cpu keeps" in caplog.text
