@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.generation_data import GenerationDatasetParam
@@ -19,6 +20,7 @@ from mindspeed_mm.data.generation.clips import TOO_SHORT, ClipGeometry, ClipRead
 from mindspeed_mm.data.generation.collate import GenerationSample, collate
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.data.generation.transforms import check_values, covered, transformed
+from mindspeed_mm.data.loading.identity import hash_of, stamp
 from mindspeed_mm.data.media.media import SampleSize
 from mindspeed_mm.data.media.media_files import MediaFile, find_media
 from mindspeed_mm.data.places import Place
@@ -115,6 +117,10 @@ class ShapedDataset(Dataset, ABC):
         except Exception as error:
             self._unforeseen(row, error)
         return [SampleSize(self.rule.tokens(*self.shapes[bucket]), bucket=bucket)]
+
+    def sizes_key(self) -> str | None:
+        """A hash of everything that determines what `measure` returns, media files apart; None: it is quickly found."""
+        return None
 
     def bucket_of(self, index: int) -> int | None:
         """Return the number of a row's bucket; None: it gives no sample. With one bucket no row is read."""
@@ -228,6 +234,20 @@ class GenerationDataset(ShapedDataset):
 
         if any(steps is not None for steps in self._steps.values()):
             import torchvision.transforms.v2.functional  # noqa: F401
+
+    def sizes_key(self) -> str:
+        """A hash of everything that determines what `measure` returns, media files apart."""
+        return hash_of(
+            {
+                "buckets": 1,
+                "rows": [stamp(file.path) for file in self.source.files],
+                "entries": [repr(entry) for entry in self.source.entries],
+                "param": self.dataset_param.model_dump(),
+                "rule": repr(self.rule),
+                "shapes": list(map(repr, self.shapes.buckets)),
+                "indices": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.indices)),
+            }
+        )
 
     def _name(self, row: int) -> str:
         return self.source.where(row)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.conversation.encode import TOO_LONG, Encoder, Prepared, TokenSample
 from mindspeed_mm.data.conversation.tokens import Decoded
+from mindspeed_mm.data.loading.identity import hash_of, row_settings
 from mindspeed_mm.data.loading.token_cache import TokenCache
 from mindspeed_mm.data.media.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
@@ -201,6 +203,12 @@ class RecordDataset(Dataset):
         if isinstance(found, BadSample):
             return [SampleSize(0, fault=found.reason)]
         return [prepared.size for prepared in found]
+
+    def sizes_key(self) -> str:
+        """A hash of everything that determines what `measure` returns, media files apart."""
+        settings = row_settings(self.source, self.param, self.max_length, self.adapter)
+        indices = None if self.indices is None else xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.indices))
+        return hash_of({"sizes": 1, "mixture": repr(self.source.mixture), "indices": indices, **settings})
 
     def total_tokens(self) -> int | None:
         """Tokens of all samples, if there is a token cache."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mm.data.loading.user_rows import DrawnBatch
+from mindspeed_mm.data.plan.ahead import AheadPlans, RankPlan, can_plan_ahead, plans_of
 from mindspeed_mm.data.plan.plan import Planner
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -29,13 +30,17 @@ class PlannedBatches:
         check_rank(dp_rank, planner.layout.dp_size)
         self.planner = planner
         self.dp_rank = dp_rank
-        self._state = planner.state()
-        self._prefetched: deque[tuple[Mapping[str, Any], Sequence[tuple[int, str]]]] = deque()
-        self._running: Any = None
+        self._state: Mapping[str, Any] | None = planner.state()
+        self._finished: RankPlan | None = None
+        self._prefetched: deque[RankPlan] = deque()
+        self._running: Generator[RankPlan, None, None] | AheadPlans | None = None
 
     @property
     def state(self) -> Mapping[str, Any]:
         """State of the plan after the finished global batches, whatever has been prefetched."""
+        if self._state is None:
+            assert self._finished is not None
+            self._state = self._finished.state
         return self._state
 
     def go_to(self, state: Mapping[str, Any]) -> None:
@@ -46,23 +51,25 @@ class PlannedBatches:
 
     def finish_batch(self) -> Sequence[tuple[int, str]]:
         """Mark a global batch as finished; return the rows that its plan has left out."""
-        self._state, left_out = self._prefetched.popleft()
-        return left_out
+        self._state, self._finished = None, self._prefetched.popleft()
+        return self._finished.left_out
 
     def __iter__(self) -> Iterator[DrawnBatch]:
         """Yield this rank's micro-batches of `PlannedRow`s, from the state on."""
-        self.go_to(self._state)
-        self._running = self.planner.batches()
+        self.go_to(self.state)
+        ahead = can_plan_ahead(self.planner)
+        self._running = running = (
+            AheadPlans(self.planner, self.dp_rank) if ahead else plans_of(self.planner, self.dp_rank)
+        )
         size, ranks = self.planner.layout.micro_batch_size, self.planner.layout.dp_size
-        for batch in self._running:
-            self._prefetched.append((batch.state, batch.left_out))
-            end = batch.state["position"] if "position" in batch.state else batch.state["packing"]["next"]
-            first = end - self.planner.layout.global_batch_size
-            for number, rows in enumerate(batch.micro_batches[self.dp_rank]):
+        for plan in running:
+            self._prefetched.append(plan)
+            first = plan.end - self.planner.layout.global_batch_size
+            for number, rows in enumerate(plan.micro_batches):
                 yield DrawnBatch(rows, 0, first + (number * ranks + self.dp_rank) * size)
 
     def close(self) -> None:
-        """Stop the plan, and the workers that measure for it; prefetched batches are dropped."""
+        """Stop the plan, and the processes that plan and measure; prefetched batches are dropped."""
         running, self._running = self._running, None
         self._prefetched.clear()
         if running is not None:

@@ -5,7 +5,6 @@ Its name is a hash of everything that determines its content.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.data.loading.dataset import LazyEncoder, RecordDataset
+from mindspeed_mm.data.loading.identity import hash_of, row_settings
 from mindspeed_mm.data.loading.node_build import BuildProgress, build_once
 from mindspeed_mm.data.loading.token_cache import TokenCache
 from mindspeed_mm.data.sources.files import RowSource
@@ -57,27 +57,9 @@ def open_cache(dataset: RecordDataset) -> TokenCache:
 
 
 def _key(dataset: RecordDataset) -> str:
-    """A hash of everything that determines the content: rows, settings, the processor's files, the length limit."""
-    param = dataset.param
-    basic = {k: v for k, v in param.basic_parameters.model_dump().items() if k not in _WITHOUT_EFFECT}
-    model = Path(param.preprocess_parameters.model_name_or_path)
-    settings = {
-        "format": _FORMAT,
-        "rows": [_stamp(Path(file.path)) for file in dataset.source.files],
-        "offsets": dataset.source.offsets.tolist(),
-        "entries": [repr(entry) for entry in dataset.source.entries],
-        "basic": basic,
-        "preprocess": param.preprocess_parameters.model_dump(),
-        "processor": [_stamp(file) for file in sorted(model.glob("*")) if file.suffix in (".json", ".jinja", ".model")],
-        "max_length": dataset.max_length,
-        "adapter": type(dataset.adapter).__qualname__,
-    }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _stamp(path: Path) -> list[Any]:
-    status = path.stat()
-    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
+    """A hash of everything that determines the content."""
+    settings = row_settings(dataset.source, dataset.param, dataset.max_length, dataset.adapter, _WITHOUT_EFFECT)
+    return hash_of({"format": _FORMAT, **settings})
 
 
 def _build(dataset: RecordDataset, path: Path) -> None:

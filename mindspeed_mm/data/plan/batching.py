@@ -91,7 +91,7 @@ def build_planner(
         batching: Settings from the flags.
         train: False for evaluation: file order, every row once a pass, the last global batch filled up.
         seed: Decides the order of rows.
-        num_workers: Worker processes of the loader; half as many measure.
+        num_workers: Worker processes of the loader; half as many plan and measure, and without any this process does.
         capacity: The result of `pack_capacity`.
 
     Raises:

@@ -89,7 +89,7 @@ class FixedPlanner:
         self.order = order
         self.layout = layout
         self.drop_last = drop_last
-        self._measurer = measurer
+        self.measurer = measurer if grouping or balance else None
         self._grouping = grouping
         self._balance = balance or Balance()
         self._costs = costs or CostModel()
@@ -151,7 +151,7 @@ class FixedPlanner:
         per_epoch = self.samples_per_epoch
         self._position = place if per_epoch is None else epoch * per_epoch + min(place, per_epoch)
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    def batches(self) -> Generator[GlobalBatch, None, None]:
         """Yield global batches from the position on, without end."""
         layout = self.layout
         with closing(self._planned()) as planned:
@@ -171,20 +171,29 @@ class FixedPlanner:
             return balance_micro_batches(costs, layout.in_order())
         return layout.in_order()
 
+    def rows_to_measure(self) -> Iterator[int]:
+        """Yield the rows whose sizes `batches` asks for."""
+        return (row for batch in self._to_measure() for row in batch.rows if row != FILLER)
+
+    def _to_measure(self) -> Iterator[_Batch]:
+        """What is measured together: windows, or global batches."""
+        if self._grouping is not None:
+            return self._cut(self._grouping.window(self.layout.global_batch_size))
+        return self._filled(self._cut(1))
+
     def _planned(self) -> Generator[tuple[_Batch, _Sizes | None], None, None]:
         """Whole global batches; with sizes, if something is balanced."""
         if self._grouping is not None:
             yield from self._grouped(self._grouping)
         elif self._balance:
-            yield from self._measured(self._filled(self._cut(1)))
+            yield from self._measured()
         else:
             yield from ((batch, None) for batch in self._filled(self._cut(1)))
 
     def _grouped(self, grouping: Grouping) -> Generator[tuple[_Batch, _Sizes], None, None]:
         size = self.layout.global_batch_size
-        window = grouping.window(size)
         first = self._locate()
-        for run, sizes in self._measured(self._cut(window)):
+        for run, sizes in self._measured():
             key = self.order.seed, run.epoch, run.number
             for number, places in enumerate(grouping.regroup(sizes, size, key), start=run.number):
                 if (run.epoch, number) >= first:
@@ -194,11 +203,11 @@ class FixedPlanner:
                     bucket = grouping.bucket(found)
                     yield _Batch(run.epoch, number, rows, bucket), found + [_NOTHING] * missing
 
-    def _measured(self, batches: Iterator[_Batch]) -> Generator[tuple[_Batch, _Sizes], None, None]:
-        assert self._measurer is not None, "grouping and balance need sizes"
-        batches, prefetched = itertools.tee(batches)
+    def _measured(self) -> Generator[tuple[_Batch, _Sizes], None, None]:
+        assert self.measurer is not None, "grouping and balance need sizes"
+        batches, prefetched = itertools.tee(self._to_measure())
         rows = (row for batch in prefetched for row in batch.rows if row != FILLER)
-        with closing(self._measurer.sizes(rows)) as sizes:
+        with closing(self.measurer.sizes(rows)) as sizes:
             for batch in batches:
                 yield batch, [_NOTHING if row == FILLER else next(sizes) for row in batch.rows]
 

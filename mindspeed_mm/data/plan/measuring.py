@@ -1,24 +1,24 @@
-"""Measure the sizes of rows in advance, in worker processes where there are some, and keep them."""
+"""Measure the sizes of rows, each of them in one process of a node."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from torch.utils.data import Dataset
-
 from mindspeed_mm.data.media.media import SampleSize
-from mindspeed_mm.data.workers import WorkerFailure, next_batch, shut_down, start_loader, torch_loader, warm_up
+from mindspeed_mm.data.plan.node_folder import NodeFolder
+from mindspeed_mm.data.plan.size_table import SizeTable
 from mindspeed_mm.utils.errors import MMError
 
 _CHUNK = 32
-_UNKNOWN = -1
-NO_TOKENS = "no tokens"
+#: rows that a helper measures beyond those that have been asked for
+_AHEAD = 1024
+#: seconds after which a row that another process measures is measured in this one, too
+LONGEST_WAIT = 60.0
 
 
 class Measurable(Protocol):
@@ -28,144 +28,37 @@ class Measurable(Protocol):
         """Return the sizes of a row, one entry a piece."""
 
 
-@dataclass(frozen=True)
-class SampleSizes:
-    """The sizes of the samples of several rows, in order: arrays of one number a sample, [samples] int64.
-
-    Attributes:
-        places: the place of the sample's row among the rows.
-        pieces: its piece of the row.
-        tokens, patches, squared_patches: as in `SampleSize`.
-        faults: (place, reason) of the rows, or pieces of one, that give no sample.
-    """
-
-    places: np.ndarray
-    pieces: np.ndarray
-    tokens: np.ndarray
-    patches: np.ndarray
-    squared_patches: np.ndarray
-    faults: Sequence[tuple[int, str]]
-
-
-class SizeTable:
-    """Sizes of rows by number, in a few bytes a row; grows as rows are found."""
-
-    def __init__(self) -> None:
-        self._tokens = np.empty(0, dtype=np.int32)
-        self._media: np.ndarray | None = None  # [rows, 2] int64: patches, squared patches
-        self._buckets: np.ndarray | None = None  # [rows] int32
-        self._special: dict[int, list[SampleSize]] = {}  # rows of several pieces, and those with a fault
-        self._known = 0
-
-    def __len__(self) -> int:
-        """Number of rows that are known."""
-        return self._known
-
-    def __contains__(self, row: int) -> bool:
-        return row < len(self._tokens) and self._tokens[row] != _UNKNOWN
-
-    def __getitem__(self, row: int) -> list[SampleSize]:
-        if row in self._special:
-            return self._special[row]
-        patches, squared = self._media[row].tolist() if self._media is not None else (0, 0)
-        bucket = int(self._buckets[row]) if self._buckets is not None else _UNKNOWN
-        return [SampleSize(int(self._tokens[row]), patches, squared, bucket=None if bucket == _UNKNOWN else bucket)]
-
-    def __setitem__(self, row: int, sizes: list[SampleSize]) -> None:
-        self._reserve(row + 1)
-        self._known += self._tokens[row] == _UNKNOWN
-        self._tokens[row] = sum(size.tokens for size in sizes)
-        if len(sizes) != 1 or sizes[0].fault is not None:
-            self._special[row] = sizes
-            return
-        if sizes[0].patches:
-            if self._media is None:
-                self._media = np.zeros((len(self._tokens), 2), dtype=np.int64)
-            self._media[row] = sizes[0].patches, sizes[0].squared_patches
-        if sizes[0].bucket is not None:
-            if self._buckets is None:
-                self._buckets = np.full(len(self._tokens), _UNKNOWN, dtype=np.int32)
-            self._buckets[row] = sizes[0].bucket
-
-    def samples(self, rows: Sequence[int]) -> SampleSizes:
-        """Return the sizes of the samples of known rows."""
-        numbers = np.asarray(rows, dtype=np.int64)
-        places, pieces = np.arange(len(numbers)), np.zeros(len(numbers), dtype=np.int64)
-        tokens = self._tokens[numbers].astype(np.int64)
-        media = np.zeros((len(numbers), 2), dtype=np.int64) if self._media is None else self._media[numbers]
-        faults = [(int(place), NO_TOKENS) for place in np.flatnonzero(tokens == 0)]
-        special = [place for place, row in enumerate(rows) if row in self._special] if self._special else []
-        if special:
-            found = [(place, self._special[rows[place]]) for place in special]
-            several = np.array(
-                [
-                    (place, piece, size.tokens, size.patches, size.squared_patches)
-                    for place, sizes in found
-                    for piece, size in enumerate(sizes)
-                ],
-                dtype=np.int64,
-            ).reshape(-1, 5)
-            plain = np.ones(len(numbers), dtype=bool)
-            plain[special] = False
-            together = np.column_stack([places, pieces, tokens, media])[plain]
-            together = np.concatenate([together, several])
-            together = together[np.argsort(together[:, 0], kind="stable")]
-            places, pieces, tokens, media = together[:, 0], together[:, 1], together[:, 2], together[:, 3:]
-            of_special = set(special)
-            faults = [fault for fault in faults if fault[0] not in of_special]
-            faults += [(p, size.fault or NO_TOKENS) for p, sizes in found for size in sizes if not size.tokens]
-            faults.sort(key=lambda fault: fault[0])
-        if faults:
-            kept = tokens > 0
-            places, pieces, tokens, media = places[kept], pieces[kept], tokens[kept], media[kept]
-        return SampleSizes(places, pieces, tokens, media[:, 0], media[:, 1], faults)
-
-    def _reserve(self, rows: int) -> None:
-        if rows <= len(self._tokens):
-            return
-        more = max(rows, 2 * len(self._tokens), 1024) - len(self._tokens)
-        self._tokens = np.concatenate([self._tokens, np.full(more, _UNKNOWN, dtype=np.int32)])
-        if self._media is not None:
-            self._media = np.concatenate([self._media, np.zeros((more, 2), dtype=np.int64)])
-        if self._buckets is not None:
-            self._buckets = np.concatenate([self._buckets, np.full(more, _UNKNOWN, dtype=np.int32)])
-
-
-class _Measured(Dataset):
-    """The data set of the measuring workers: maps chunks of rows to their sizes; errors are returned as values."""
-
-    def __init__(self, dataset: Measurable) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, rows: Sequence[int]) -> Any:
-        try:
-            return [self._dataset.measure(row) for row in rows]
-        except MMError as error:
-            return WorkerFailure(str(error))
-
-
 class Measurer:
-    """Measures the sizes of rows in the order in which they will be needed.
+    """Measures the sizes of rows in the order in which they will be needed, and keeps them.
 
-    Every rank measures for itself, so that none waits for another; the results are equal. A row is measured once;
-    later epochs take its size from memory.
+    The processes of a node that read the same data share the sizes: each row is measured by the one that comes to it
+    first, and who needs a row that another process measures just now waits for that row alone. If that process ends,
+    or takes too long, the row is measured by who waits. The sizes don't depend on who has measured them.
 
     Args:
-        dataset: The data set.
-        num_workers: Processes that measure in advance; 0: rows are measured when they are needed.
+        dataset: The data set. Its `sizes_key()`, if it has one, names what its sizes depend on; without it, sizes are
+            shared with processes that are forked from this one only.
+        processes: Processes that measure in advance, beside the one that plans.
         num_rows: Returns the number of rows, None as long as it isn't known.
     """
 
-    def __init__(self, dataset: Measurable, num_workers: int, num_rows: Callable[[], int | None]) -> None:
-        self._dataset = dataset
-        self._num_workers = num_workers
+    def __init__(self, dataset: Measurable, processes: int, num_rows: Callable[[], int | None]) -> None:
+        self.dataset = dataset
+        self.processes = processes
         self._num_rows = num_rows
-        self.table = SizeTable()
+        self._folder: NodeFolder | None = None
+        self._table: SizeTable | None = None
+        self.asked: Any = None  # where helpers are told how many rows have been asked for
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the size of every row is known."""
-        return len(self.table) == self._num_rows()
+    def table(self) -> SizeTable:
+        """The sizes that are known."""
+        if self._table is None:
+            key = getattr(self.dataset, "sizes_key", None)
+            self._folder = NodeFolder.open(key() if callable(key) else None)
+            folder = None if self._folder is None else self._folder.path
+            self._table = SizeTable(self._num_rows(), folder)
+        return self._table
 
     def sizes(self, rows: Iterable[int]) -> Generator[list[SampleSize], None, None]:
         """Yield the sizes of each row, as `measured` yields the rows."""
@@ -176,43 +69,69 @@ class Measurer:
     def measured(self, rows: Iterable[int]) -> Generator[int, None, None]:
         """Yield `rows`, which may be endless and are read in advance; the size of each is in the table by then.
 
-        Closing the iterator ends its workers.
-
         Raises:
-            DataError: A row can't be used, or a worker died.
+            DataError: A row can't be used.
         """
         rows = iter(rows)
-        if self._num_workers and not self.is_complete:
-            yield from self._measured_by_workers(rows)
-        for row in rows:
-            if row not in self.table:
-                self.table[row] = self._dataset.measure(row)
-            yield row
+        while chunk := list(itertools.islice(rows, _CHUNK)):
+            if self.asked is not None:
+                self.asked.value += len(chunk)
+            unknown = self.table.unknown(chunk)
+            for row in chunk:
+                if unknown and row == unknown[0]:
+                    self._obtain(*unknown)
+                    del unknown[0]
+                yield row
 
-    def _measured_by_workers(self, rows: Iterator[int]) -> Iterator[int]:
-        """Yield rows measured by workers, until every row is known or `rows` ends."""
-        sent: deque[tuple[list[int], list[int]]] = deque()
+    def help(self, rows: Iterable[int]) -> None:
+        """Measure rows in advance, in a process that does nothing else, until all are known or `rows` ends.
 
-        def chunks() -> Iterator[list[int]]:
-            while chunk := list(itertools.islice(rows, _CHUNK)):
-                asked = [row for row in dict.fromkeys(chunk) if row not in self.table]
-                sent.append((chunk, asked))
-                yield asked
+        Args:
+            rows: Those that another process passes to `measured`.
+        """
+        rows, seen, idle = iter(rows), 0, 0
+        while self._folder is not None and (chunk := list(itertools.islice(rows, _CHUNK))):
+            while seen > self.asked.value + _AHEAD:
+                time.sleep(0.01)
+            unknown = self.table.unknown(chunk)
+            for row in unknown:
+                self._try(row)
+            seen += len(chunk)
+            idle = 0 if unknown else idle + len(chunk)
+            if idle >= (self._num_rows() or math.inf):
+                return
 
-        warm_up(self._dataset)
-        loader = torch_loader(_Measured(self._dataset), chunks(), self._num_workers, seed=0, prefetch_factor=8)
-        running = start_loader(loader)
-        try:
-            while not self.is_complete:
+    def close(self) -> None:
+        """Forget the sizes."""
+        if self._folder is not None:
+            self._folder.close()
+        self._folder = self._table = None
+
+    def _obtain(self, row: int, *following: int) -> None:
+        """Bring the size of a row into the table; while another process measures it, some of the following ones."""
+        deadline, others = time.monotonic() + LONGEST_WAIT, iter(following)
+        while row not in self.table:
+            if self._folder is None or time.monotonic() > deadline:
+                self.table[row] = self.dataset.measure(row)
+            elif self._folder.try_lock(row):
                 try:
-                    found = next_batch(running, self._num_workers)
-                except StopIteration:
-                    return
-                chunk, asked = sent.popleft()
-                for row, sizes in zip(asked, found, strict=True):
-                    self.table[row] = sizes
-                yield from chunk
+                    if row not in self.table:
+                        self.table[row] = self.dataset.measure(row)
+                finally:
+                    self._folder.unlock(row)
+            elif (other := next(others, None)) is None:
+                time.sleep(0.001)
+            else:
+                self._try(other)
+
+    def _try(self, row: int) -> None:
+        """Measure a row that may be needed later, unless another process does; it has its error when it is needed."""
+        if self._folder is None or not self._folder.try_lock(row):
+            return
+        try:
+            if row not in self.table:
+                self.table[row] = self.dataset.measure(row)
+        except MMError:
+            pass
         finally:
-            shut_down(running)
-        for chunk, _ in sent:
-            yield from chunk
+            self._folder.unlock(row)

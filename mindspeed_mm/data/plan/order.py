@@ -52,6 +52,10 @@ class Order(ABC):
     def find_end(self) -> int:
         """Return the number of rows of an epoch; searches for the end of the data where it is unknown."""
 
+    @abstractmethod
+    def end_found(self, num_rows: int) -> None:
+        """Take the number of rows of an epoch that another process has found."""
+
     def rows_from(self, position: int) -> Iterator[int]:
         """Yield rows without end, from a position on."""
         epoch, place = self.locate(position)
@@ -123,6 +127,9 @@ class FixedOrder(Order):
         """Return the number of rows of an epoch."""
         return self._num_rows
 
+    def end_found(self, num_rows: int) -> None:
+        """Take the number of rows of an epoch, which is known here."""
+
 
 class StreamOrder(Order):
     """Rows that are found while they are read: shuffled within a buffer of row numbers.
@@ -171,6 +178,10 @@ class StreamOrder(Order):
         while not self._complete:
             self._exists(self._found)
         return self._found
+
+    def end_found(self, num_rows: int) -> None:
+        """Take the number of rows of an epoch that another process has found."""
+        self._found, self._complete = num_rows, True
 
     def _drawn(self, epoch: int) -> Iterator[int]:
         stream = _stream(self.seed, epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,7 +121,7 @@ class PackPlanner:
         self.order = order
         self.layout = layout
         self.capacity = capacity
-        self._measurer = measurer
+        self.measurer = measurer
         self._costs = costs or CostModel()
         self._least_waiting = least_waiting
         self._next = 0
@@ -155,14 +155,17 @@ class PackPlanner:
         epoch = int(state["epoch"])
         return epoch * (self.order.find_end() if epoch else 0) + int(state["place"])
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    def rows_to_measure(self) -> Iterator[int]:
+        """Yield the rows whose sizes `batches` asks for: those of the samples that wait, then those that follow."""
+        before = self.order.rows_at([position for position, _ in self._pending])
+        return itertools.chain(before, self.order.rows_from(self._next))
+
+    def batches(self) -> Generator[GlobalBatch, None, None]:
         """Yield global batches from the state on, without end."""
         size = self.layout.global_batch_size
         pending = self._pending
-        before = self.order.rows_at([position for position, _ in pending])
-        following = self.order.rows_from(self._next)
-        with closing(self._measurer.measured(itertools.chain(before, following))) as measured:
-            waiting = self._measured_samples(list(itertools.islice(measured, len(before))), pending)
+        with closing(self.measurer.measured(self.rows_to_measure())) as measured:
+            waiting = self._measured_samples(list(itertools.islice(measured, len(pending))), pending)
             if lost := len(pending) - len(waiting):
                 notice(f"{lost} sample(s) that waited to be packed at the checkpoint aren't in the data any more")
             ahead = self._block([])
@@ -241,7 +244,7 @@ class PackPlanner:
 
     def _block(self, rows: list[int]) -> _Block:
         """The samples of rows that have been measured, the first of which is the next one."""
-        found = self._measurer.table.samples(rows)
+        found = self.measurer.table.samples(rows)
         tokens = np.minimum(found.tokens, self.capacity)  # the data set cuts longer samples
         costs = self._costs.costs(tokens, found.patches, found.squared_patches)
         numbers = np.asarray(rows, dtype=np.int64)[found.places]

@@ -6,10 +6,11 @@ don't depend on ranks, workers or micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mindspeed_mm.data.plan.measuring import Measurer
 from mindspeed_mm.data.plan.order import Order
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -94,11 +95,18 @@ class Planner(Protocol):
     order: Order
 
     @property
+    def measurer(self) -> Measurer | None:
+        """Measures the rows; None: nothing is measured."""
+
+    @property
     def samples_per_epoch(self) -> int | None:
         """Rows by which an epoch advances `consumed_samples`, fillers included; None where it isn't known."""
 
-    def batches(self) -> Iterator[GlobalBatch]:
-        """Yield global batches from the present state on, without end; closing the iterator frees its workers."""
+    def batches(self) -> Generator[GlobalBatch, None, None]:
+        """Yield global batches from the present state on, without end."""
+
+    def rows_to_measure(self) -> Iterator[int]:
+        """Yield the rows whose sizes `batches` asks for, from the present state on, without end."""
 
     def state(self) -> Mapping[str, Any]:
         """The present state."""

@@ -81,7 +81,7 @@ class RowSource:
         paths = [path for entry in entries for path in entry.paths]
         self.files: list[RowFile] = [open_rows(path, is_text=is_text) for path in paths]
         self._owner = [number for number, entry in enumerate(entries) for _ in entry.paths]
-        self._mixture = mixture or Mixture()
+        self.mixture = mixture or Mixture()
         self._drawn_entry, self._drawn_row = array("i"), array("q")
         self._draws: Iterator[tuple[int, int]] | None = None
         self.known_length: int | None = None
@@ -127,7 +127,7 @@ class RowSource:
         if index >= len(self._drawn_row) and self.known_length is None:
             if self._draws is None:
                 self._drawn_entry, self._drawn_row = array("i"), array("q")
-                self._draws = self._mixture.draw([entry.times for entry in self.entries], self._entry_has)
+                self._draws = self.mixture.draw([entry.times for entry in self.entries], self._entry_has)
             for entry, row in self._draws:
                 self._drawn_entry.append(entry)
                 self._drawn_row.append(row)
