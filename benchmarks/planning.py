@@ -161,9 +161,10 @@ def wait(sizes: Sizes) -> None:
                 stepped.append(_step(count))
             plans.close()
             measured.close()
+            how = f"planned {name}, sizes {'known' if is_known else 'found meanwhile'}"
             print(
-                f"planned {name}, sizes {'known' if is_known else 'found meanwhile'}: a step waits",
-                f"{median(waited):.1f} ms (worst {max(waited):.1f}), and takes {median(stepped) / alone:.2f} of its time without planning",
+                f"{how}: a step waits {median(waited):.1f} ms (worst {max(waited):.1f}),",
+                f"and takes {median(stepped) / alone:.2f} of its time without planning",
                 flush=True,
             )
 

@@ -127,8 +127,8 @@ def _mixed(source: RowSource, rows: np.ndarray, mixture: Mixture) -> np.ndarray 
     if source.lazy:
         return None
     parts = []
-    for entry, own in zip(source.entries, source.entry_rows(), strict=True):
-        low, high = np.searchsorted(rows, [own[0], own[-1] + 1]) if len(own) else (0, 0)
+    for entry, (begin, end) in zip(source.entries, source.entry_bounds(), strict=True):
+        low, high = np.searchsorted(rows, [begin, end])
         parts.append(repeated(rows[low:high], entry.times))
         if not len(parts[-1]) and (len(source.entries) > 1 or entry.times < 1):
             raise DataError(f"data set '{entry.name}': no row is left of it to train on")

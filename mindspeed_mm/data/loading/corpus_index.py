@@ -16,6 +16,7 @@ import numpy as np
 from mindspeed_mm.configs.corpus_config import CorpusParameters
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.loading.checking import LeftOut
+from mindspeed_mm.data.loading.identity import stamp
 from mindspeed_mm.data.loading.megatron_samples import document_lengths, write_documents
 from mindspeed_mm.data.loading.node_build import BuildProgress, build_once
 from mindspeed_mm.data.sources.files import DataEntry, RowSource
@@ -75,23 +76,19 @@ def _key(param: DatasetParam, entries: Sequence[DataEntry]) -> str:
     settings = {
         "format": _FORMAT,
         "entries": [repr(entry) for entry in entries],
-        "files": [_stamp(Path(path)) for entry in entries for path in entry.paths],
+        "files": [stamp(path) for entry in entries for path in entry.paths],
         "preprocess": param.preprocess_parameters.model_dump(),
-        "tokenizer": [_stamp(file) for file in sorted(model.glob("*")) if file.suffix in (".json", ".model", ".txt")],
+        "tokenizer": [stamp(file) for file in sorted(model.glob("*")) if file.suffix in (".json", ".model", ".txt")],
         "append_eod": (param.corpus or CorpusParameters()).append_eod,
         "on_bad_sample": param.basic_parameters.on_bad_sample,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _stamp(path: Path) -> list[Any]:
-    status = path.stat()
-    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
-
-
 def _build(folder: Path, *, param: DatasetParam, entries: Sequence[DataEntry], tokenizer: Any) -> None:
     source = RowSource(entries, is_text=True)
-    order = [repeated(rows, entry.times) for rows, entry in zip(source.entry_rows(), entries, strict=True)]
+    parts = zip(source.entry_bounds(), entries, strict=True)
+    order = [repeated(np.arange(begin, end), entry.times) for (begin, end), entry in parts]
     chunks = _Chunks(source, np.concatenate(order), param, tokenizer)
     folder.mkdir()
     kept: list[np.ndarray] = []

@@ -20,6 +20,7 @@ from mindspeed_mm.data.loading.identity import hash_of, row_settings
 from mindspeed_mm.data.loading.token_cache import TokenCache
 from mindspeed_mm.data.media.media import Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
+from mindspeed_mm.data.plan.order import as_row_numbers
 from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.data.sources.files import RowSource
 from mindspeed_mm.utils.errors import BadSample, DataError, MMError
@@ -121,7 +122,7 @@ class RecordDataset(Dataset):
         self.param = encoder.param
         self.max_length = encoder.max_length
         self.adapter = encoder.adapter
-        self.indices = indices
+        self.indices = None if indices is None else as_row_numbers(indices)
         self.lazy_encoder = encoder
         self.cache = cache
 

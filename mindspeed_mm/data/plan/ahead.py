@@ -17,6 +17,8 @@ from mindspeed_mm.utils.errors import DataError, MMError
 
 #: global batches that are planned and not taken yet; a pipe of this size holds them, so that taking one never waits
 _BATCHES_AHEAD, _PIPE_BYTES = 4, 1 << 20
+#: seconds in which a process ends that is asked to
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ class AheadPlans:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            process.join()
+            process.join(_PATIENCE)
+            if process.is_alive():  # it was forked so lately that its parent's handler has taken the signal
+                process.kill()
+                process.join()
         self._processes.clear()
 
 

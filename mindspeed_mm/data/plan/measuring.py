@@ -10,9 +10,9 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from mindspeed_mm.data.media.media import SampleSize
-from mindspeed_mm.data.plan.node_folder import NodeFolder
-from mindspeed_mm.data.plan.size_table import SizeTable
+from mindspeed_mm.data.plan.size_table import ROW_BYTES, SizeTable
 from mindspeed_mm.utils.errors import MMError
+from mindspeed_mm.utils.node_folder import NodeFolder
 
 _CHUNK = 32
 #: rows that a helper measures beyond those that have been asked for
@@ -55,9 +55,9 @@ class Measurer:
         """The sizes that are known."""
         if self._table is None:
             key = getattr(self.dataset, "sizes_key", None)
-            self._folder = NodeFolder.open(key() if callable(key) else None)
-            folder = None if self._folder is None else self._folder.path
-            self._table = SizeTable(self._num_rows(), folder)
+            num_rows = self._num_rows()
+            self._folder = NodeFolder.open(key() if callable(key) else None, ROW_BYTES * (num_rows or 0))
+            self._table = SizeTable(num_rows, None if self._folder is None else self._folder.path)
         return self._table
 
     def sizes(self, rows: Iterable[int]) -> Generator[list[SampleSize], None, None]:

@@ -21,7 +21,7 @@ NO_TOKENS = "no tokens"
 #: rows of a part of the table, where their number isn't known, and at most
 _PART_ROWS, _MOST_PART_ROWS = 1 << 16, 1 << 22
 #: bytes of a row: patches and their squares int64, tokens and bucket int32
-_ROW_BYTES = 24
+ROW_BYTES = 24
 #: tokens + 1 and bucket + 1 are kept, so that 0 is unknown; this marks rows of several pieces or with a fault, whose
 #: sizes are in a file of their own, at (start, length) in place of patches
 _SPECIAL = -1
@@ -164,11 +164,11 @@ class SizeTable:
         content: np.ndarray = np.zeros(0, dtype=np.uint8)
         if self._folder is not None:
             try:
-                content = np.frombuffer(_mapped(self._folder / f"{number}.sizes", rows * _ROW_BYTES), dtype=np.uint8)
+                content = np.frombuffer(_mapped(self._folder / f"{number}.sizes", rows * ROW_BYTES), dtype=np.uint8)
             except OSError as error:
                 notice(f"{self._folder}: {error.strerror or error}; each process measures these rows for itself")
         if not len(content):
-            content = np.zeros(rows * _ROW_BYTES, dtype=np.uint8)
+            content = np.zeros(rows * ROW_BYTES, dtype=np.uint8)
         media, tokens, buckets = np.split(content, [16 * rows, 20 * rows])
         return _Part(media.view(np.int64).reshape(rows, 2), tokens.view(np.int32), buckets.view(np.int32))
 

@@ -114,13 +114,10 @@ class RowSource:
             raise TypeError("rows that are found while training goes on have no number of rows")
         return int(self.offsets[-1])
 
-    def entry_rows(self) -> list[np.ndarray]:
-        """Return the numbers of the rows of each data set, [rows] int64 each."""
-        bounds = [
-            (int(self.offsets[self._owner.index(number)]), self.entries[number]) for number in range(len(self.entries))
-        ]
-        ends = [*(begin for begin, _ in bounds[1:]), len(self)]
-        return [np.arange(begin, end) for (begin, _), end in zip(bounds, ends, strict=True)]
+    def entry_bounds(self) -> list[tuple[int, int]]:
+        """Return the numbers of the first row of each data set, and of the first one after it."""
+        begins = [int(self.offsets[self._owner.index(number)]) for number in range(len(self.entries))]
+        return list(itertools.pairwise([*begins, len(self)]))
 
     def _draw_until(self, index: int) -> bool:
         """Draw lazy rows up to number `index`; False if there are fewer."""

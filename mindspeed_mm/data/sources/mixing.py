@@ -58,7 +58,9 @@ class Mixture:
         Returns:
             [rows of the mixture] int64.
         """
-        if len(rows) == 1 or self.strategy == "concat":
+        if len(rows) == 1:
+            return rows[0]
+        if self.strategy == "concat":
             return np.concatenate(list(rows))
         sizes = np.array([len(part) for part in rows])
         draws = self._enough_draws(sizes)
@@ -139,6 +141,8 @@ def repeated(rows: np.ndarray, times: float) -> np.ndarray:
         times: Above 0; 2.5 is two passes and every second row once more.
     """
     whole, share = divmod(times, 1)
+    if times == 1:
+        return rows
     numbers = np.arange(len(rows), dtype=np.float64)
     rest = rows[np.floor((numbers + 1) * share) > np.floor(numbers * share)]
     return np.concatenate([rows] * int(whole) + [rest])

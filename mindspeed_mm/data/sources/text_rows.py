@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import array
+import hashlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from mindspeed_mm.data.sources.json_rows import RowBounds
 from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.node_folder import NodeFolder
 
 _READ_AHEAD = 4 << 20
+#: bytes of a file from which on the processes of a node share the places of its rows
+_SHARED_BYTES = 8 << 20
 BAD_ROW = "a row can't be read"
 
 
@@ -45,7 +50,9 @@ class TextFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._starts, self._ends = array.array("q"), array.array("q")
+        self._starts: Any = array.array("q")  # or mapped: [rows] int64
+        self._ends: Any = array.array("q")
+        self._folder: NodeFolder | None = None  # where they are mapped from
         self._position: int | None = 0  # where the search continues; None: all rows have been found
         self._descriptor: int | None = None
 
@@ -76,9 +83,33 @@ class TextFile:
         self._ends.frombytes(bounds.ends.astype(np.int64).tobytes())
 
     def __len__(self) -> int:
+        if self._position is not None and os.path.getsize(self.path) >= _SHARED_BYTES:
+            self._share_bounds()
         while self._position is not None:
             self._find_more(self._position)
         return len(self._starts)
+
+    def _share_bounds(self) -> None:
+        """Find all rows, or take what another process of the node has found; one copy is mapped into all of them."""
+        status = os.stat(self.path)
+        version = type(self).__qualname__, os.path.abspath(self.path), status.st_size, status.st_mtime_ns
+        folder = NodeFolder.open(f"rows-{hashlib.sha256(repr(version).encode()).hexdigest()[:16]}")
+        if folder is None:
+            return
+        try:
+            bounds = np.memmap(folder.once("bounds", self._write_bounds), dtype=np.int64, mode="r")
+        except (OSError, ValueError):  # no space for them, or no rows
+            folder.close()
+            return
+        self._starts, self._ends = np.asarray(bounds).reshape(2, -1)
+        self._position, self._folder = None, folder
+
+    def _write_bounds(self, path: Path) -> None:
+        while self._position is not None:
+            self._find_more(self._position)
+        with open(path, "wb") as file:
+            file.write(self._starts)
+            file.write(self._ends)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index`."""
@@ -117,7 +148,7 @@ class TextFile:
         return f"{self.path}, line {line} (row {index + 1})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}
+        return {**self.__dict__, "_descriptor": None, "_folder": None}
 
     def __del__(self) -> None:
         descriptor = getattr(self, "_descriptor", None)

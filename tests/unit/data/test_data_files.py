@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_mm.data.sources import json_rows
+from mindspeed_mm.data.sources import json_rows, text_rows
 from mindspeed_mm.data.sources.files import DataEntry, RowSource
 from mindspeed_mm.data.sources.row_files import JsonFile, open_rows
 from mindspeed_mm.data.sources.table_files import ArrowFile, ParquetFile
+from mindspeed_mm.data.sources.text_rows import TextFile
 from mindspeed_mm.utils.errors import BadSample, DataError
 
 ROWS = [{"a": 1, "t": 'quote " brace } slash \\'}, {"a": 2, "t": "图片"}, {"a": 3, "n": {"x": [1, {"y": "]"}]}}]
@@ -267,6 +271,47 @@ def _child_reads(file: Any, index: int) -> Any:
     os.close(write)
     with os.fdopen(read) as pipe:
         return int(pipe.read())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_the_processes_of_a_node_search_a_file_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at the same time; the places of its rows are mapped into both, and go with the last of them."""
+    rows = [{"i": i} for i in range(3000)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("i\n" + "".join(f"{row['i']}\n" for row in rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) if kind == "jsonl" else json.dumps(rows))
+    write = TextFile._write_bounds
+
+    def slowly(file: TextFile, working: Path) -> None:
+        with open(tmp_path / "noted", "a") as noted:
+            noted.write("searched\n")
+        time.sleep(0.3)
+        write(file, working)
+
+    def read(seen: Path) -> None:
+        file = open_rows(str(path))
+        count = len(file)
+        seen.write_text(json.dumps([count, int(file.row(2999)["i"]), pickle.loads(pickle.dumps(file)).row(7)]))
+
+    monkeypatch.setattr(text_rows, "_SHARED_BYTES", 0)
+    monkeypatch.setattr(TextFile, "_write_bounds", slowly)
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=read, args=(tmp_path / f"seen{number}",)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    expected = [3000, 2999, {"i": "7" if kind == "csv" else 7}]
+    assert [json.loads((tmp_path / f"seen{number}").read_text()) for number in range(2)] == [expected] * 2
+    assert (tmp_path / "noted").read_text() == "searched\n"
+    file = open_rows(str(path))
+    assert len(file) == 3000 and not any(isinstance(bound, array.array) for bound in (file._starts, file._ends))
+    folder = file._folder.path
+    assert folder.exists()
+    file._folder.close()
+    assert not folder.exists() and file.row(5) == ({"i": "5"} if kind == "csv" else {"i": 5})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow"])

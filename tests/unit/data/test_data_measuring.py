@@ -9,16 +9,17 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_mm.data.media.media import SampleSize
 from mindspeed_mm.data.plan import measuring
 from mindspeed_mm.data.plan.measuring import Measurer
-from mindspeed_mm.data.plan.node_folder import NodeFolder
 from mindspeed_mm.data.plan.order import FixedOrder
 from mindspeed_mm.data.plan.size_table import SizeTable
 from mindspeed_mm.utils.errors import BadSample
+from mindspeed_mm.utils.node_folder import NodeFolder
 from tests.unit.data.fake_data import FakeRows, measurer, take
 
 
@@ -198,10 +199,24 @@ def test_the_folder_goes_with_its_last_user_and_what_a_killed_run_has_left_with_
     fourth.close()
 
 
+def test_a_place_that_is_too_small_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    free = {first: 1000, second: 10**9}
+    monkeypatch.setattr(NodeFolder, "_places", staticmethod(lambda: [first, second]))
+    monkeypatch.setattr(os, "statvfs", lambda base: SimpleNamespace(f_bavail=free[base], f_frsize=1))
+    small, large = NodeFolder.open("small", 500), NodeFolder.open("large", 501)
+    free[first] = 0
+    again = NodeFolder.open("small", 500)  # where it is already
+    assert small is not None and large is not None and again is not None
+    assert [folder.path.parent for folder in (small, large, again)] == [first, second, first]
+
+
 def test_without_a_place_to_share_each_process_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.setattr(NodeFolder, "_places", staticmethod(lambda: [tmp_path / "missing"]))
     dataset = FakeRows([3] * 40)
     assert list(measurer(dataset).sizes(range(40))) == [[SampleSize(3)]] * 40
-    assert any("measures the rows of the data for itself" in line for line in said)
+    assert any("share nothing of what they find" in line for line in said)

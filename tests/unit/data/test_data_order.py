@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from mindspeed_mm.data.plan import order as orders
 from mindspeed_mm.data.plan.order import FixedOrder, Order, StreamOrder
 from mindspeed_mm.utils.errors import DataError
 
@@ -76,3 +79,15 @@ def test_no_rows() -> None:
         FixedOrder(0)
     with pytest.raises(DataError, match="no rows"):
         first(stream(0), 1)
+
+
+def test_the_order_of_an_epoch_is_that_of_a_stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two rows have drawn the same number, which the faster sort leaves in any order."""
+    for rows, epoch in ((1, 0), (2, 1), (5000, 3)):
+        drawn = np.random.PCG64(np.random.SeedSequence((7, epoch))).random_raw(rows)
+        found = orders.shuffled(rows, 7, epoch)
+        assert found.tolist() == np.argsort(drawn, kind="stable").tolist() and found.dtype == np.int32
+    few = np.random.RandomState(0).randint(0, 10, 5000).astype(np.uint64)
+    monkeypatch.setattr(orders, "_stream", lambda *_: SimpleNamespace(random_raw=lambda count: few[:count]))
+    assert orders.shuffled(5000, 7, 0).tolist() == np.argsort(few, kind="stable").tolist()
+    assert orders.as_row_numbers(np.array([5, 2**31])).dtype == np.int64

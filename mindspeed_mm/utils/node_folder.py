@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import uuid
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_mm.utils.log import notice
@@ -39,27 +41,35 @@ class NodeFolder:
         self._release = weakref.finalize(self, _leave, path, users, self._rows, os.getpid())
 
     @classmethod
-    def open(cls, key: str | None) -> NodeFolder | None:
+    def open(cls, key: str | None, size: int = 0) -> NodeFolder | None:
         """Return the folder of a name, which is made where no process uses it, and is empty then.
 
         Args:
             key: Name that all processes know; None: a folder of this process and those that are forked from it.
+            size: Bytes that it will hold; a place with less than twice as many left is passed over.
 
         Returns:
             The folder; None where there is no place for it.
         """
         if fcntl is None:
             return None
-        name = f"{_PREFIX}-{os.getuid()}-"
-        for base in cls._places():
+        prefix = f"{_PREFIX}-{os.getuid()}-"
+        name = prefix + (key or uuid.uuid4().hex)
+        for base in sorted(cls._places(), key=lambda base: not (base / name).exists()):
             try:
-                path = base / (name + (key or uuid.uuid4().hex))
-                _remove_unused(base, name, path)
+                path = base / name
+                _remove_unused(base, prefix, path)
+                space = os.statvfs(base)
+                if not path.exists() and space.f_bavail * space.f_frsize < 2 * size:
+                    continue
                 return cls(path, _use(path))
             except OSError:
                 continue
         places = " or ".join(map(str, cls._places()))
-        notice(f"no folder can be made in {places}: each process measures the rows of the data for itself")
+        notice(
+            f"no folder for {size} bytes can be made in {places}: processes of this node share nothing of what they "
+            "find in the data"
+        )
         return None
 
     @staticmethod
@@ -70,8 +80,29 @@ class NodeFolder:
         """Leave the folder; the last process removes it."""
         self._release()
 
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """Return a file of the folder, which one process makes and the others wait for.
+
+        Args:
+            name: The file.
+            make: Writes it under the path that it is given. If the process that makes it ends, another one does.
+        """
+        path = self.path / name
+        while not path.exists():
+            if not self.try_lock(0):
+                time.sleep(0.01)
+                continue
+            try:
+                if not path.exists():
+                    working = self.path / f"{name}.tmp"
+                    make(working)
+                    working.rename(path)
+            finally:
+                self.unlock(0)
+        return path
+
     def try_lock(self, row: int) -> bool:
-        """Lock a row, unless another process has locked it; the lock ends with the process."""
+        """Lock a number, unless another process has locked it; the lock ends with the process."""
         try:
             fcntl.lockf(self._rows, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
         except OSError:
@@ -79,7 +110,7 @@ class NodeFolder:
         return True
 
     def unlock(self, row: int) -> None:
-        """Free a row that this process has locked."""
+        """Free a number that this process has locked."""
         fcntl.lockf(self._rows, fcntl.LOCK_UN, 1, row)
 
 
