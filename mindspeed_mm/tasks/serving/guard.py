@@ -21,6 +21,7 @@ AsgiEvent = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiEvent]]
 Send = Callable[[AsgiEvent], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Check = Callable[[str, Mapping[str, Any]], None]
 
 _BODY_SECONDS = 60.0  # that a client may let the server wait for the next part of a body
 _SEND_SECONDS = 60.0  # that a client may let the server wait before it takes the next part of an answer
@@ -60,7 +61,7 @@ class RequestGuard:
         limits: ServeLimits,
         metrics: ServeMetrics,
         api_key: str | None = None,
-        check: Callable[[str, Mapping[str, Any]], None] | None = None,
+        check: Check | None = None,
         paths: Sequence[str] | None = None,
     ) -> None:
         self.app = app
@@ -117,7 +118,7 @@ class RequestGuard:
             body = await self._read(scope, receive, held)
             if body is not None:
                 if self._check is not None:
-                    await asyncio.to_thread(self._checked, path, body)
+                    await asyncio.to_thread(_checked, self._check, path, body)
                 await self._run(scope, body, receive, send)
         finally:
             self.in_flight -= 1
@@ -162,10 +163,6 @@ class RequestGuard:
     def _too_large(self) -> RequestError:
         most = self._limits.body_bytes // 2**20
         return RequestError(f"the body is larger than {most} MiB (the server's --max-request-mib)", status=413)
-
-    def _checked(self, path: str, body: bytes) -> None:
-        if self._check is not None:
-            self._check(path, _json_object(body))
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application, and cancel it when the client goes away."""
@@ -249,11 +246,11 @@ async def _refuse(send: Send, error: RequestError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _json_object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object that a body holds.
+def _checked(check: Check, path: str, body: bytes) -> None:
+    """Let a check see the JSON object that a body holds.
 
     Raises:
-        RequestError: it holds something else.
+        RequestError: it holds something else, or the check refuses it.
     """
     try:
         content = json.loads(body)
@@ -261,4 +258,4 @@ def _json_object(body: bytes) -> Mapping[str, Any]:
         content = None
     if not isinstance(content, dict):
         raise RequestError("the body must be a JSON object")
-    return content
+    check(path, content)
