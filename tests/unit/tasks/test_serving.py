@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
+import multiprocessing
+import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +21,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mindspeed_mm.tasks.serving import describe, guard
-from mindspeed_mm.tasks.serving.describe import ServeLimits, describe_serving
+from mindspeed_mm.tasks.serving import describe, guard, server
+from mindspeed_mm.tasks.serving.describe import ServeLimits, ServeRun, describe_serving
 from mindspeed_mm.tasks.serving.errors import RequestError
 from mindspeed_mm.tasks.serving.guard import RequestGuard
 from mindspeed_mm.tasks.serving.media import read_url
@@ -24,6 +31,7 @@ from mindspeed_mm.tasks.serving.text_stream import TextStream
 from mindspeed_mm.tasks.serving.vllm_server import GUARD_VARIABLE, VllmGuard, command_of, exported, guard_settings
 from mindspeed_mm.tools import cli
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import logger
 from tests.support.bad_requests import bomb, picture, with_url
 
 LIMITS = ServeLimits(requests=2, body_bytes=1000, media=2, image_pixels=1000)
@@ -228,6 +236,97 @@ def test_a_guard_limits_requests_and_bodies(monkeypatch: pytest.MonkeyPatch) -> 
         assert (status, answer["error"]["code"]) == (503, "loading")
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def serve_in_child(run: ServeRun, load: Callable[[], Any], log: Path) -> None:
+    """Serve in a forked process with another application."""
+    server.load_application = lambda run, metrics: load()  # type: ignore[assignment]
+    with open(log, "w", buffering=1) as output:
+        for handler in logger.handlers:
+            handler.stream = output  # type: ignore[attr-defined]
+        try:
+            status = server.serve(run)
+        except ConfigError as error:
+            output.write(str(error))
+            status = 3
+    os._exit(status)
+
+
+async def never(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers nothing."""
+    await asyncio.Event().wait()
+
+
+def broken() -> None:
+    """Raise what a wrong directory does."""
+    raise ConfigError("no such model")
+
+
+@pytest.mark.parametrize(
+    ("load", "asks", "signals", "status", "words"),
+    [
+        (lambda: time.sleep(60), False, 1, 0, "SIGTERM: 0 answers"),
+        (broken, False, 0, 3, "no such model"),
+        (lambda: never, True, 1, 1, "1 answers are cut off"),
+        (lambda: never, True, 2, 143, "SIGTERM: 1 answers"),
+    ],
+    ids=["while it loads", "a model that can't be loaded", "the limit of time", "twice"],
+)
+def test_how_a_server_ends(
+    load: Callable[[], Any], asks: bool, signals: int, status: int, words: str, qwen3_dir: Path, tmp_path: Path
+) -> None:
+    """By its exit status, whatever it does when the signal comes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run = replace(describe_serving(["--load", str(qwen3_dir)]), port=port, drain_seconds=0.3 if signals < 2 else 60)
+    log = tmp_path / "log"
+    child = multiprocessing.get_context("fork").Process(target=serve_in_child, args=(run, load, log))
+    child.start()
+    deadline = time.monotonic() + 30
+
+    def status_of(path: str, body: bytes | None = None, seconds: float = 30) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+        connection.request("GET" if body is None else "POST", path, body)
+        return connection.getresponse().status
+
+    try:
+        if asks:
+            with socket.create_connection(("127.0.0.1", wait_for_port(port, deadline))) as client:
+                while "serving" not in log.read_text() and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                client.sendall(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+                time.sleep(0.2)
+                for _ in range(signals):
+                    os.kill(child.pid or 0, signal.SIGTERM)
+                    time.sleep(0.1)
+                child.join(30)
+        elif signals:
+            wait_for_port(port, deadline)
+            assert status_of("/health") == 503
+            os.kill(child.pid or 0, signal.SIGTERM)
+        child.join(30)
+        assert child.exitcode == status, log.read_text()
+        assert words in log.read_text()
+    finally:
+        child.kill()
+        child.join()
+
+
+def wait_for_port(port: int, deadline: float) -> int:
+    """Wait until somebody listens; returns the port."""
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return port
+        time.sleep(0.02)
+    raise AssertionError("nobody listens")
+
+
+def test_a_port_that_is_taken(qwen3_dir: Path) -> None:
+    """It is told before the model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        run = replace(describe_serving(["--load", str(qwen3_dir)]), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"Address already in use.*; write another address or port"):
+            server.serve(run)
 
 
 def test_media_are_fetched_from_named_hosts_alone(tmp_path: Path) -> None:
