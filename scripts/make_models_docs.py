@@ -41,6 +41,22 @@ a test checks. "Megatron-core form": the family also trains without `--use-torch
 """
 
 REST = """
+## Attention
+
+Without `attn_implementation` in model.json, the language model's attention is computed document by document, without a
+mask, by the fastest kernel of the device: FlashAttention-3 where `flash_attn_interface` is installed (Hopper), else
+PyTorch's own FlashAttention-2, on CUDA with bf16 or fp16; `npu_fusion_attention` on Ascend devices; PyTorch's flash
+attention on the host; and PyTorch's `scaled_dot_product_attention` where none of these computes the dtype or the size
+of the heads. Sliding windows and attention sinks are computed, too. Encoders that cut one long row into images, frames
+or windows compute each of them by the same kernels, and read their lengths once instead of in every layer.
+`mindspeed-mm doctor` prints the table for the machine, and why other kernels aren't taken.
+
+transformers' own attention, under masks, remains: in the families <masked>;
+with `attention_dropout` or `attn_logit_softcapping` in config.json; for rows whose `attention_mask` has zeros between
+its tokens, and padded rows of a model with linear attention; while a model writes answers; and wherever
+`attn_implementation` states one (`sdpa`, `eager`, `flash_attention_2` …). A part may state its own, as in
+`text_decoder.attn_implementation`.
+
 ## Models without a family
 
 Any other architecture of transformers with a language-model head trains on FSDP2 without registration:
@@ -141,6 +157,12 @@ def generation_row(family: type[PredictorFamily]) -> list[str]:
     ]
 
 
+def masked_families() -> str:
+    """The families whose language models have transformers' own attention, by model type."""
+    classes = {name: family.model_class for name in ModelHub.families() if (family := find_family(name)) is not None}
+    return ", ".join(f"`{name}`" for name, found in classes.items() if traits_of(found).attention is None)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -153,7 +175,7 @@ def make_page() -> str:
     of_pictures = sorted(set(predictors().values()), key=lambda family: family.names)
     generation = table(GENERATION_HEAD, [generation_row(family) for family in of_pictures])
     older = table(("published", "today"), [[f"`{old}`", f"`{new}`"] for old, new in OLDER_PATHS.items()])
-    rest = REST.replace("<older paths>\n", older)
+    rest = REST.replace("<older paths>\n", older).replace("<masked>", masked_families())
     return INTRODUCTION + "\n" + adapted + rest + GENERATION + generation + GENERATION_REST
 
 

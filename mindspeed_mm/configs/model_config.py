@@ -55,7 +55,9 @@ class ModuleBlock(Section):
     """One part of the model. Without `freeze` it is trained."""
 
     freeze: Bool | None = Field(None, description="true = its parameters stay as they are; absent = trained")
-    attn_implementation: Attention = Field(None, description="attention kernel of this part; absent = transformers'")
+    attn_implementation: Attention = Field(
+        None, description="attention of this part; absent = the fastest kernel"
+    )
 
 
 class ImageEncoderBlock(Section):
@@ -173,7 +175,7 @@ class TransformersModelConfig(Section):
     )
     trust_remote_code: Bool = Field(False, description="the same as --trust-remote-code, for the whole run")
     plugin: Plugins = Field([], description="modules imported first; they may register models")
-    attn_implementation: Attention = Field(None, description="attention kernel of every part that names none itself")
+    attn_implementation: Attention = Field(None, description="attention of every part that names none itself")
     image_encoder: ImageEncoderBlock = Field(ImageEncoderBlock(), description="vision tower and projector")
     vision_encoder: ModuleBlock = Field(ModuleBlock(), description="the same as image_encoder.vision_encoder")
     vision_projector: ModuleBlock = Field(ModuleBlock(), description="the same as image_encoder.vision_projector")

@@ -19,7 +19,7 @@ from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
-from mindspeed_mm.models.common.document_attention import KEYWORD, DocumentAttention
+from mindspeed_mm.models.common.document_attention import KEYWORD, LINEAR, DocumentAttention
 from mindspeed_mm.models.common.exact_positions import ExactPositions
 from mindspeed_mm.models.common.expert_load import ExpertLoad
 from mindspeed_mm.models.common.family import (
@@ -119,6 +119,8 @@ class TransformersModel(MultiModalModule):
         elif why_by_masks(self.model, self.traits, described) is None:
             language_model = self.model.get_submodule(str(self.traits.language_model))
             self._documents = DocumentAttention(language_model, type(self.model).__name__)
+            if self.traits.attention != "causal":
+                self._boundaries = SampleBoundaries(language_model, type(self.model).__name__, only=LINEAR)
         elif self.traits.packed_positions is not None and self.traits.language_model is not None:
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
@@ -152,7 +154,7 @@ class TransformersModel(MultiModalModule):
             positions_of = require_packed_positions(self.traits, type(self.model).__name__)
             batch["position_ids"] = positions_of(self.model, batch, documents)
             batch["packed_rows"] = PackedRows.of(documents)
-        if self._documents is not None:
+        if self._documents is not None and (documents is not None or self.traits.attention == "causal"):
             batch[KEYWORD] = row_documents(batch, documents)
         if self._expert_load.has_experts and documents is not None:
             batch["is_token"] = documents > 0
@@ -211,12 +213,13 @@ class TransformersModel(MultiModalModule):
             key = min(unprepared)
             raise DataError(f"a micro-batch with '{key}' came to the model as it was collated; call prepare() first")
         packed_rows = batch.pop("packed_rows", None)
-        if self._documents is not None:
-            self._documents.for_batch(batch.pop(KEYWORD, None))
+        needs_no_masks = batch.get(KEYWORD) is not None and self.traits.attention == "causal"
         if self._context is not None:
             self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)
-        elif packed_rows is not None and self.traits.packed_masks is not None and self._documents is None:
+        elif packed_rows is not None and self.traits.packed_masks is not None and not needs_no_masks:
             batch["attention_mask"] = self.traits.packed_masks(self.model, {**batch, "packed_rows": packed_rows})
+        if self._documents is not None:
+            self._documents.for_batch(batch.pop(KEYWORD, None))
         if self._boundaries is not None:
             self._boundaries.for_batch(packed_rows)
         if self._positions is not None:

@@ -46,13 +46,14 @@ class PackedRows:
 class SampleBoundaries:
     """Passes a packed batch's boundaries to flash attention, and checks once that attention respects them."""
 
-    def __init__(self, language_model: nn.Module, name: str) -> None:
+    def __init__(self, language_model: nn.Module, name: str, only: str | None = None) -> None:
         """
         Args:
             language_model: receives `inputs_embeds`; its decoder layers are `layers`.
             name: name of the model, for messages.
+            only: the type of layers that is checked; None: all.
         """
-        self._name = name
+        self._name, self._only = name, only
         self._config: Any = language_model.config
         self._rows: PackedRows | None = None
         self._current: PackedRows | None = None
@@ -61,7 +62,7 @@ class SampleBoundaries:
         types = getattr(self._config, "layer_types", None) or [None]
         self._unchecked: set[str | None] = set()
         for kind, layer in zip(types, layers):
-            if kind not in self._unchecked:
+            if kind not in self._unchecked and only in (None, kind):
                 self._unchecked.add(kind)
                 check = functools.partial(self._before_layer, kind)
                 layer.register_forward_pre_hook(check, with_kwargs=True)
@@ -78,7 +79,7 @@ class SampleBoundaries:
         """
         from transformers.masking_utils import create_causal_mask
 
-        if is_flash_attention_requested(self._config):
+        if self._only is not None or is_flash_attention_requested(self._config):
             return
         no_mask = no_cache = None  # positional: releases of transformers name the cache differently
         positions = torch.tensor([[0, 1, 0, 1]])

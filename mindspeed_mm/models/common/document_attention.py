@@ -26,6 +26,8 @@ from mindspeed_mm.utils.errors import ConfigError
 
 KEYWORD = "row_documents"
 """The keyword argument of the layers, and the key of a prepared micro-batch."""
+LINEAR = "linear_attention"
+"""The type of layers whose attention is no function of transformers'."""
 _INSTEAD_OF = ("sdpa", "eager")
 
 
@@ -56,8 +58,10 @@ class DocumentAttention:
                 so that the hook runs after FSDP's.
             name: name of the model, for messages.
         """
-        self._name, self._language_model = name, language_model
+        self._name = name
         config: Any = language_model.config
+        layers: Any = language_model.layers
+        self._layers = len(layers) - (getattr(config, "layer_types", None) or []).count(LINEAR)
         self._implementation: str = config._attn_implementation
         use_attention(language_model, _name_of(self._implementation))
         self._documents: Documents | None = None
@@ -75,23 +79,28 @@ class DocumentAttention:
         self._call = None if documents is None else DocumentsOfCall(documents)
         if self._call is None:
             return args, kwargs
-        hidden = kwargs.get("inputs_embeds")
-        device = (kwargs["input_ids"] if hidden is None else hidden).device
-        # transformers passes a mask of four dimensions on as it is, and makes none
-        no_mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
-        return args, {**kwargs, "attention_mask": no_mask, KEYWORD: self._call}
+        mask, hidden = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        if not isinstance(mask, dict):  # by type of layer, of which some are linear attention
+            mask = absent_mask((kwargs["input_ids"] if hidden is None else hidden).device)
+        return args, {**kwargs, "attention_mask": mask, KEYWORD: self._call}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call, self._call = self._call, None
         if call is None or self._is_checked:
             return
-        found, expected = len(call.attended), len(self._language_model.layers)  # type: ignore[arg-type]
+        found, expected = len(call.attended), self._layers
         if found != expected:
             raise ConfigError(
-                f"{self._name}: {found} of its {expected} decoder layers called the attention function that keeps the "
-                f"documents of a row apart; set attn_implementation: {self._implementation} in model.json"
+                f"{self._name}: {found} of its {expected} attention layers called the function that keeps documents of "
+                f"a row apart; set attn_implementation: {self._implementation} in model.json"
             )
         self._is_checked = True
+
+
+def absent_mask(device: torch.device) -> torch.Tensor:
+    """Return what stands for a mask where documents are known: transformers passes on one of four dimensions as it is,
+    and makes none."""
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def use_attention(part: nn.Module, implementation: str) -> None:

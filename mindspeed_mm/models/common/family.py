@@ -39,6 +39,7 @@ class FamilyTraits:
             None: the model takes it as it is.
         attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens
             see those before them in their sample, all or a sliding window of them: what context parallelism computes.
+            "causal or linear" if layers of linear attention, which the model's `layer_types` name, are among them.
             None: not known to be so.
         tensor: names of what tensor parallelism splits in the layers of the language model.
     """
@@ -50,7 +51,7 @@ class FamilyTraits:
     packed_positions: PackedPositions | None = None
     packed_masks: PackedMasks | None = None
     prepare_batch: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
-    attention: Literal["causal"] | None = None
+    attention: Literal["causal", "causal or linear"] | None = None
     tensor: TensorPlan = field(default_factory=TensorPlan)
 
 

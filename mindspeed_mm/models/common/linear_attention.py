@@ -17,6 +17,7 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from mindspeed_mm.models.common.boundaries import PackedRows
+from mindspeed_mm.models.common.document_attention import KEYWORD, absent_mask
 from mindspeed_mm.models.common.packed import PACKING_KEY
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -52,12 +53,15 @@ def packed_masks_by_layer_type(model: Any, batch: Mapping[str, Any]) -> dict[str
 
     Args:
         model: the transformers model; its layers of linear attention run samples apart.
-        batch: packed_rows; position_ids [4, batch, sequence] int64, each token's position in its sample first.
+        batch: packed_rows; position_ids [4, batch, sequence] int64, each token's position in its sample first;
+            row_documents, if they keep samples apart in full attention.
 
     Returns:
         layer type → mask of the model's attention, or `PackedRows` for linear attention.
     """
     positions = batch["position_ids"][0]
+    if batch.get(KEYWORD) is not None:
+        return {"full_attention": absent_mask(positions.device), "linear_attention": batch["packed_rows"]}
     embeddings = torch.empty(*positions.shape, 0, device=positions.device)
     no_mask = no_cache = None  # positional: releases of transformers name the cache differently
     full = create_causal_mask(model.config.get_text_config(), embeddings, no_mask, no_cache, positions)

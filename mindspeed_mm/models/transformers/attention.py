@@ -42,8 +42,8 @@ def _usable_attention(wanted: str, model_class: type) -> str:
 
 def why_by_masks(model: Any, traits: FamilyTraits, described: TransformersModelConfig) -> str | None:
     """Return why masks keep the documents of rows apart; None: attention is computed document by document."""
-    if traits.attention != "causal" or traits.language_model is None:
-        return f"not every layer of {type(model).__name__} is known to be causal attention"
+    if traits.attention is None or traits.language_model is None:
+        return f"not every layer of {type(model).__name__} is known to be causal or linear attention"
     if (stated := _stated(described, "text")) is not None:
         return f"model.json's attn_implementation is {stated}"
     return why_not_by_documents(model.get_submodule(traits.language_model).config)

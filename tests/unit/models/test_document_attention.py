@@ -15,6 +15,7 @@ from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.parallel.chunk_mbs import ChunkPlan, apply_chunks
 from mindspeed_mm.parallel.recompute import apply_recompute
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.families import families
 from tests.support.packs import make_samples, pack
 
 
@@ -82,6 +83,18 @@ def test_packed_rows_need_no_mask(qwen3_dir: Path, masks: list[str]) -> None:
     assert not masks
 
 
+def test_full_attention_beside_linear_attention_needs_no_mask(tmp_path: Path, masks: list[str]) -> None:
+    hf_dir = families()["qwen3_5"].make(tmp_path / "hf")
+    samples = make_samples(hf_dir)
+    batch = pack([[samples[1], samples[4]], [samples[4]]])
+    model = model_of(hf_dir)
+    assert_same(step(model, batch), step(model_of(hf_dir, "sdpa"), batch))
+    assert not masks
+    padded = pack([[samples[1]], [samples[4]]])
+    padded["attention_mask"] = padded.pop("documents")
+    assert KEYWORD not in model.prepare(padded)  # a layer of linear attention is told the padding by the mask
+
+
 def test_a_mask_with_holes_is_transformers_own(qwen3_dir: Path, masks: list[str]) -> None:
     batch = rows(qwen3_dir, [[1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1], [1] * 12])
     assert_same(step(model_of(qwen3_dir), batch), step(model_of(qwen3_dir, "sdpa"), batch))
@@ -123,7 +136,7 @@ def test_layers_that_lose_the_documents_are_seen(qwen3_dir: Path) -> None:
         ),
         with_kwargs=True,
     )
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM: 1 of its 2 decoder layers .*attn_implementation: sdpa"):
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM: 1 of its 2 attention layers .*attn_implementation: sdpa"):
         model(**model.prepare(pack([samples[:2]])))
 
 

@@ -12,7 +12,7 @@ from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.linear_attention import packed_masks_by_layer_type, run_samples_apart
 from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TRAITS as QWEN2_5_VL
 
-TRAITS = dataclasses.replace(QWEN2_5_VL, packed_masks=packed_masks_by_layer_type, attention=None)
+TRAITS = dataclasses.replace(QWEN2_5_VL, packed_masks=packed_masks_by_layer_type, attention="causal or linear")
 
 
 class Qwen3_5ForConditionalGeneration(adapt_class(HFQwen3_5)):  # type: ignore[misc]
