@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_mm.tasks.inference import answers_file, command
 from mindspeed_mm.tasks.inference.generation import AnswerGenerator
@@ -57,6 +58,27 @@ def test_two_processes_answer_as_one(case: AnswerCase, ranks2: RankPool, tmp_pat
     found = ranks2.run(answer, answer_words(tmp_path / "sharded.jsonl", "--use-torch-fsdp2", **rows))
     assert found[0][0] == found[1][0] and found[0][1] > 40
     assert (tmp_path / "sharded.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_a_batch_that_is_too_large_is_halved(
+    case: AnswerCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device's memory ends with more than two rows: the same answers; with one row, the launch ends, too."""
+    rows = {"load": case.hf_dir, "data_path": case.data}
+    expected = launch(tmp_path / "whole.jsonl", **rows)
+    usual, room = AnswerGenerator.answer, 2
+
+    def answer_some(self: Any, requests: Any, *arguments: Any) -> Any:
+        if len(requests) > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return usual(self, requests, *arguments)
+
+    monkeypatch.setattr(AnswerGenerator, "answer", answer_some)
+    assert launch(tmp_path / "halves.jsonl", **rows) == expected
+    assert "answered in two halves" in caplog.text
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        launch(tmp_path / "none.jsonl", **rows)
 
 
 def kill_after(lines: int, words: list[str]) -> None:

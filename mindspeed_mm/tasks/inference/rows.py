@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from mindspeed_mm.data.conversation.encode import TokenSample
 from mindspeed_mm.tasks.inference.answers_file import AnswersFile, Line
 from mindspeed_mm.tasks.inference.describe import AnswerRun
@@ -20,7 +22,7 @@ from mindspeed_mm.tasks.inference.prompts import PromptEncoder, PromptSize
 from mindspeed_mm.tasks.inference.requests import AnswerRequest, RowRequests, prompt_requests
 from mindspeed_mm.tasks.inference.session import check_length, open_generator, open_prompts, positions_of
 from mindspeed_mm.utils.errors import BadSample
-from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.log import info_rank0, notice
 
 _WINDOW = 1024  # requests that batches are planned of at a time, the same for any number of processes
 
@@ -149,13 +151,24 @@ class _Session:
     def _answer(
         self, batch: PlannedBatch, requests: list[AnswerRequest], samples: list[TokenSample], done: set[int]
     ) -> None:
-        assert self._generator is not None, "the model is loaded before the first batch"
-        answers = self._generator.answer(requests, samples)
+        answers = self._answers(requests, samples)
         if not batch.counts:
             return
         lines = [line_of(request, answer) for request, answer in zip(requests, answers, strict=True)]
         self._file.write([line for line in lines if line["index"] not in done])
         self._written += len(lines)
+
+    def _answers(self, requests: list[AnswerRequest], samples: list[TokenSample]) -> list[Answer]:
+        """Answer a batch; where it doesn't fit into the device's memory, its halves one after the other."""
+        assert self._generator is not None, "the model is loaded before the first batch"
+        try:
+            return self._generator.answer(requests, samples)
+        except torch.OutOfMemoryError:
+            if len(requests) == 1 or self._run.sharding is not None:  # sharded parameters need all processes alike
+                raise
+        half = len(requests) // 2
+        notice(f"{len(requests)} rows at once take more memory than the device has: they are answered in two halves")
+        return self._answers(requests[:half], samples[:half]) + self._answers(requests[half:], samples[half:])
 
     def _fault(self, index: int, text: str) -> Line:
         return {"index": index, "answer": None, "error": text}
