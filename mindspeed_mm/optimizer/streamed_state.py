@@ -23,7 +23,7 @@ ALIGNED = 256
 
 _FRACTION = 64  # a range of swapped state holds about this part of all; up to three are on the device
 _LARGEST = 2**26  # values of such a range
-_MEMORY = 2**28  # values of a flat tensor, if one parameter has no more
+_MEMORY = 2**26  # values of a flat tensor, if one parameter has no more: torch pins the next power of two
 
 Memory = TypeVar("Memory")
 
