@@ -165,7 +165,7 @@ def train(
     saver = _open_saver(run, progress, backend, lock)
     watch = _open_watch(backend, run, progress.iteration)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
-    profiler = StepProfiler(run.tools.profile, backend.world.batch.rank)
+    profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
     started, stop, why = time.time(), stop or StopSignal(), None
     best: BestCheckpoint | None = None
     stop.begin(run.checkpoint.save)

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mindspeed_mm.configs.published import NoEffect, log_no_effect, published_paths
 from mindspeed_mm.configs.sections import Bool, Count, Int, Section, Size, build_section
-from mindspeed_mm.utils.errors import ConfigError
 
 
 def _read_ranks(value: object) -> object:
@@ -39,14 +38,44 @@ class StaticProfile(Section):
 class DynamicProfile(Section):
     """`profile.dynamic_param`."""
 
-    config_path: str | None = Field(None, description="folder of profiler_config.json")
+    config_path: str | None = Field(
+        None, description="folder of profiler_config.json, which is read whenever it changes; null = the current one"
+    )
+
+
+class ProfilerFile(Section):
+    """profiler_config.json, by the names of torch_npu's dynamic_profile; a changed file begins a profile."""
+
+    activities: list[Literal["CPU", "CUDA", "NPU"]] = Field(["CPU", "NPU"], description="sides that are recorded")
+    prof_dir: str = Field("./profile", description="folder of the traces")
+    analyse: Bool = Field(False, description="no effect: a trace is written at once")
+    record_shapes: Bool = Field(False, description="record tensor shapes")
+    profile_memory: Bool = Field(False, description="record memory")
+    with_stack: Bool = Field(False, description="record call stacks")
+    with_flops: Bool = Field(False, description="record operators' FLOPs")
+    with_modules: Bool = Field(False, description="record the modules of operators")
+    active: Size = Field(1, description="steps that are recorded; 0 ends the profile that runs")
+    warmup: Size = Field(0, description="steps before them in which the profiler runs and nothing is kept")
+    start_step: Size = Field(0, description="first step; 0 = the next one")
+    is_rank: Bool = Field(False, description="record the ranks of rank_list only")
+    rank_list: Ranks = Field([], description="ranks that record")
+
+    @classmethod
+    def from_dict(cls, content: object, file: str) -> ProfilerFile:
+        """Type the content of the file.
+
+        Raises:
+            ConfigError: unknown keys or wrong values.
+        """
+        config, _ = build_section(cls, content, file, file, ("experimental_config", "metadata", "is_valid"))
+        return config
 
 
 class Profile(Section):
     """`profile`."""
 
     enable: Bool = Field(False, description="profile this run")
-    profile_type: Literal["static", "dynamic"] = Field("static", description="static; dynamic is not there yet")
+    profile_type: Literal["static", "dynamic"] = Field("static", description="static, or dynamic (switched by a file)")
     ranks: Ranks = Field([0, 1, 2, 3], description="ranks that record; [-1] = all")
     static_param: StaticProfile = Field(StaticProfile(), description="what static records")
     dynamic_param: DynamicProfile = Field(DynamicProfile(), description="for profile_type dynamic")
@@ -89,16 +118,11 @@ class ToolsConfig(Section):
         """Type the content of tools.json; None and `{}` mean that both tools are off.
 
         Raises:
-            ConfigError: unknown keys, wrong values, or a dynamic profile that is on.
+            ConfigError: unknown keys or wrong values.
         """
         if isinstance(mapping, cls):
             return mapping
         file = file or getattr(mapping, "config_file", None) or "tools.json"
         config, keys = build_section(cls, {} if mapping is None else mapping, file, file, published_paths("tools"))
-        if config.profile.enable and config.profile.profile_type == "dynamic":
-            raise ConfigError(
-                f"{file}: 'profile.profile_type' is 'dynamic'; dynamic profiling is not there yet, write 'static' "
-                "with 'static_param'"
-            )
         log_no_effect(keys.published, (NoEffect(".*", "feature extraction has a command of its own"),), file)
         return config

@@ -9,26 +9,29 @@ import torch
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.tools_config import MemoryProfile, Profile
+from mindspeed_mm.monitor.dynamic_profile import DynamicProfiler
 from mindspeed_mm.utils.log import logger, notice
 
 
 class StepProfiler:
-    """torch's profiler over the steps [start_step, end_step) of the ranks that tools.json names.
+    """torch's profiler over the steps [start_step, end_step) of the ranks that tools.json names, or over those that
+    profiler_config.json asks for while the run goes on.
 
     Writes a chrome trace per rank into `save_path`.
     """
 
-    def __init__(self, options: Profile, rank: int) -> None:
+    def __init__(self, options: Profile, rank: int, step: int = 0) -> None:
         """
         Args:
             options: `ToolsConfig.profile`.
             rank: rank of this process.
+            step: steps that the run has made.
         """
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.profiler.profile | DynamicProfiler | None = None
         if not options.enable or not (rank in options.ranks or -1 in options.ranks):
             return
         if options.profile_type == "dynamic":
-            notice("tools.json: profile_type dynamic needs torch_npu's dynamic profiler; nothing is profiled")
+            self._profiler = DynamicProfiler(options.dynamic_param, rank, step)
             return
         static = options.static_param
         folder = Path(static.save_path)
@@ -52,7 +55,7 @@ class StepProfiler:
 
     def start(self) -> None:
         """Start before the first step."""
-        if self._profiler is not None:
+        if isinstance(self._profiler, torch.profiler.profile):
             self._profiler.start()
 
     def step(self) -> None:
