@@ -289,7 +289,7 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     progress.consumed_samples += run.batch.global_batch_size
     progress.consumed_tokens += pending.counts.tokens
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
-    watch.add(progress.iteration, pending.counts, backend.flops(pending.counts), pending.result)
+    watch.add(progress.iteration, pending.counts, pending.result)
     is_last = pending.stop or _is_due(progress.iteration, run.length.exit_interval)
     is_last |= _is_due(progress.iteration, run.logging.eval_interval) and progress.stopped_early(run, worse=1)
     if is_last or watch.wants_result(progress.iteration):

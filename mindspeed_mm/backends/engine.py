@@ -48,7 +48,7 @@ class Executor(Protocol):
         """Record the outcome of the last `apply` before the next one: a skipped step is not counted."""
 
     def flops(self, counts: BatchCounts) -> float | None:
-        """Return the model FLOPs of a batch with these counts; None: unknown."""
+        """Return the model FLOPs of this rank's counts (forward and backward, no recompute); None: unknown."""
 
     def gather_objects(self, value: Value) -> list[Value]:
         """Return the values of all ranks, ordered by rank."""
@@ -114,8 +114,10 @@ class StepEngine:
             factor.agree(self._executor.gather_objects)
         scale = factor.current()
         squared = self._executor.local_norm()
-        counts.cost = self._executor.flops(counts) or counts.tokens
-        own = counts if self._world.counts_rows else BatchCounts(wait_seconds=counts.wait_seconds)
+        counts.flops = self._executor.flops(counts)
+        own = counts
+        if not self._world.counts_rows:
+            own = BatchCounts(wait_seconds=counts.wait_seconds, flops=None if counts.flops is None else 0.0)
         reduced = self._reducer.reduce(self._take_sums(), squared, own, stop_requested)
         norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
         finite = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets

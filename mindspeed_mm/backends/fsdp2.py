@@ -262,7 +262,9 @@ class FSDP2Backend:
         self._guard.finish_step(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
-        """See the protocol."""
+        """See `Executor`."""
+        if (take := self._contract.take_flops) is not None:
+            return take()
         return None if self._flops_model is None else self._flops_model.of(counts)
 
     def gather_objects(self, value: Value) -> list[Value]:

@@ -156,9 +156,6 @@ class Backend(Protocol):
         those that would have followed without it.
         """
 
-    def flops(self, counts: BatchCounts) -> float | None:
-        """Return the model FLOPs of a batch with these counts (forward and backward, no recompute); None: unknown."""
-
     def gather_objects(self, value: Value) -> list[Value]:
         """Return the values of all ranks, ordered by rank (at start and end, never in a step)."""
 

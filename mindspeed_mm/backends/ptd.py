@@ -257,7 +257,7 @@ class PTDBackend:
             self._guard.finish_step(stepped=stepped)
 
     def flops(self, counts: BatchCounts) -> float | None:
-        """See the protocol."""
+        """See `Executor`."""
         return None if self._flops_model is None else self._flops_model.of(counts)
 
     def gather_objects(self, value: Value) -> list[Value]:

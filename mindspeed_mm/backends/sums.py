@@ -15,7 +15,7 @@ from mindspeed_mm.models.common.expert_load import FIGURES, RoutedTokens, load_f
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.errors import ConfigError
 
-_SUMMED = ("rows", "tokens", "positions", "targets", "squared_lengths", "patches", "rows_left_out")
+_SUMMED = ("rows", "tokens", "positions", "targets", "rows_left_out")
 
 
 class StepSums:
@@ -202,11 +202,11 @@ class StepReducer:
             figures, media = torch.cat([figures, new]), media | new_media
             routed = torch.cat([routed, new_routed])
         summed = BatchCounts(
-            **dict(zip(_SUMMED, numbers, strict=False)),
+            **dict(zip(_SUMMED, numbers, strict=False)),  # type: ignore[arg-type]
             media=media,
             row_ids=counts.row_ids,
             wait_seconds=max(waits),
-            cost=sum(costs),
+            flops=None if counts.flops is None else sum(costs),
             imbalance=imbalance(costs),
         )
         squared, loss, denominator = device[:3].unbind()

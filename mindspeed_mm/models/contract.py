@@ -89,6 +89,11 @@ class Trainable:
         return _stated(self.model, "ema_decay")
 
     @property
+    def take_flops(self) -> Callable[[], float] | None:
+        """`take_flops`: returns the FLOPs of the micro-batches since its last call; None: the model counts none."""
+        return _stated(self.model, "take_flops")
+
+    @property
     def adapter_plan(self) -> AdapterPlan | None:
         """`adapter_plan`: what has adapters, and what else is trained; None: the model has none."""
         return _stated(self.model, "adapter_plan")

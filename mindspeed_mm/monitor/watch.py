@@ -86,14 +86,11 @@ class Watch:
         """Whether this step's figures will be read (a host sync on devices with a queue)."""
         return iteration <= FIRST_STEPS or iteration % self._log_interval == 0 or iteration == self._train_iters
 
-    def add(
-        self, iteration: int, counts: BatchCounts, flops: float | None, outcome: Callable[[], LoggedOutcome]
-    ) -> None:
+    def add(self, iteration: int, counts: BatchCounts, outcome: Callable[[], LoggedOutcome]) -> None:
         """Add a step to the interval, and write its rows.
 
         Args:
             counts: counts of its data, over all ranks.
-            flops: its FLOPs over all ranks; None: unknown.
             outcome: returns its outcome; called at the end of the interval only, as the device may still compute it.
         """
         if self._row_log is not None:
@@ -102,7 +99,7 @@ class Watch:
         self._outcomes.append(outcome)
         self._counts.tokens += counts.tokens
         self._counts.positions += counts.positions
-        self._flops = None if flops is None or self._flops is None else self._flops + flops
+        self._flops = None if counts.flops is None or self._flops is None else self._flops + counts.flops
         self._counts.wait_seconds += counts.wait_seconds
         for kind, number in counts.media.items():
             self._counts.media[kind] = self._counts.media.get(kind, 0) + number

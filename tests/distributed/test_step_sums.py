@@ -38,8 +38,8 @@ def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], boo
         sums = new_sums()
         sums.add((torch.tensor(1.0), 1 + rank, {}))
         media = {"video": 1 + rank} if number and rank else {"image": 2}
-        own = {"media": media, "row_ids": [rank], "wait_seconds": 0.5 + rank, "cost": 10.0 + 20 * rank}
-        counts = BatchCounts(1, 10, 20, 5, 100, 3, 4 * rank, **own)
+        own = {"media": media, "row_ids": [rank], "wait_seconds": 0.5 + rank, "flops": 10.0 + 20 * rank}
+        counts = BatchCounts(1, 10, 20, 5, 4 * rank, **own)
         with CountedCollectives() as calls:
             reduced = reducer.reduce(sums, torch.tensor(2.0), counts, rank == 1)
         values = torch.stack([reduced.squared_norm, reduced.divisor, reduced.loss]).tolist()
@@ -57,8 +57,8 @@ def test_one_reduction_tells_sums_and_the_worst_rank(ranks2: RankPool, has_queue
         for number, (counts, values, stop, calls) in enumerate(steps):
             assert calls == (once if number == 2 else with_names)
             assert (values, stop) == ([4.0, 3.0, 2.0 / 3.0], True)
-            expected = {"media": media[number], "row_ids": [rank], "wait_seconds": 1.5, "cost": 40.0}
-            assert counts == BatchCounts(2, 20, 40, 10, 200, 6, 4, **expected, imbalance=1.5)
+            expected = {"media": media[number], "row_ids": [rank], "wait_seconds": 1.5, "flops": 40.0}
+            assert counts == BatchCounts(2, 20, 40, 10, 4, **expected, imbalance=1.5)
 
 
 def test_ranks_that_share_rows_do_not_count_as_idle() -> None:

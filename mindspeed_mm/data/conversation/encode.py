@@ -22,7 +22,7 @@ from mindspeed_mm.data.conversation.records import Conversation, Message
 from mindspeed_mm.data.conversation.targets import find_turns, render_prompt
 from mindspeed_mm.data.conversation.templates import ChatTemplate, Turn, chat_template_of
 from mindspeed_mm.data.conversation.tokens import Decoded, Tokenizer, Tokens
-from mindspeed_mm.data.media.media import Geometry, MediaRef, SampleSize
+from mindspeed_mm.data.media.media import KINDS, Geometry, MediaKind, MediaRef, MediaSize, SampleSize
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
@@ -87,6 +87,16 @@ class Prepared:
         """Its length and the sizes of its media."""
         patches = sum(medium.patches for medium in self.media)
         return SampleSize(len(self), patches, sum(medium.squared_patches for medium in self.media))
+
+    @property
+    def media_sizes(self) -> dict[MediaKind, MediaSize]:
+        """Sizes of its media of each kind that it has."""
+        sizes: dict[MediaKind, MediaSize] = {}
+        for number, kind in enumerate(KINDS, start=1):
+            if media := [medium for medium in self.media if medium.ref.kind == kind]:
+                of_kind = [MediaSize(0, medium.patches, medium.squared_patches) for medium in media]
+                sizes[kind] = sum(of_kind, MediaSize(int((self.types == number).sum())))
+        return sizes
 
 
 class Encoder:
@@ -219,7 +229,8 @@ class Encoder:
                         "file is damaged, or changed while it was read",
                         "a medium differs from its header",
                     )
-        return {**sample, **self.tokenizer.stack(parts)}
+        sizes = {"media_sizes": prepared.media_sizes} if prepared.media else {}
+        return {**sample, **self.tokenizer.stack(parts), **sizes}
 
     def _pieces(self, conversation: Conversation) -> list[Prepared]:
         """Plain text: every token is a target, the end token too; cut where the limit falls."""
@@ -261,8 +272,10 @@ class Encoder:
         if foreseen is not None:
             return PlannedMedium(ref, foreseen.text, foreseen.patches, foreseen.squared_patches)
         tensors, (text,) = self._process([(ref, source.open(ref))], where)
-        rows = len(tensors[self.adapter.media_keys[ref.kind][0]])
-        return PlannedMedium(ref, text, rows, rows**2, tensors)
+        keys = self.adapter.media_keys[ref.kind]
+        rows, grid = len(tensors[keys[0]]), tensors.get(keys[-1])
+        groups = int(grid[0, 0]) if keys[-1].endswith("grid_thw") and grid is not None else 1
+        return PlannedMedium(ref, text, rows, rows**2 // groups, tensors)
 
     def _process(
         self, media: Sequence[tuple[MediaRef, Decoded]], where: object

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.conversation.encode import TokenSample
+from mindspeed_mm.data.media.media import MediaKind, MediaSize
 from mindspeed_mm.data.media.stacking import stack_media
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.plan.plan import FILLER
@@ -22,7 +23,7 @@ from mindspeed_mm.utils.log import notice
 NOTES = "_notes"
 
 #: fields of a sample that are not tensors of the model
-_HOST_KEYS = ("num_rows", "row_id", "note", "fault")
+_HOST_KEYS = ("num_rows", "row_id", "note", "fault", "media_sizes")
 
 
 class Collator:
@@ -48,13 +49,14 @@ class Collator:
 
         Args:
             samples: Dicts with `input_ids` and `labels` [L], and the tensors that the adapter names; on the host
-                `num_rows` 0 of a filler, `row_id` (its number in the data set), `note`, and `fault` of a row that was
-                left out.
+                `num_rows` 0 of a filler, `row_id` (its number in the data set), `media_sizes`, `note`, and `fault` of a
+                row that was left out.
 
         Returns:
             `input_ids`, `labels`, `attention_mask` and token tensors [B, L] int64, media tensors concatenated on
             dim 0 (absent without media), and on the host `num_rows`, the number of samples that aren't fillers,
-            `row_ids` [samples] int64 (-1 for a filler) where samples have them, and `rows_left_out`.
+            `row_ids` [samples] int64 (-1 for a filler) where samples have them, `media_sizes` (kind → MediaSize) where
+            samples have media, and `rows_left_out`.
 
         Raises:
             DataError: A sample lacks a tensor, or has an unknown one.
@@ -151,6 +153,12 @@ def _host_fields(samples: Sequence[TokenSample]) -> dict[str, Any]:
     if all("row_id" in sample for sample in samples):
         ids = [int(sample["row_id"]) if _is_real(sample) else FILLER for sample in samples]
         fields["row_ids"] = torch.tensor(ids, dtype=torch.int64)
+    sizes: dict[MediaKind, MediaSize] = {}
+    for sample in samples:
+        for kind, size in sample.get("media_sizes", {}).items():
+            sizes[kind] = sizes.get(kind, MediaSize()) + size
+    if sizes:
+        fields["media_sizes"] = sizes
     return fields
 
 

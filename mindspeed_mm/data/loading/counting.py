@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
+from mindspeed_mm.data.media.media import MediaKind, MediaSize
 
-HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens")
+HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens", "media_sizes")
 """Fields of a micro-batch that are counted on the host and that no model takes."""
 
 
@@ -30,13 +31,13 @@ class BatchCounts:
         tokens: positions with a token (documents, attention_mask, or all of input_ids).
         positions: all positions of input_ids, padding included.
         targets: positions that are trained.
-        squared_lengths: sum over samples of their tokens squared (what attention costs).
-        patches: rows of the media tensors (what their towers cost).
         rows_left_out: rows that could not be used.
         media: modality → number of media.
         row_ids: numbers of the samples in the data set, always of this rank alone; None: no micro-batch had them.
         wait_seconds: time spent waiting for data; of a whole step, the longest of any rank.
-        cost: FLOPs, or tokens where the model's are not known.
+        lengths: tokens of each sample (what attention costs), always of this rank alone.
+        media_sizes: kind of media → their sizes (what encoders cost), always of this rank alone.
+        flops: FLOPs of the model; None: not known.
         imbalance: of a whole step, the largest cost of a rank over the mean of all.
     """
 
@@ -44,14 +45,19 @@ class BatchCounts:
     tokens: int = 0
     positions: int = 0
     targets: int = 0
-    squared_lengths: int = 0
-    patches: int = 0
     rows_left_out: int = 0
     media: dict[str, int] = field(default_factory=dict)
     row_ids: list[int] | None = None
     wait_seconds: float = 0.0
-    cost: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+    media_sizes: dict[MediaKind, MediaSize] = field(default_factory=dict)
+    flops: float | None = None
     imbalance: float = 1.0
+
+    @property
+    def cost(self) -> float:
+        """FLOPs, or tokens where those of the model are not known."""
+        return self.flops or self.tokens
 
 
 class CountingIterator:
@@ -115,16 +121,16 @@ class CountingIterator:
         self._count_rows(batch, ids.shape[0])
         counts.positions += ids.numel()
         lengths = _sample_lengths(batch, ids)
-        counts.tokens += int(lengths.sum())
-        counts.squared_lengths += int((lengths * lengths).sum())
+        counts.tokens += sum(lengths)
+        counts.lengths += lengths
         labels = batch.get("labels")
         counts.targets += int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
         if self._adapter is not None:
             for modality, number in self._adapter.media_counts(batch).items():
                 counts.media[modality] = counts.media.get(modality, 0) + int(number)
-            for key in {keys[0] for keys in self._adapter.media_keys.values()}:
-                tensor = batch.get(key)
-                counts.patches += tensor.shape[0] if isinstance(tensor, torch.Tensor) else 0
+
+        for kind, size in batch.get("media_sizes", {}).items():
+            counts.media_sizes[kind] = counts.media_sizes.get(kind, MediaSize()) + size
 
     def _count_rows(self, batch: Mapping[str, Any], rows: int) -> None:
         counts = self._counts
@@ -142,17 +148,18 @@ class CountingIterator:
         self._count_rows(batch, rows)
         counts.tokens += tokens
         counts.positions += tokens
-        counts.squared_lengths += tokens**2 // max(rows, 1)
+        counts.lengths += [tokens // max(rows, 1)] * rows
         clips = batch.get("video", batch.get("latents"))
         if isinstance(clips, torch.Tensor):
             kind = "image" if clips.shape[2] == 1 else "video"
             counts.media[kind] = counts.media.get(kind, 0) + rows
 
 
-def _sample_lengths(batch: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
+def _sample_lengths(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int]:
     """Tokens of each sample: of packed rows by their documents, else of each row by its mask."""
     documents, mask = batch.get("documents"), batch.get("attention_mask")
     if isinstance(documents, torch.Tensor):
         row = torch.arange(len(documents), device=documents.device).unsqueeze(1)
-        return torch.bincount((documents + row * (documents.max() + 1))[documents > 0])
-    return mask.sum(1) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.tensor([ids.numel()])
+        counted = torch.bincount((documents + row * (documents.max() + 1))[documents > 0])
+        return [length for length in counted.tolist() if length]
+    return mask.sum(1).tolist() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else [ids.shape[1]] * len(ids)

@@ -95,6 +95,27 @@ class Foreseen:
 
 
 @dataclass(frozen=True)
+class MediaSize:
+    """What an encoder computes for media.
+
+    Attributes:
+        tokens: positions of a row that its outputs take.
+        patches, squared_patches: as in `Foreseen`.
+    """
+
+    tokens: int = 0
+    patches: int = 0
+    squared_patches: int = 0
+
+    def __add__(self, other: MediaSize) -> MediaSize:
+        return MediaSize(
+            self.tokens + other.tokens,
+            self.patches + other.patches,
+            self.squared_patches + other.squared_patches,
+        )
+
+
+@dataclass(frozen=True)
 class SampleSize:
     """The sizes that decide the cost of a sample, known before its media are decoded.
 

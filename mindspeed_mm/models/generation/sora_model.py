@@ -29,6 +29,7 @@ from mindspeed_mm.models.generation.ae.autoencoder import autoencoder_strides
 from mindspeed_mm.models.generation.diffusion.build import build_objective
 from mindspeed_mm.models.generation.pipeline_parts import pipeline_layout
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily, find_predictor_family
+from mindspeed_mm.models.generation.predictor_flops import PredictorFlops
 from mindspeed_mm.models.generation.prefetch import PrefetchEncoder
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
 from mindspeed_mm.models.transformers.inferred import block_lists
@@ -109,6 +110,7 @@ class SoRAModel(MultiModalModule):
         if context.lora is not None:
             inject_adapters(self.predictor, context.lora, {"predictor": ("",)}, self.family.older_layers)
         self._computes_in = torch.float32
+        self._flops = PredictorFlops(self.predictor)
         if not context.defer_weights:
             self._fill(context.load_weights)
 
@@ -180,7 +182,11 @@ class SoRAModel(MultiModalModule):
             noisy = torch.where(known > 0, conditions["known_latents"].to(noisy.dtype), noisy)
         guidance = self.described.diffusion.guidance
         noisy = noisy.to(self._computes_in)
-        predicted = self.family.predict(self.predictor, noisy, noised.timesteps, text, conditions, guidance)
+
+        def predict() -> torch.Tensor:
+            return self.family.predict(self.predictor, noisy, noised.timesteps, text, conditions, guidance)
+
+        predicted = self._flops.run((noisy, text, conditions), predict) if torch.is_grad_enabled() else predict()
         errors = (predicted.float() - noised.target.float()) ** 2
         if known is None:
             of_samples = errors.flatten(1).mean(1)
@@ -189,6 +195,10 @@ class SoRAModel(MultiModalModule):
             of_samples = (errors.flatten(1) * predicted_part).sum(1) / predicted_part.sum(1).clamp(min=1)
         loss = (of_samples * noised.weights * weights).sum()
         return {"loss": loss, "denominator": weights.sum(), "metrics": {}}
+
+    def take_flops(self) -> float:
+        """Return the FLOPs of the training micro-batches since the last call: of the predictor alone."""
+        return self._flops.take()
 
     def tokens(self, latents: torch.Tensor) -> int:
         """Return the predictor's number of tokens for a sample with these latents."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_mm.data.plan.balance import balance_micro_batches, balance_ranks, even_split
-from mindspeed_mm.data.plan.cost import CostModel
+from mindspeed_mm.data.plan.cost import AttentionCost, CostModel
 from mindspeed_mm.data.plan.fixed_plan import Balance, FixedPlanner
 from mindspeed_mm.data.plan.grouping import Grouping
 from mindspeed_mm.data.plan.order import FixedOrder, StreamOrder
@@ -20,7 +20,7 @@ from tests.unit.data.data_rows import flat
 from tests.unit.data.fake_data import FakeRows, long_tail, measurer, take
 
 # A language model of 3 billion weights and a tower of 0.6, as config.json's numbers give them.
-COSTS = CostModel(per_token=1.85e10, per_squared_token=8.8e5, per_patch=3.8e9, per_squared_patch=6.1e4)
+COSTS = CostModel(per_token=1.85e10, attention=AttentionCost(1.76e6), per_patch=3.8e9, per_squared_patch=6.1e4)
 
 
 def mixed(rows: int, longest: int = 4096) -> FakeRows:

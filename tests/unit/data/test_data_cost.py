@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.data.media.media import SampleSize
-from mindspeed_mm.data.plan.cost import CostModel
+from mindspeed_mm.data.plan.cost import AttentionCost, CostModel
 from mindspeed_mm.models.common.family import freeze_parts
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.monitor.flops import FlopsModel, flops_model
@@ -32,17 +32,14 @@ def counter_of(directory: Path, *frozen: str) -> FlopsModel:
 
 
 def text_only(length: int, counted: FlopsModel) -> float:
-    return counted.of(BatchCounts(tokens=length, targets=length, squared_lengths=length**2))
+    return counted.of(BatchCounts(tokens=length, targets=length, lengths=[length]))
 
 
 def test_texts_cost_what_the_counter_counts(qwen3_dir: Path, deep_qwen3_dir: Path) -> None:
-    """But for the size of heads, which the counter takes for hidden size ÷ heads, and these models have larger ones."""
     for directory in (qwen3_dir, deep_qwen3_dir):
         costs, counted = CostModel.from_config(directory), counter_of(directory)
-        config = json.loads((directory / "config.json").read_text())
-        heads = config["num_attention_heads"] * config["head_dim"] / config["hidden_size"]
         assert costs.cost(SampleSize(1)) == pytest.approx(text_only(1, counted), rel=0.03)
-        assert costs.per_squared_token == pytest.approx(counted.per_squared_length * heads)
+        assert costs.attention == counted.attention
 
 
 @pytest.mark.parametrize(
@@ -57,17 +54,11 @@ def test_texts_cost_what_the_counter_counts(qwen3_dir: Path, deep_qwen3_dir: Pat
 def test_pictures_and_frozen_parts(qwen2_5_vl_dir: Path, frozen: tuple[str, ...], options: dict[str, bool]) -> None:
     costs, counted = CostModel.from_config(qwen2_5_vl_dir, **options), counter_of(qwen2_5_vl_dir, *frozen)
     assert costs.cost(SampleSize(500)) == pytest.approx(text_only(500, counted), rel=0.03)
+    image = counted.towers["image"]
     config = json.loads((qwen2_5_vl_dir / "config.json").read_text())["vision_config"]
-    window = (config["window_size"] // config["patch_size"]) ** 2
-    windowed = config["depth"] - len(config["fullatt_block_indexes"])
-    passes = 3 if options.get("tower_trained", True) else 1
-    # the counter leaves attention out, and takes the merger for one of patches where it is one of merged patches
-    hidden, merge = config["hidden_size"], config["spatial_merge_size"] ** 2
-    merger = 2 * passes * ((hidden * merge) ** 2 + hidden * merge * config["out_hidden_size"])
-    attention = 4.0 * hidden * windowed * window * passes
-    assert costs.per_patch - attention + merger * (1 - 1 / merge) == pytest.approx(counted.per_patch, rel=0.03)
-    whole = 4.0 * config["hidden_size"] * len(config["fullatt_block_indexes"]) * passes
-    assert costs.per_squared_patch == pytest.approx(whole)
+    whole = image.per_patch + image.per_token / config["spatial_merge_size"] ** 2
+    assert costs.per_patch == pytest.approx(whole, rel=1e-6)
+    assert costs.per_squared_patch == pytest.approx(image.per_squared_patch)
 
 
 def write(folder: Path, config: Any) -> Path:
@@ -84,13 +75,13 @@ def test_known_numbers(tmp_path: Path) -> None:
     """By hand: 2 layers of 4·8·8 for attention and 3·8·16 for the MLP, 8·10 for the head; towers of other families."""
     dense = 2 * 3 * (2 * (4 * 64 + 3 * 128) + 80)
     costs = CostModel.from_config(write(tmp_path, TEXT))
-    assert (costs.per_token, costs.per_squared_token, costs.per_patch) == (dense, 3 * 4 * 8 * 2 / 2, 0)
+    assert (costs.per_token, costs.attention, costs.per_patch) == (dense, AttentionCost(3 * 4 * 8 * 2), 0)
     experts = {**TEXT, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
     assert CostModel.from_config(write(tmp_path, experts)).per_token == 2 * 3 * (2 * (4 * 64 + 3 * 8 * 8) + 80)
     tower = {"embed_dim": 4, "hidden_size": 8, "depth": 3, "mlp_ratio": 2, "patch_size": 2, "hidden_act": "quick_gelu"}
     for config in ({**TEXT, "vision_config": tower}, {"thinker_config": {"text_config": TEXT, "vision_config": tower}}):
         costs = CostModel.from_config(write(tmp_path, config) / "config.json")
-        per_patch = 3 * 2 * (12 * 4 + 3 * (4 * 16 + 2 * 4 * 8) + 16 + 4 * 8)
+        per_patch = 2 * 2 * 12 * 4 + 3 * 2 * (3 * (4 * 16 + 2 * 4 * 8) + 16 + 4 * 8)
         assert (costs.per_token, costs.per_patch, costs.per_squared_patch) == (dense, per_patch, 3 * 4 * 4 * 3)
 
 
@@ -102,5 +93,5 @@ def test_without_the_usual_names_tokens_are_counted(tmp_path: Path, said: list[s
 
 
 def test_a_pack_costs_what_its_samples_do() -> None:
-    costs = CostModel(1.0, 0.5, 2.0, 0.25)
+    costs = CostModel(1.0, AttentionCost(1.0), 2.0, 0.25)
     assert costs.cost(SampleSize(4, 3, 9)) == 4 + 8 + 6 + 2.25

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_mm.data.adapter import DefaultAdapter
-from mindspeed_mm.data.loading.counting import CountingIterator
+from mindspeed_mm.data.loading.counting import CountingIterator, drop_host_fields
+from mindspeed_mm.data.media.media import MediaSize
+from mindspeed_mm.data.plan.cost import AttentionCost
 from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.loss import select_targets
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.monitor.flops import flops_model
+from tests.support.counted_flops import counted_flops
 
 
 def batch(config: object) -> dict[str, torch.Tensor]:
@@ -31,19 +34,45 @@ def batch(config: object) -> dict[str, torch.Tensor]:
     }
 
 
-def test_close_to_what_torch_counts(qwen2_5_vl_dir: Path) -> None:
+def test_what_torch_counts(qwen2_5_vl_dir: Path) -> None:
+    """Its windows are counted with the patches; 20 of 64 positions have a target."""
     model = TransformersModel({"init_from_hf_path": str(qwen2_5_vl_dir)})
     example = batch(model.model.config)
-    iterator = CountingIterator(iter([example]), 1, DefaultAdapter())
+    iterator = CountingIterator(
+        iter([{**example, "media_sizes": {"image": MediaSize(4, 16, 256)}}]), 1, DefaultAdapter()
+    )
     rows = dict(next(iterator))
+    drop_host_fields(rows)
     estimate = flops_model(model.model, model.traits)
     assert estimate is not None
     counts = iterator.take()
-    assert (counts.tokens, counts.targets, counts.squared_lengths, counts.patches) == (64, 20, 64 * 64, 16)
-    with FlopCounterMode(display=False) as counter:
-        model(**rows, targets=select_targets(rows["labels"], "per_token_loss"))["loss"].backward()
-    # torch counts whole attention scores, the merger per merged patch, and not the embedding
-    assert 0.7 < estimate.of(counts) / counter.get_total_flops() < 1.3
+    assert (counts.tokens, counts.targets, counts.lengths) == (64, 20, [64])
+    targets = select_targets(rows["labels"], "per_token_loss")
+    found = counted_flops(lambda: model(**rows, targets=targets)["loss"].backward())
+    attention = estimate.attention.of(64) + estimate.towers["image"].per_squared_patch * 256
+    assert estimate.of(counts) - attention == pytest.approx(found.matrices, rel=0.03)
+    assert estimate.attention.of(64) == 4 * 64 * 64 * 64 / 2 * 2 * 3
+
+
+@pytest.mark.parametrize("length", [5, 8, 19, 40])
+def test_windows_and_chunks_see_fewer_pairs(length: int) -> None:
+    """Against masks: a token sees itself and those before it; half of the pairs of a token with itself are left out."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    causal = distance >= 0
+    chunk = torch.arange(length) // 8
+    seen = {
+        "whole": causal,
+        "windows": causal & (distance < 8),
+        "chunks": causal & (chunk[:, None] == chunk),
+    }
+    costs = {
+        "whole": AttentionCost(2.0),
+        "windows": AttentionCost(windows={8: 2.0}),
+        "chunks": AttentionCost(chunks={8: 2.0}),
+    }
+    for name, cost in costs.items():
+        pairs = int(seen[name].sum()) - min(length, 8 if name == "windows" else length) / 2
+        assert cost.of(length) == pytest.approx(2 * pairs, abs=length), name
 
 
 def test_a_token_goes_through_its_experts_only() -> None:
@@ -68,5 +97,8 @@ def test_a_frozen_tower_costs_its_forward_only(qwen2_5_vl_dir: Path) -> None:
     frozen.model.model.visual.requires_grad_(False)
     a, b = (flops_model(m.model, m.traits) for m in (whole, frozen))
     assert a is not None and b is not None
-    assert b.per_patch * 3 == a.per_patch
+    trained, forward = a.towers["image"], b.towers["image"]
+    first = whole.model.model.visual.patch_embed.proj.weight.numel()  # its input has no gradient
+    assert forward.per_patch * 3 == trained.per_patch + 2 * first
+    assert forward.per_squared_patch * 3 == trained.per_squared_patch
     assert b.per_token == a.per_token

@@ -42,7 +42,7 @@ def lines(folder: Path, steps: list[Step], interval: int, before: int = BEFORE) 
     )
     for number, step in enumerate(steps, before + 1):
         asked: list[Step] = []
-        watch.add(number, BatchCounts(), None, lambda step=step, asked=asked: asked.append(step) or step)
+        watch.add(number, BatchCounts(), lambda step=step, asked=asked: asked.append(step) or step)
         if watch.wants_result(number):
             figures = {
                 "loss": step.loss,
@@ -70,9 +70,9 @@ def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for number in range(1, 5):
         iteration = BEFORE + number
         media = {"image": 3 * number, "video": 1}
-        step = {"media": media, "row_ids": [number], "wait_seconds": 0.25, "cost": 8.0, "imbalance": 1.0 + number}
+        step = {"media": media, "row_ids": [number], "wait_seconds": 0.25, "flops": 8.0, "imbalance": 1.0 + number}
         counts = BatchCounts(tokens=75, positions=100, rows_left_out=number % 2, **step)
-        watch.add(iteration, counts, None, Step)
+        watch.add(iteration, counts, Step)
         if watch.wants_result(iteration):
             watch._started = time.perf_counter() - 2.0  # the interval has taken two seconds
             figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0}

@@ -35,7 +35,8 @@ class Gemma4Adapter(DefaultAdapter):
             rate = processor.feature_extractor.sampling_rate
             tokens = processor._compute_audio_num_tokens(range(geometry.samples), rate)
             text = f"{processor.boa_token}{processor.audio_token * tokens}{processor.eoa_token}"
-            return Foreseen(text, tokens, tokens**2)
+            frames = -(-geometry.samples // processor.feature_extractor.hop_length)
+            return Foreseen(text, frames, frames**2)
         if geometry.kind == "image":
             whole, tokens = _picture(processor.image_processor, geometry)
             text = f"{processor.boi_token}{processor.image_token * tokens}{processor.eoi_token}"

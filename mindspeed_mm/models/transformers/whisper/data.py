@@ -117,7 +117,8 @@ class TranscriptEncoder:
         extractor, sound = self._processor.feature_extractor, source.open(prepared.media[0].ref)
         features = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         ids, labels = torch.from_numpy(prepared.ids), torch.from_numpy(prepared.labels)
-        return {"input_ids": ids, "labels": labels, "input_features": features["input_features"]}
+        sample = {"input_ids": ids, "labels": labels, "input_features": features["input_features"]}
+        return {**sample, "media_sizes": prepared.media_sizes}
 
 
 def _sound_and_transcript(conversation: Conversation) -> tuple[MediaRef, Message]:
