@@ -22,7 +22,7 @@ from mindspeed_mm.data.conversation.records import Conversation, Message
 from mindspeed_mm.data.conversation.targets import find_turns, render_prompt
 from mindspeed_mm.data.conversation.templates import ChatTemplate, Turn, chat_template_of
 from mindspeed_mm.data.conversation.tokens import Decoded, Tokenizer, Tokens
-from mindspeed_mm.data.media.media import KINDS, Geometry, MediaKind, MediaRef, MediaSize, SampleSize
+from mindspeed_mm.data.media.media import KINDS, Geometry, MediaRef, SampleSize
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.processors import Processor
 from mindspeed_mm.utils.errors import BadSample, ConfigError, MMError
@@ -89,13 +89,15 @@ class Prepared:
         return SampleSize(len(self), patches, sum(medium.squared_patches for medium in self.media))
 
     @property
-    def media_sizes(self) -> dict[MediaKind, MediaSize]:
-        """Sizes of its media of each kind that it has."""
-        sizes: dict[MediaKind, MediaSize] = {}
-        for number, kind in enumerate(KINDS, start=1):
-            if media := [medium for medium in self.media if medium.ref.kind == kind]:
-                of_kind = [MediaSize(0, medium.patches, medium.squared_patches) for medium in media]
-                sizes[kind] = sum(of_kind, MediaSize(int((self.types == number).sum())))
+    def media_sizes(self) -> torch.Tensor:
+        """Sizes of its media: [kinds, 3] int64, a `MediaSize` for each of KINDS."""
+        sizes = torch.zeros(len(KINDS), 3, dtype=torch.int64)
+        for number, kind in enumerate(KINDS):
+            sizes[number, 0] = int((self.types == number + 1).sum())
+            for medium in self.media:
+                if medium.ref.kind == kind:
+                    sizes[number, 1] += medium.patches
+                    sizes[number, 2] += medium.squared_patches
         return sizes
 
 

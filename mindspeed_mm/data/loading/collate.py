@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from mindspeed_mm.configs.data_config import CollateParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.conversation.encode import TokenSample
-from mindspeed_mm.data.media.media import MediaKind, MediaSize
 from mindspeed_mm.data.media.stacking import stack_media
 from mindspeed_mm.data.notes import Note
 from mindspeed_mm.data.plan.plan import FILLER
@@ -55,7 +54,7 @@ class Collator:
         Returns:
             `input_ids`, `labels`, `attention_mask` and token tensors [B, L] int64, media tensors concatenated on
             dim 0 (absent without media), and on the host `num_rows`, the number of samples that aren't fillers,
-            `row_ids` [samples] int64 (-1 for a filler) where samples have them, `media_sizes` (kind → MediaSize) where
+            `row_ids` [samples] int64 (-1 for a filler) where samples have them, `media_sizes` [kinds, 3] int64 where
             samples have media, and `rows_left_out`.
 
         Raises:
@@ -153,12 +152,9 @@ def _host_fields(samples: Sequence[TokenSample]) -> dict[str, Any]:
     if all("row_id" in sample for sample in samples):
         ids = [int(sample["row_id"]) if _is_real(sample) else FILLER for sample in samples]
         fields["row_ids"] = torch.tensor(ids, dtype=torch.int64)
-    sizes: dict[MediaKind, MediaSize] = {}
-    for sample in samples:
-        for kind, size in sample.get("media_sizes", {}).items():
-            sizes[kind] = sizes.get(kind, MediaSize()) + size
+    sizes = [sample["media_sizes"] for sample in samples if "media_sizes" in sample]
     if sizes:
-        fields["media_sizes"] = sizes
+        fields["media_sizes"] = torch.stack(sizes).sum(0)
     return fields
 
 

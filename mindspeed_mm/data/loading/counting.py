@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.data.adapter import DataAdapter
-from mindspeed_mm.data.media.media import MediaKind, MediaSize
+from mindspeed_mm.data.media.media import KINDS, MediaKind, MediaSize
 
 HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens", "media_sizes")
 """Fields of a micro-batch that are counted on the host and that no model takes."""
@@ -129,8 +129,10 @@ class CountingIterator:
             for modality, number in self._adapter.media_counts(batch).items():
                 counts.media[modality] = counts.media.get(modality, 0) + int(number)
 
-        for kind, size in batch.get("media_sizes", {}).items():
-            counts.media_sizes[kind] = counts.media_sizes.get(kind, MediaSize()) + size
+        if isinstance(sizes := batch.get("media_sizes"), torch.Tensor):
+            for kind, size in zip(KINDS, sizes.tolist(), strict=True):
+                if size[1]:
+                    counts.media_sizes[kind] = counts.media_sizes.get(kind, MediaSize()) + MediaSize(*size)
 
     def _count_rows(self, batch: Mapping[str, Any], rows: int) -> None:
         counts = self._counts

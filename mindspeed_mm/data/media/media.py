@@ -96,7 +96,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """What an encoder computes for media.
+    """What an encoder computes for media of one kind.
 
     Attributes:
         tokens: positions of a row that its outputs take.

@@ -35,8 +35,8 @@ def count(*batches: dict[str, Any]) -> BatchCounts:
 def test_samples_of_packed_rows_count_one_by_one() -> None:
     counts = count(PACKED)
     assert (counts.rows, counts.tokens, counts.positions, counts.targets) == (3, 11, 16, 6)
-    assert counts.squared_lengths == 4 + 9 + 4 + 16
-    assert (counts.media["image"], counts.media["video"], counts.patches) == (2, 1, 20)
+    assert counts.lengths == [2, 3, 2, 4]
+    assert (counts.media["image"], counts.media["video"]) == (2, 1)
     assert (counts.row_ids, counts.rows_left_out) == ([7, 2, 9], 2)
 
 
@@ -44,14 +44,14 @@ def test_padded_rows_count_by_their_mask() -> None:
     mask = (PACKED["documents"] > 0).long()
     plain = {key: value for key, value in PACKED.items() if key not in ("documents", "row_ids")}
     counts = count({**plain, "attention_mask": mask}, {**plain, "attention_mask": mask, "row_ids": [4]})
-    assert (counts.tokens, counts.squared_lengths) == (22, 2 * (49 + 16))
+    assert (counts.tokens, counts.lengths) == (22, [7, 4, 7, 4])
     assert counts.row_ids == [4]
     assert count({**plain, "attention_mask": mask}).row_ids is None
 
 
 def test_a_row_without_padding_or_samples_beside_it() -> None:
     whole = {"input_ids": torch.zeros(1, 4), "documents": torch.ones(1, 4, dtype=torch.int64)}
-    assert count(whole).squared_lengths == 16
+    assert count(whole).lengths == [4]
     assert count({**whole, "documents": torch.zeros(1, 4, dtype=torch.int64)}).tokens == 0
 
 

@@ -9,7 +9,6 @@ import torch
 
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.loading.counting import CountingIterator, drop_host_fields
-from mindspeed_mm.data.media.media import MediaSize
 from mindspeed_mm.data.plan.cost import AttentionCost
 from mindspeed_mm.models.common.family import TEXT_TRAITS
 from mindspeed_mm.models.common.loss import select_targets
@@ -39,7 +38,7 @@ def test_what_torch_counts(qwen2_5_vl_dir: Path) -> None:
     model = TransformersModel({"init_from_hf_path": str(qwen2_5_vl_dir)})
     example = batch(model.model.config)
     iterator = CountingIterator(
-        iter([{**example, "media_sizes": {"image": MediaSize(4, 16, 256)}}]), 1, DefaultAdapter()
+        iter([{**example, "media_sizes": torch.tensor([[4, 16, 256], [0, 0, 0], [0, 0, 0]])}]), 1, DefaultAdapter()
     )
     rows = dict(next(iterator))
     drop_host_fields(rows)
