@@ -105,6 +105,10 @@ class Accelerator(ABC):
         if "cpu" in states:
             torch.set_rng_state(states["cpu"])
 
+    def why_no_float8(self) -> str | None:
+        """Return why torch's products of float8 matrices (`torch._scaled_mm`) can't run here; None: they can."""
+        return f"this machine computes on {self.name}"
+
     def allow_tf32(self) -> None:
         """Compute float32 matrix products and convolutions in the device's shorter format (--allow-tf32)."""
         notice(f"--allow-tf32 has no effect here: this machine computes on {self.name}, float32 stays float32")

@@ -90,6 +90,10 @@ class CUDAAccelerator(Accelerator):
         if "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"])
 
+    def why_no_float8(self) -> str | None:
+        major, minor = torch.cuda.get_device_capability()
+        return None if (major, minor) >= (8, 9) else f"{self.model_name()} has compute capability {major}.{minor}"
+
     def allow_tf32(self) -> None:
         if torch.cuda.get_device_capability() < (8, 0):
             notice(f"--allow-tf32 has no effect here: {self.model_name()} has no TF32; compute capability 8.0 has it")

@@ -34,6 +34,7 @@ from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.optimizer.ema import Ema
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.files import fsync_path, write_json
+from mindspeed_mm.utils.wrapped import unwrapped
 
 _FORMAT = 1
 
@@ -273,4 +274,4 @@ def _stored(tensor: torch.Tensor | EightBitTensor) -> Stored:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return unwrapped(tensor.to_local()) if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.lazy import Region, whole
 from mindspeed_mm.optimizer.build import BuiltOptimizer
 from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.utils.adapter_names import is_adapter, stored_name
+from mindspeed_mm.utils.wrapped import unwrapped
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -70,4 +71,4 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
         return tensor, whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     # not to_local(): it returns a new tensor, and replacing that one's storage would not change the DTensor
-    return tensor._local_tensor, tuple(zip(offset, shape))
+    return unwrapped(tensor._local_tensor), tuple(zip(offset, shape))

@@ -134,6 +134,22 @@ class Fsdp2Config(Section):
         description="ours: each context-parallel rank encodes a part of a micro-batch's images and videos; "
         "false = each encodes all of them",
     )
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
+        None,
+        description="ours: linear layers multiply in float8, by torchao's recipe of this name (tensorwise is the "
+        "fastest, rowwise_with_gw_hp the most exact); parameters and gradients stay as they are; null = they don't",
+    )
+    float8_modules: Paths | None = Field(
+        None,
+        description="ours: float8_recipe: module paths whose linear layers multiply in float8; null = all blocks",
+    )
+    float8_all_gather: Bool = Field(
+        False, description="ours: float8_recipe tensorwise: gather the weights of these layers in float8"
+    )
+    float8_emulate: Bool = Field(
+        False,
+        description="ours: float8_recipe: round to float8 and multiply in param_dtype, which any device can, slower",
+    )
     ignore_missing_modules: Bool = Field(
         False,
         description="ours: entries of sub_modules_to_wrap, recompute_modules and the lists of offload and chunks that "
@@ -154,6 +170,19 @@ class Fsdp2Config(Section):
                 f"'ep_fsdp_size' is {size} and 'reshard_local_experts' {str(self.reshard_local_experts).lower()}: one "
                 f"says that each rank's experts are {'kept whole' if size == 1 else 'sharded'}, the other that they "
                 "aren't; keep ep_fsdp_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agree_about_float8(self) -> Fsdp2Config:
+        if self.float8_recipe is None:
+            given = [key for key in ("float8_modules", "float8_all_gather", "float8_emulate") if getattr(self, key)]
+            if given:
+                raise ValueError(f"'{given[0]}' is given without 'float8_recipe'; write float8_recipe: tensorwise")
+        elif self.float8_all_gather and self.float8_recipe != "tensorwise":
+            raise ValueError(
+                f"'float8_all_gather' needs one scale a weight, and 'float8_recipe' is '{self.float8_recipe}'; write "
+                "float8_recipe: tensorwise, or float8_all_gather: false"
             )
         return self
 

@@ -357,7 +357,14 @@ _FLAGS = (
     Older("flag", "", "use_torch_fsdp1 fsdp_config_path", "write", "write --use-torch-fsdp2 and --fsdp2-config-path"),
     Older("flag", "", "reset_position_ids reset_attention_mask", "write", "write data.json's basic_parameters.packing"),
     Older("flag", "", "eod_mask_loss", "write", "the chat template says which tokens are targets; remove it"),
-    Older("flag", "", "fp8 fp8_format", "absent", "training in 8 bits is not there; write --bf16"),
+    Older(
+        "flag",
+        "",
+        "fp8 fp8_format",
+        "absent",
+        "layers out of Megatron-core's modules don't compute in 8 bits; with --use-torch-fsdp2 write float8_recipe in "
+        "fsdp2.yaml (tensorwise for hybrid, rowwise for e4m3), and --bf16",
+    ),
     Older(
         "flag",
         "",

@@ -104,7 +104,10 @@ TRAINER_NAMES = {
 }
 
 _INSTEAD = "features has it; what is written here is never read there, either: write false, or move it to {}"
-_LOW_PRECISION = "training in 8 bits is not there; remove the plan to compute in parallel.fsdp_plan.param_dtype"
+_LOW_PRECISION = (
+    "there is no such recipe (launches by flags have fsdp2.yaml's float8_recipe, a scale a matrix or row); remove the "
+    "plan to compute in parallel.fsdp_plan.param_dtype"
+)
 _DEAD = "the published trainer never reads it: remove it, and write {}"
 _MORE_COPIES = "write parallel.expert_fully_shard_parallel_size; how many copies there are follows from it"
 _CONTEXT = "write parallel.ulysses_parallel_size or parallel.ring_attention_size, and 1 here"

@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from mindspeed_mm.utils.wrapped import unwrapped
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, outside of autograd, or the tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would launch a view of it
+    # not to_local(), which would launch a view of it
+    return unwrapped(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def number_of_copies(tensor: torch.Tensor, world_size: int) -> int:

@@ -1,7 +1,8 @@
 """The order in which parallelisms and other transformations are applied to a model.
 
-    tensor → experts → context → recompute → offload → chunks → compile → fully_shard
+    float8 → tensor → experts → context → recompute → offload → chunks → compile → fully_shard
 
+- float8 replaces linear layers by others with the same parameters; all that follows sees these.
 - tensor splits layers: the following transformations see the parts, and shard them further.
 - experts get a separate mesh (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
 - context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
@@ -27,13 +28,16 @@ from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
 Parallelism: TypeAlias = Literal[
-    "tensor", "experts", "context", "recompute", "offload", "chunks", "compile", "fully_shard"
+    "float8", "tensor", "experts", "context", "recompute", "offload", "chunks", "compile", "fully_shard"
 ]
 ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
 
 class Parallelizable(Protocol):
     """The methods of a model that the steps call; FSDP2Mixin implements them, and a model's class may override each."""
+
+    def set_float8(self) -> None:
+        """Let linear layers multiply in float8."""
 
     def set_tensor_parallel(self) -> None:
         """Split layers over tensor-parallel ranks."""
@@ -71,11 +75,13 @@ class ParallelRequest:
         dims: sizes of the parallelisms.
         blocks: recompute flags.
         fsdp2_kwargs: keyword arguments of fully_shard.
+        float8: whether linear layers multiply in float8.
     """
 
     dims: Dims = field(default_factory=Dims)
     blocks: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    float8: bool = False
 
 
 def _always(request: ParallelRequest) -> bool:
@@ -100,6 +106,7 @@ class ParallelStep:
 
 #: Applied to every model, before its `_fully_shard`.
 MODEL_STEPS: tuple[ParallelStep, ...] = (
+    ParallelStep("float8", lambda model, request: model.set_float8(), asked=lambda request: request.float8),
     ParallelStep(
         "tensor", lambda model, request: model.set_tensor_parallel(), asked=lambda request: request.dims.tp > 1
     ),

@@ -418,6 +418,14 @@ def test_a_model_without_experts_refuses_expert_parallelism(ranks: Ranks) -> Non
         assert "expert_parallel_size is 2, but Toy has no experts" in message and "write 1" in message
 
 
+@covers("float8_recipe", "float8_modules", "float8_all_gather", "float8_emulate")
+def test_a_model_without_fitting_linear_layers_refuses_float8(ranks: Ranks) -> None:
+    """What the keys do is in tests/distributed/test_float8.py and tests/unit/models/test_float8.py."""
+    keys = {"float8_recipe": "tensorwise", "float8_modules": BLOCKS, "float8_all_gather": True, "float8_emulate": True}
+    for message in ranks.see(toy.refusal, {"param_dtype": "bf16", **keys})[0]:
+        assert "none of the 0 linear layers in vision.blocks.0" in message
+
+
 # --- what flags ask for beside the file
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,10 +146,19 @@ def draw_weights(hf_dir: Path, seed: int) -> None:
 
 
 def plain_rows(
-    hf_dir: Path, inputs: list[dict[str, torch.Tensor]], outputs: Outputs | None, dtype: torch.dtype
+    hf_dir: Path,
+    inputs: list[dict[str, torch.Tensor]],
+    outputs: Outputs | None,
+    dtype: torch.dtype,
+    change: Callable[[torch.nn.Module], object] = lambda model: None,
 ) -> list[Row]:
-    """Each row alone, by plain transformers; its floating-point inputs are cast, as `BatchFeature.to` does."""
+    """Each row alone, by plain transformers; its floating-point inputs are cast, as `BatchFeature.to` does.
+
+    Args:
+        change: changes the model in place.
+    """
     model, rows = load_plain(hf_dir, dtype=dtype), []
+    change(model)
     for row in inputs:
         model.zero_grad(set_to_none=True)
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in row.items()}
@@ -168,8 +177,14 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: gradient.detach().float().clone() for name, gradient in whole.items()}
 
 
-def our_rows(case: FamilyCase, pool: RankPool, folder: Path, rows: int, *, megatron: bool) -> dict[int, Row]:
-    """Each row alone, a step a row, by the entry script in bf16, which trains nothing: row's number → its results."""
+def our_rows(
+    case: FamilyCase, pool: RankPool, folder: Path, rows: int, *, megatron: bool = False, **keys: Any
+) -> dict[int, Row]:
+    """Each row alone, a step a row, by the entry script in bf16, which trains nothing: row's number → its results.
+
+    Args:
+        keys: of fsdp2.yaml.
+    """
     model: dict[str, Any] = dict(case.family.model)
     flags: dict[str, Any] = {**case.family.flags, "micro_batch_size": 1, "global_batch_size": 1, "train_iters": rows}
     flags |= {"lr": 0, "weight_decay": 0, "clip_grad": 0, "save": folder / "run", "log_row_ids": True}
@@ -178,7 +193,7 @@ def our_rows(case: FamilyCase, pool: RankPool, folder: Path, rows: int, *, megat
         model |= {"model_id": case.name, "freeze_vision_model": False}
         flags |= {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 512}
     data = {**data_keys(case.family), "dataloader_param.shuffle": False}
-    fsdp2 = {"sub_modules_to_wrap": list(case.family.wrap)}
+    fsdp2 = {"sub_modules_to_wrap": list(case.family.wrap), **keys}
     files = write_run_files(folder / "files", case.hf_dir, case.data, model=model, data=data, fsdp2=fsdp2)
     words = launch_flags(files, **flags)
     if megatron:

@@ -26,7 +26,8 @@ REFUSED = (
     Refused(
         "model.quant_recipe_name",
         is_given,
-        "training in 8 bits is not there; write null and parallel.param_dtype: bf16",
+        "there is no such recipe (launches by flags have fsdp2.yaml's float8_recipe, one scale a matrix or row); write "
+        "null and parallel.param_dtype: bf16",
     ),
     Refused(
         "data.tool_format",

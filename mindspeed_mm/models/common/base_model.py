@@ -19,10 +19,12 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
+from mindspeed_mm.models.common.float8 import convert_to_float8, float8_layers, refuse_own_float8
 from mindspeed_mm.models.common.media import towers_with_split_media
 from mindspeed_mm.models.common.memory_layers import MemoryModules, chunk_plan, plan_memory
 from mindspeed_mm.models.common.paths import check_paths, listed_modules
 from mindspeed_mm.models.common.precision import keep_precision
+from mindspeed_mm.models.common.sharding_layout import file_dims, layout_of
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
@@ -31,7 +33,7 @@ from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelReq
 from mindspeed_mm.parallel.chunk_mbs import apply_chunks
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
-from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, build_meshes, own_mesh, parameter_mesh
+from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, own_mesh
 from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
@@ -138,9 +140,10 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         module = self._module()
         check_paths(module, config, self._keys_with_paths())
-        dims = current_build_context().dims or _dims_of(world_size, config)
+        dims = current_build_context().dims or file_dims(world_size, config)
         dims = dims.with_sharding(config.sharding_size, config.file)
         experts = self._planned_experts(config, dims)
+        float8_layers(module, config, dims)
         split = self._planned_tensor(config, dims)[0] if dims.tp > 1 else None
         if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
             self._require_context_parallel(dims.cp)
@@ -176,7 +179,9 @@ class FSDP2Mixin:
                 f"{type(self).__name__} has a _pre_fully_shard of its own, which builds no meshes for tensor-parallel "
                 f"size {dims.tp} and expert-parallel size {dims.ep}; call super()._pre_fully_shard, or set both to 1"
             )
-        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {})
+        config = self.fsdp2_config or Fsdp2Config()
+        float8 = config.float8_recipe is not None
+        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {}, float8)
 
     def _pre_fully_shard(
         self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
@@ -185,7 +190,7 @@ class FSDP2Mixin:
         config = config.model_copy(update=dict(self.fsdp2_overrides))
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
-        self._dims, self._meshes = _layout(process_group, config)
+        self._dims, self._meshes = layout_of(process_group, config)
         self.device_mesh = self._meshes.parameters
         self._experts = self._planned_experts(config, self._dims)
         ignored = listed_modules(self._module(), config, "ignored_modules")
@@ -252,6 +257,10 @@ class FSDP2Mixin:
         split = plan_tensor_layers(module, traits, config, dims)
         cuts = current_build_context().sequence_parallel
         return split, plan_sequence_regions(module, traits, split) if cuts else None
+
+    def set_float8(self) -> None:
+        """Let linear layers multiply in float8, as fsdp2.yaml's float8_recipe says; only called if it has one."""
+        convert_to_float8(self._module(), self.fsdp2_config or Fsdp2Config(), self._dims)
 
     def set_expert_parallel(self, **fsdp2_kwargs: Any) -> None:
         """Split experts over ranks and shard each rank's part further, as units of fully_shard of their own.
@@ -370,49 +379,6 @@ class FSDP2Mixin:
         return self
 
 
-def _layout(process_group: dist.ProcessGroup | None, config: Fsdp2Config) -> tuple[Dims, Meshes]:
-    """Return the sizes and the meshes to shard over: those of the run, or outside of one those of a process group."""
-    world = current_build_context().world
-    if world is None or process_group not in (None, world.gradients.group):
-        _refuse_other_groups(world)
-        dims = _dims_of(dist.get_world_size(process_group), config)
-        if not dims.splits_experts:
-            return dims, Meshes(parameter_mesh(dims, process_group))
-        if dims.world_size != dist.get_world_size():
-            raise ConfigError(
-                f"{config.file}: expert_parallel_size is {dims.ep}, but the model is sharded over a group of "
-                f"{dims.world_size} of {dist.get_world_size()} processes; experts are split over all processes"
-            )
-        return dims, build_meshes(dims)
-    dims = world.dims.with_sharding(config.sharding_size, config.file)  # the model's class may override the file
-    is_own = world.meshes is None or dims != world.dims
-    return dims, build_meshes(dims) if is_own or world.meshes is None else world.meshes
-
-
-def _refuse_other_groups(world: World | None) -> None:
-    """Refuse a process group of the model's own in a run that splits layers: its losses are those of the run's ranks.
-
-    Raises:
-        ConfigError: the run has tensor parallelism.
-    """
-    if world is not None and world.dims.tp > 1:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {world.dims.tp}: the model called fully_shard with a process group of its "
-            "own; pass the one that it was given, or none"
-        )
-
-
-def _dims_of(world_size: int, config: Fsdp2Config) -> Dims:
-    """Return the sizes that fsdp2.yaml alone states, for a model that is sharded outside of a run."""
-    return Dims.of(
-        world_size,
-        ep=config.expert_parallel_size,
-        ep_shard=config.expert_sharding_size,
-        sharding_size=config.sharding_size,
-        where=config.file,
-    )
-
-
 def applies_flags(model: nn.Module) -> bool:
     """Whether `model.fully_shard` is FSDP2Mixin's, which also applies the flags that concern sharding."""
     return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
@@ -426,6 +392,7 @@ def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
     """
     if applies_flags(model):
         return
+    refuse_own_float8(type(model).__name__)
     for size, key, what in (
         (dims.cp, "--context-parallel-size", "tokens"),
         (dims.tp, "--tensor-model-parallel-size", "layers"),

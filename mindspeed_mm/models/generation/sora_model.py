@@ -240,7 +240,7 @@ class SoRAModel(MultiModalModule):
 
         Paths of frozen parts, which aren't sharded, are left out. One error lists all paths without a match.
         """
-        keys = ("sub_modules_to_wrap", "recompute_modules", "ignored_modules")
+        keys = ("sub_modules_to_wrap", "recompute_modules", "ignored_modules", "float8_modules")
         found: dict[str, Any] = dict.fromkeys(keys)
         problems: list[str] = []
         for key in keys:
@@ -257,7 +257,7 @@ class SoRAModel(MultiModalModule):
                         f"{where}: entry '{pattern}' matches nothing: paths of a generation model begin with "
                         f"predictor. (or {', '.join(_FROZEN)}){nearest_path(self.predictor, pattern, 'predictor.')}"
                     )
-                elif key != "ignored_modules":
+                elif key not in ("ignored_modules", "float8_modules"):
                     notice(f"{where}: '{pattern}' has no effect here: the {head} is frozen and stays whole")
             try:
                 older = self.family.older_paths

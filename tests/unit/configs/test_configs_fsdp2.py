@@ -60,6 +60,10 @@ def test_defaults_are_the_published_documents() -> None:
         "tp_colwise": None,
         "tp_rowwise": None,
         "cp_split_media": True,
+        "float8_recipe": None,
+        "float8_modules": None,
+        "float8_all_gather": False,
+        "float8_emulate": False,
         "align_fsdp_param_groups": False,
         "ignore_missing_modules": False,
     }

@@ -215,7 +215,7 @@ REFUSED = {
     "model.add_tokens='<a>, <b>'": "'<a>, <b>'; the vocabulary doesn't grow here",
     "model.add_special_tokens='<a>'": "the vocabulary doesn't grow here",
     "model.new_special_tokens_config=t.json": "the vocabulary doesn't grow here",
-    "model.quant_recipe_name=mxfp8": "training in 8 bits is not there",
+    "model.quant_recipe_name=mxfp8": "there is no such recipe",
     "data.tool_format=qwen": "'data.tool_format' is 'qwen'; tool calls are written as the chat template writes them",
     "data.data_manager_type=mg training.disable_shuffling=true": "a corpus is shuffled by training.seed",
     "training.fix_router=true": "train another model",

@@ -149,7 +149,7 @@ def flags_said(run_folder: Path, *words: str) -> Any:
     ("words", "expected"),
     [
         (("--q-lora-rank", "1536"), "flag '--q-lora-rank' is of an older release: the config.json of"),
-        (("--fp8-format", "hybrid"), "training in 8 bits is not there"),
+        (("--fp8-format", "hybrid"), "write float8_recipe in fsdp2.yaml"),
         (("--use_ema",), "write --ema-decay"),
         (("--prompts", "a.txt"), "flag '--prompts' belongs to inference_sora.py"),
         (("--cfg.hf_config.hf_dir", "x"), "belongs to mm-convert"),
