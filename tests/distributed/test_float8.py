@@ -76,11 +76,11 @@ def test_resumes_and_exports(
     """Two ranks train as one does, go on from a checkpoint bit for bit, and write the source's names and dtypes."""
     keys = {"float8_recipe": "tensorwise", "float8_emulate": True, "float8_all_gather": gathers}
     flags = {"init_model_with_meta_device": on_meta, "no_save_optim": False}
-    whole = run(case, ranks2, tmp_path / "whole", 4, keys, save_hf=True, **flags)
-    run(case, ranks2, tmp_path / "parts", 2, keys, lr_decay_iters=4, **flags)
-    resumed = run(case, ranks2, tmp_path / "parts", 4, keys, load=tmp_path / "parts/run", **flags)
-    assert resumed[-2:] == whole[-2:]
-    alone = run(case, ranks1, tmp_path / "alone", 4, {**keys, "float8_all_gather": False}, **flags)
+    whole = run(case, ranks2, tmp_path / "whole", 2, keys, save_hf=True, **flags)
+    run(case, ranks2, tmp_path / "parts", 1, keys, lr_decay_iters=2, **flags)
+    resumed = run(case, ranks2, tmp_path / "parts", 2, keys, load=tmp_path / "parts/run", **flags)
+    assert resumed == whole
+    alone = run(case, ranks1, tmp_path / "alone", 2, {**keys, "float8_all_gather": False}, **flags)
     assert whole == pytest.approx(alone, rel=1e-2)
     assert whole != pytest.approx(alone, rel=1e-7) or not gathers  # scales are those of float32 weights then
     (file,) = (tmp_path / "whole/run").glob("**/hf*/*.safetensors")

@@ -14,10 +14,15 @@ from tests.support.workers import RankPool
 
 FAMILIES, PREDICTORS = families(), cases()
 LIMIT = 1.1
-#: draws of weights, of 4 or 8 rows each
-DRAWS = 4
 #: whose routers, embedding of timesteps and modulation tables their libraries keep in float32; and on Megatron-core
 IN_SUITE = ("glm4v_moe", "wan-t2v", "qwen2_5_vl")
+#: whose ratio has a long tail: which experts a token goes to depends on the last bit
+BY_LUCK = ("deepseek_v3",)
+
+
+def draws_of(name: str) -> int:
+    """Number of draws of weights, of 4 or 8 rows each, by which the ratio's standard error is at most 0.05."""
+    return 2 if name in IN_SUITE else 24 if name in BY_LUCK else 4
 
 
 def marked(names: list[str] | tuple[str, ...], backend: str) -> list[object]:
@@ -36,16 +41,16 @@ def check(name: str, errors: Errors) -> None:
 
 @pytest.mark.parametrize("name", marked(list(FAMILIES), "fsdp2"))
 def test_fsdp2(name: str, ranks1: RankPool, tmp_path: Path) -> None:
-    check(name, family_errors(FamilyCase(name, tmp_path, FAMILIES[name]), DRAWS, ranks1, tmp_path))
+    check(name, family_errors(FamilyCase(name, tmp_path, FAMILIES[name]), draws_of(name), ranks1, tmp_path))
 
 
 @pytest.mark.parametrize("name", marked(ON_MEGATRON, "megatron"))
 def test_megatron(name: str, megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
     case = FamilyCase(name, tmp_path, FAMILIES[name])
-    check(name, family_errors(case, DRAWS, megatron_pools[1], tmp_path, megatron=True))
+    check(name, family_errors(case, draws_of(name), megatron_pools[1], tmp_path, megatron=True))
 
 
 @pytest.mark.parametrize("name", marked(list(PREDICTORS), "fsdp2"))
 def test_generation(name: str, ranks1: RankPool, tmp_path: Path) -> None:
-    (errors,) = ranks1.run(predictor_errors, *PREDICTORS[name], DRAWS, tmp_path, timeout=180)
+    (errors,) = ranks1.run(predictor_errors, *PREDICTORS[name], draws_of(name), tmp_path, timeout=180)
     check(name, errors)
