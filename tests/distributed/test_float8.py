@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,24 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.support.bf16_error import Errors, draw_weights, our_rows, plain_rows
+from tests.support.apart import TORCHAO
+from tests.support.bf16_error import Errors, Row, draw_weights, our_rows, plain_rows
 from tests.support.families import families
 from tests.support.family_case import FamilyCase
 from tests.support.workers import RankPool
 
 BLOCKS = (".layers.", ".blocks.")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """1 and 2 workers of this file alone, which find torchao: the path goes to them with each function."""
+    pools, before = {size: RankPool(size) for size in (1, 2)}, list(sys.path)
+    sys.path.append(str(TORCHAO))
+    yield pools
+    sys.path[:] = before
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +49,13 @@ def converted(recipe: str, model: torch.nn.Module) -> None:
     )
 
 
+def all_plain_rows(hf_dir: Path, inputs: list[dict[str, torch.Tensor]], recipe: str) -> list[list[Row]]:
+    """Each row in fp32, in bf16, and in float8, by plain transformers."""
+    float8 = functools.partial(converted, recipe)
+    exact, bf16 = (plain_rows(hf_dir, inputs, None, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return [exact, bf16, plain_rows(hf_dir, inputs, None, torch.bfloat16, float8)]
+
+
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -42,15 +63,13 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     "recipe", [pytest.param(r, marks=pytest.mark.full if r != "tensorwise" else ()) for r in RECIPES]
 )
 def test_equals_torchaos_conversion_of_the_plain_model(
-    recipe: str, case: FamilyCase, ranks1: RankPool, tmp_path: Path
+    recipe: str, case: FamilyCase, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Losses to 1e-6; gradients are as far from float32, and what bf16 rounds before float8 does is not alike."""
     draw_weights(case.hf_dir, 0)
     inputs, errors = case.inputs(), Errors()
-    exact = plain_rows(case.hf_dir, inputs, None, torch.float32)
-    bf16 = plain_rows(case.hf_dir, inputs, None, torch.bfloat16)
-    plain = plain_rows(case.hf_dir, inputs, None, torch.bfloat16, functools.partial(converted, recipe))
-    ours = our_rows(case, ranks1, tmp_path, len(inputs), float8_recipe=recipe, float8_emulate=True)
+    exact, bf16, plain = pools[1].run(all_plain_rows, case.hf_dir, inputs, recipe)[0]
+    ours = our_rows(case, pools[1], tmp_path, len(inputs), float8_recipe=recipe, float8_emulate=True)
     for number, row in ours.items():
         errors.add(row, plain[number], exact[number])
         assert row.loss == pytest.approx(plain[number].loss, rel=1e-6)
@@ -71,16 +90,16 @@ def run(case: FamilyCase, pool: RankPool, folder: Path, steps: int, keys: dict[s
     [(True, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((True, False), (False, True)))],
 )
 def test_resumes_and_exports(
-    gathers: bool, on_meta: bool, case: FamilyCase, ranks1: RankPool, ranks2: RankPool, tmp_path: Path
+    gathers: bool, on_meta: bool, case: FamilyCase, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     """Two ranks train as one does, go on from a checkpoint bit for bit, and write the source's names and dtypes."""
     keys = {"float8_recipe": "tensorwise", "float8_emulate": True, "float8_all_gather": gathers}
     flags = {"init_model_with_meta_device": on_meta, "no_save_optim": False}
-    whole = run(case, ranks2, tmp_path / "whole", 2, keys, save_hf=True, **flags)
-    run(case, ranks2, tmp_path / "parts", 1, keys, lr_decay_iters=2, **flags)
-    resumed = run(case, ranks2, tmp_path / "parts", 2, keys, load=tmp_path / "parts/run", **flags)
+    whole = run(case, pools[2], tmp_path / "whole", 2, keys, save_hf=True, **flags)
+    run(case, pools[2], tmp_path / "parts", 1, keys, lr_decay_iters=2, **flags)
+    resumed = run(case, pools[2], tmp_path / "parts", 2, keys, load=tmp_path / "parts/run", **flags)
     assert resumed == whole
-    alone = run(case, ranks1, tmp_path / "alone", 2, {**keys, "float8_all_gather": False}, **flags)
+    alone = run(case, pools[1], tmp_path / "alone", 2, {**keys, "float8_all_gather": False}, **flags)
     assert whole == pytest.approx(alone, rel=1e-2)
     assert whole != pytest.approx(alone, rel=1e-7) or not gathers  # scales are those of float32 weights then
     (file,) = (tmp_path / "whole/run").glob("**/hf*/*.safetensors")
