@@ -55,9 +55,7 @@ class ModuleBlock(Section):
     """One part of the model. Without `freeze` it is trained."""
 
     freeze: Bool | None = Field(None, description="true = its parameters stay as they are; absent = trained")
-    attn_implementation: Attention = Field(
-        None, description="attention of this part; absent = the fastest kernel"
-    )
+    attn_implementation: Attention = Field(None, description="attention of this part; absent = the fastest kernel")
 
 
 class ImageEncoderBlock(Section):
