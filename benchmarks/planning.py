@@ -48,7 +48,7 @@ class Sizes:
     rows: tuple[int, ...] = (10_000, 100_000, 1_000_000)
 
 
-SMALLEST = Sizes(packs=(8,), steps=2, step=0.01, rows=(50, 100))
+SMALLEST = Sizes(packs=(8,), steps=2, step=0.01, rows=(50,))
 
 
 def main() -> None:
