@@ -30,6 +30,7 @@ from mindspeed_mm.models.common.family import (
 )
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
 from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits, refuse_chunked_dora
+from mindspeed_mm.models.common.host_inputs import HostInputs, keep_grids
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import (
     LossOptions,
@@ -46,6 +47,7 @@ from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleShares, chosen_coefficient
 from mindspeed_mm.models.common.packed import documents_of_mask, row_documents, take_documents
 from mindspeed_mm.models.common.paths import freeze_paths
+from mindspeed_mm.models.common.placeholders import PLACES, KnownPlaces
 from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.attention import attend_in_towers, set_attention, why_by_masks
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout
@@ -125,6 +127,8 @@ class TransformersModel(MultiModalModule):
             language_model = self.model.get_submodule(self.traits.language_model)
             self._boundaries = SampleBoundaries(language_model, type(self.model).__name__)
         attend_in_towers(self.model, self.traits.towers, described)
+        self._host_inputs = HostInputs(self.model, self.traits.towers)
+        self._places = KnownPlaces(self.model, self.traits.placeholders) if self.traits.placeholders else None
         self._media = split_media(self.model, self.traits.towers)
         self._loss_group: dist.ProcessGroup | None = None
 
@@ -167,6 +171,9 @@ class TransformersModel(MultiModalModule):
             batch = self.traits.prepare_batch(self.model, batch)
         if self._media is not None:
             batch["media_shards"] = self._media.cut(batch)
+        if self._places is not None:
+            batch[PLACES] = self._places.find(batch)
+        keep_grids(self.model, batch, self.traits.towers)
         return batch
 
     def _split_tokens(self, context: ContextParallel, batch: dict[str, Any], documents: torch.Tensor | None) -> None:
@@ -226,6 +233,9 @@ class TransformersModel(MultiModalModule):
             self._positions.for_batch(batch)
         if self._media is not None:
             self._media.for_batch(batch.pop("media_shards", {}))
+        if self._places is not None:
+            self._places.for_batch(batch)
+        self._host_inputs.for_batch(batch)
         self._idle_towers.for_batch(batch)
         if labels is None:
             return self.model(input_ids=input_ids, use_cache=False, **batch)

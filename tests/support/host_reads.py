@@ -22,29 +22,35 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.backends.engine import StepEngine
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
+from mindspeed_mm.utils import device as device_of_batches
 
 TORCH = str(Path(torch.__file__).parent)
 METHODS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__format__")
 """Methods of a tensor that read it. `to` does where it names the host."""
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "equal")
-"""Operators whose result the host has to wait for; so is an index by a mask."""
+OPERATORS += ("unique_consecutive", "bincount", "masked_scatter_backward")
+"""Operators whose result the host has to wait for; so is an index by a mask, and a repetition of unstated length."""
+WAITING_COPIES = ("to", "tensor", "as_tensor", "asarray")
+"""What copies host memory to the device and, unless it is told not to, waits for all that the device was given."""
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 """The same place; its second name is the accelerator's while reads are counted."""
 _IN_PLACE = ("allreduce_", "broadcast_", "reduce_", "barrier")
 """Collectives that leave each value where it is."""
 _PASSED_THROUGH = ("torch/_tensor.py", "torch/functional.py", "torch/overrides.py", "torch/_jit_internal.py")
 _PASSED_THROUGH += ("torch/utils/_python_dispatch.py", "torch/_ops.py", "torch/utils/_device.py", __file__)
-_PASSED_THROUGH += ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+_PASSED_THROUGH += ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "accelerator/megatron_cpu.py")
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class HostReads:
     """Reads found so far.
 
     Attributes:
-        windows: of each span from a loss's return to the model's next forward pass, its reads, in order.
+        windows: of each step, from its first micro-batch to the next step's, its reads, in order.
         marks: what is the device's.
     """
 
@@ -166,13 +172,20 @@ class _Functions(TorchFunctionMode):
             with self._reads.within():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if _is(DEVICE, kwargs.get("device", args[1] if name == "to" and len(args) > 1 else None)):
+        if self._goes_to_device(name, args, kwargs):
+            if name in WAITING_COPIES and not of_device and not kwargs.get("non_blocking"):
+                self._reads.note(f"{name} device")
             if name == "to" and not of_device and result is args[0]:
                 result = result.clone()  # a device's copy is another tensor than the host's
             for value in tree_leaves(result):
                 if isinstance(value, torch.Tensor):
                     marks.add(value)
         return result
+
+    def _goes_to_device(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether `to`, or a function that makes a tensor, names the device, or a tensor that is the device's."""
+        where = kwargs.get("device", args[1] if name == "to" and len(args) > 1 else None)
+        return self._reads.marks.has(where) if isinstance(where, torch.Tensor) else _is(DEVICE, where)
 
     def _goes_to_host(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether `to` names the host, or a tensor that is the host's."""
@@ -193,7 +206,11 @@ class _Operators(TorchDispatchMode):
             return NotImplemented  # becomes operators on its local parts, which come by here
         marks, name = self._reads.marks, func._schema.name.split("::")[-1]
         is_device = any(marks.has(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
-        if is_device and (name in OPERATORS or (name.startswith("index") and self._masks(args))):
+        if is_device and (
+            name in OPERATORS
+            or (name.startswith("index") and self._masks(args) and not self._fills(name, args))
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        ):
             self._reads.note(name)
         result = func(*args, **kwargs)
         if is_device and name not in _IN_PLACE:
@@ -209,6 +226,11 @@ class _Operators(TorchDispatchMode):
                     marks.add(value)
         return result
 
+    def _fills(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether one number of the host's is put where a mask is true, which needs no index."""
+        value = args[2] if name.startswith("index_put") else None
+        return isinstance(value, torch.Tensor) and value.numel() == 1 and not self._reads.marks.has(value)
+
     def _masks(self, args: Sequence[Any]) -> bool:
         """Whether an index is a mask of the device's."""
         indices = [value for value in tree_leaves(args[1:2]) if isinstance(value, torch.Tensor)]
@@ -217,10 +239,10 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def counted_host_reads() -> Iterator[HostReads]:
-    """Count meanwhile what the host reads of the device, between a loss of a `StepEngine` and the next forward pass."""
+    """Count meanwhile what the host reads of the device in the steps of a `StepEngine`, from input to update."""
     reads = HostReads()
-    begin, add, pinned = StepEngine.__init__, StepEngine.add, Accelerator.host_memory
-    load = SampleEncoder.load
+    begin, run, evaluate = StepEngine.__init__, StepEngine.forward_backward, StepEngine.evaluate
+    pinned, load, root = Accelerator.host_memory, SampleEncoder.load, FSDPState._root_pre_forward
 
     def begin_and_watch(engine: StepEngine, *args: Any, modules: Sequence[nn.Module], **how: Any) -> None:
         begin(engine, *args, modules=modules, **how)
@@ -232,11 +254,20 @@ def counted_host_reads() -> Iterator[HostReads]:
                 *nn.Module.buffers(module),
             ):  # Megatron has lists of these names
                 reads.marks.add(tensor)
-            module.register_forward_pre_hook(reads.close, prepend=True)
 
-    def add_and_open(engine: StepEngine, *args: Any, **how: Any) -> torch.Tensor:
+    def open_and_run(engine: StepEngine, *args: Any, **how: Any) -> None:
         reads.open()
-        return add(engine, *args, **how)
+        run(engine, *args, **how)
+
+    def close_and_evaluate(engine: StepEngine, *args: Any, **how: Any) -> tuple[float, float]:
+        reads.close()
+        return evaluate(engine, *args, **how)
+
+    def move_inputs(state: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As FSDP does beside a device."""
+        is_root = state._state_ctx.iter_forward_root is None
+        args, kwargs = root(state, module, args, kwargs)
+        return tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), (args, kwargs)) if is_root else (args, kwargs)
 
     def host_memory(device: Accelerator, like: torch.Tensor) -> torch.Tensor:
         memory = pinned(device, like)
@@ -252,9 +283,12 @@ def counted_host_reads() -> Iterator[HostReads]:
         for owner, name, new in (
             (SampleEncoder, "load", load_encoders),
             (StepEngine, "__init__", begin_and_watch),
-            (StepEngine, "add", add_and_open),
+            (StepEngine, "forward_backward", open_and_run),
+            (StepEngine, "evaluate", close_and_evaluate),
+            (FSDPState, "_root_pre_forward", move_inputs),
             (Accelerator, "host_memory", host_memory),
             (CPUAccelerator, "device", lambda device: DEVICE),
+            (device_of_batches, "_has_queue", lambda device: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         stack.enter_context(reads.seen())
@@ -272,7 +306,7 @@ def _is_torchs(file: str, line: int) -> bool:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself, or what a DTensor holds here; none of it where it has no memory."""
     part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    is_plain = part.layout is torch.strided and not part.is_meta
+    is_plain = part.layout is torch.strided and not part.is_meta and not is_functorch_wrapped_tensor(part)
     return [part] if is_plain and part.numel() and part.untyped_storage().nbytes() else []
 
 

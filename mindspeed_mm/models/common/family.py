@@ -37,6 +37,8 @@ class FamilyTraits:
         prepare_batch: (transformers model, micro-batch) → the micro-batch as the model takes it, on the host: changed
             so that each tower runs once whatever modalities it contains, or with fields that the data doesn't have.
             None: the model takes it as it is.
+        placeholders: kinds of media ("image", "video", "audio") whose masks `model.model.get_placeholder_mask` returns,
+            in order; the token of a kind is the configuration's `<kind>_token_id`. (): the model fills them otherwise.
         attention: "causal" if every decoder layer is attention through transformers' attention functions, whose tokens
             see those before them in their sample, all or a sliding window of them: what context parallelism computes.
             "causal or linear" if layers of linear attention, which the model's `layer_types` name, are among them.
@@ -51,6 +53,7 @@ class FamilyTraits:
     packed_positions: PackedPositions | None = None
     packed_masks: PackedMasks | None = None
     prepare_batch: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
+    placeholders: tuple[str, ...] = ()
     attention: Literal["causal", "causal or linear"] | None = None
     tensor: TensorPlan = field(default_factory=TensorPlan)
 

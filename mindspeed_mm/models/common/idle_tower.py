@@ -32,6 +32,9 @@ class Tower:
         beside: paths of modules and parameters outside of the tower that only process its output (a projector).
         patches_per_row: configuration → number of patches in a row of its media tensor.
         split: how its media are split over context-parallel ranks; None: each of these ranks encodes all media.
+        grids: batch fields with a grid [time, height, width] for each of its media.
+        grid_inputs: (vision configuration, grid [media, 3] int64 on the host) → keyword arguments of the tower that
+            follow from it, on the host: tensors for the device, and `OnHost` values. None: the tower computes them.
     """
 
     path: str
@@ -41,6 +44,8 @@ class Tower:
     beside: tuple[str, ...] = ()
     patches_per_row: Callable[[Any], int] = lambda config: 1
     split: MediaSplit | None = None
+    grids: tuple[str, ...] = ()
+    grid_inputs: Callable[[Any, torch.Tensor], dict[str, Any]] | None = None
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the tower and of the modules beside it, which nothing else uses."""

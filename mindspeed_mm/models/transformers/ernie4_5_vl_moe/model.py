@@ -84,4 +84,5 @@ TRAITS = FamilyTraits(
     towers=(_tower("pixel_values"), _tower("pixel_values_videos")),
     packed_positions=packed_positions,
     prepare_batch=prepare_batch,
+    placeholders=("image", "video"),
 )

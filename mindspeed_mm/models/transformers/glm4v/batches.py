@@ -26,15 +26,12 @@ def glm4v_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         DataError: media without mm_token_type_ids, or a number of media tokens that doesn't match the grids.
     """
     qwen2_5_vl.require_types(batch)
+    batch = {**batch, "position_ids": qwen2_5_vl.grid_positions(model, batch)}
     if batch.get("pixel_values_videos") is None:
         return batch
-    batch = dict(batch)
     types = batch.get("mm_token_type_ids")
     if types is None:
         raise DataError("a micro-batch has videos but no 'mm_token_type_ids', which mark their tokens")
-    if batch.get("position_ids") is None:
-        names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
-        batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
     grids = batch["video_grid_thw"]
     frames = grids.repeat_interleave(grids[:, 0], dim=0)
     frames[:, 0] = 1

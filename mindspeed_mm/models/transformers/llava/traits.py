@@ -48,5 +48,6 @@ TRAITS = FamilyTraits(
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
     towers=(TOWER,),
     packed_positions=plain_positions,
+    placeholders=("image",),
     attention="causal",
 )

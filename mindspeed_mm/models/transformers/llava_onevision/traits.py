@@ -27,4 +27,4 @@ _TOWERS = (
     dataclasses.replace(_BOTH, input_keys=("pixel_values_videos",), run_dummy=run_smallest_video),
 )
 
-TRAITS = dataclasses.replace(TRAITS, towers=_TOWERS)
+TRAITS = dataclasses.replace(TRAITS, towers=_TOWERS, placeholders=("image", "video"))

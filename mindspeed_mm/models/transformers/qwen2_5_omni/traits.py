@@ -44,4 +44,5 @@ TRAITS = FamilyTraits(
     packed_positions=omni_packed_positions,
     attention="causal",
     prepare_batch=omni_tower_pass,
+    placeholders=("image", "video", "audio"),
 )

@@ -10,6 +10,8 @@ import torch
 from mindspeed_mm.models.common.packed import Unpacked, restarting_positions
 from mindspeed_mm.utils.errors import DataError
 
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
 
 def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tensor) -> torch.Tensor:
     """Return each token's position in its sample, then time, height and width as transformers computes them per sample.
@@ -26,7 +28,7 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
         DataError: media without mm_token_type_ids, or fewer media than the tokens require.
     """
     text = restarting_positions(documents)
-    grids = {name: batch.get(name) for name in ("image_grid_thw", "video_grid_thw")}
+    grids = {name: batch.get(name) for name in _GRIDS}
     if all(grid is None for grid in grids.values()):
         return text.expand(4, *text.shape)
     if batch.get("mm_token_type_ids") is None:
@@ -48,6 +50,25 @@ def packed_positions(model: Any, batch: Mapping[str, Any], documents: torch.Tens
     return torch.cat([text.unsqueeze(0), samples.put_back(positions)])
 
 
+def grid_positions(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the positions of a micro-batch in time, height and width, as the transformers model computes them itself.
+
+    Args:
+        model: the transformers model; its weights aren't needed.
+        batch: input_ids, attention_mask, mm_token_type_ids [batch, sequence], grids and second_per_grid_ts.
+
+    Returns:
+        [3, batch, sequence] int64, or `position_ids` if the batch has them.
+    """
+    if batch.get("position_ids") is not None:
+        return batch["position_ids"]
+    rows, length = batch["input_ids"].shape
+    if all(batch.get(name) is None for name in _GRIDS):
+        return torch.arange(length).expand(3, rows, length)
+    names = ("input_ids", *_GRIDS, "attention_mask", "second_per_grid_ts", "mm_token_type_ids")
+    return model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
+
+
 def require_types(batch: Mapping[str, Any]) -> None:
     """Refuse media whose tokens can't be distinguished: transformers would give them the positions of text.
 
@@ -57,7 +78,7 @@ def require_types(batch: Mapping[str, Any]) -> None:
     Raises:
         DataError: there are media, and neither of the two.
     """
-    found = [name for name in ("image_grid_thw", "video_grid_thw") if batch.get(name) is not None]
+    found = [name for name in _GRIDS if batch.get(name) is not None]
     if found and batch.get("position_ids") is None and batch.get("mm_token_type_ids") is None:
         raise DataError(
             f"a micro-batch has media ({', '.join(found)}) but no 'mm_token_type_ids', which say where they are: their "
@@ -71,26 +92,22 @@ def one_tower_pass(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
     transformers runs the tower once for images and once for videos. A rank with both would gather and reduce the
     tower's shards twice, while a rank with images only does so once and waits in another collective. So videos are
-    passed as images, in the order of their tokens; position ids are computed before.
+    passed as images, in the order of their tokens; position ids are computed before, for every micro-batch.
 
     Args:
         model: the transformers model; its weights aren't needed.
         batch: input_ids, mm_token_type_ids, media; `position_ids` if they are known already.
 
     Returns:
-        the micro-batch without videos, or unchanged if it does not have both modalities.
+        the micro-batch with position ids, without videos if it has both modalities.
 
     Raises:
         DataError: a number of media tokens that doesn't match the grids, or no mm_token_type_ids.
     """
     require_types(batch)
+    batch, config = {**batch, "position_ids": grid_positions(model, batch)}, model.config
     if batch.get("pixel_values") is None or batch.get("pixel_values_videos") is None:
         return batch
-    batch, config = dict(batch), model.config
-    if batch.get("position_ids") is None:
-        grid_names = ("image_grid_thw", "video_grid_thw")
-        names = ("input_ids", *grid_names, "attention_mask", "second_per_grid_ts", "mm_token_type_ids")
-        batch["position_ids"] = model.model.get_rope_index(**{name: batch.get(name) for name in names})[0]
     ids, starts, patches, grids = batch["input_ids"], [], [], []
     for token, grid_name, pixels in (
         (config.image_token_id, "image_grid_thw", "pixel_values"),

@@ -6,4 +6,10 @@ from dataclasses import replace
 
 from mindspeed_mm.models.transformers.qwen2_5_vl import FAMILY as QWEN2_5_VL
 
-FAMILY = replace(QWEN2_5_VL, model="transformers:Qwen2VLForConditionalGeneration", megatron=None)
+FAMILY = replace(
+    QWEN2_5_VL,
+    model="transformers:Qwen2VLForConditionalGeneration",
+    traits=".traits:TRAITS",
+    megatron=None,
+    package=__name__,
+)

@@ -10,9 +10,16 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.linear_attention import packed_masks_by_layer_type, run_samples_apart
+from mindspeed_mm.models.transformers.qwen2_5_vl.grids import interpolated_inputs
 from mindspeed_mm.models.transformers.qwen2_5_vl.traits import TRAITS as QWEN2_5_VL
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import grid_tower
 
-TRAITS = dataclasses.replace(QWEN2_5_VL, packed_masks=packed_masks_by_layer_type, attention="causal or linear")
+TRAITS = dataclasses.replace(
+    QWEN2_5_VL,
+    towers=(grid_tower(interpolated_inputs),),
+    packed_masks=packed_masks_by_layer_type,
+    attention="causal or linear",
+)
 
 
 class Qwen3_5ForConditionalGeneration(adapt_class(HFQwen3_5)):  # type: ignore[misc]

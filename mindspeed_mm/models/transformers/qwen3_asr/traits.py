@@ -36,5 +36,6 @@ TRAITS = FamilyTraits(
         ),
     ),
     packed_positions=plain_positions,
+    placeholders=("audio",),
     attention="causal",
 )

@@ -9,7 +9,8 @@ import torch
 
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.transformers.qwen2_5_vl.batches import one_tower_pass, packed_positions
-from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_SPLIT, GRID_TOWER
+from mindspeed_mm.models.transformers.qwen2_5_vl.grids import interpolated_inputs
+from mindspeed_mm.models.transformers.qwen2_5_vl.traits import GRID_SPLIT, grid_tower, run_one_patch
 from mindspeed_mm.parallel.tensor_plan import TensorPlan
 
 
@@ -18,12 +19,7 @@ def run_one_deepstack_patch(model: Any, device: torch.device) -> torch.Tensor:
 
     The sum reaches every weight of the tower, those of the deepstack mergers too.
     """
-    vision = model.config.vision_config
-    side = vision.spatial_merge_size
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.zeros(side * side, patch, device=device, dtype=model.model.visual.dtype)
-    grid = torch.tensor([[1, side, side]], device=device)
-    output = model.model.visual(pixels, grid_thw=grid, return_dict=True)
+    output = run_one_patch(interpolated_inputs, model, device)
     return output.pooler_output + sum(output.deepstack_features)
 
 
@@ -36,7 +32,7 @@ def _deepstack_layers(model: Any) -> int:
 DEEPSTACK = TensorPlan(uncut_layers=_deepstack_layers)
 
 DEEPSTACK_TOWER = replace(
-    GRID_TOWER,
+    grid_tower(interpolated_inputs),
     run_dummy=run_one_deepstack_patch,
     split=replace(GRID_SPLIT, outputs=("pooler_output", "deepstack_features")),
 )
@@ -52,5 +48,6 @@ TRAITS = FamilyTraits(
     packed_positions=packed_positions,
     attention="causal",
     prepare_batch=one_tower_pass,
+    placeholders=("image", "video"),
     tensor=DEEPSTACK,
 )

@@ -33,4 +33,5 @@ TRAITS = FamilyTraits(
     sub_configs={"vision_encoder": "vision_config", "text_decoder": "text_config"},
     towers=(_tower("pixel_values"), _tower("pixel_values_local")),
     packed_positions=plain_positions,
+    placeholders=("image",),
 )

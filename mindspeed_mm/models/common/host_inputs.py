@@ -1,0 +1,79 @@
+"""Values of a micro-batch that the model's code reads on the host, and what follows from them for its towers.
+
+transformers' models read grids of images, lengths and the like while a forward pass is launched. On a device each such
+read would wait for all that the device was given before. So these values stay in host memory, and what the towers
+compute from them is computed beforehand, in the places that `transformers.vision_utils` has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.models.common.idle_tower import Tower
+
+TOWER_INPUTS = "tower_inputs"
+"""Key of a prepared micro-batch: name of a field with grids → keyword arguments of the tower that encodes them."""
+
+
+class OnHost:
+    """A value of a prepared micro-batch that stays in host memory when the micro-batch is moved to a device."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class HostInputs:
+    """Gives a model the values that stay on the host, and its towers what was computed from them.
+
+    FSDP moves the arguments of its root to the device, and casts those of its units: the hooks here run after its own.
+    """
+
+    def __init__(self, model: nn.Module, towers: Iterable[Tower]) -> None:
+        """
+        Args:
+            model: the transformers model, not wrapped yet.
+            towers: its encoders.
+        """
+        self._values: dict[str, Any] = {}
+        self._of_grids: dict[int, Mapping[str, Any]] = {}
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        for path in {tower.path for tower in towers if tower.grid_inputs is not None}:
+            model.get_submodule(path).register_forward_pre_hook(self._before_tower, with_kwargs=True)
+
+    def for_batch(self, batch: dict[str, Any]) -> None:
+        """Take the values that stay on the host, and the towers' arguments, out of the next forward's micro-batch."""
+        self._values = {key: batch.pop(key).value for key in list(batch) if isinstance(batch[key], OnHost)}
+        arguments = batch.pop(TOWER_INPUTS, {})
+        self._of_grids = {id(self._values[name]): _unwrapped(arguments[name]) for name in arguments}
+
+    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {**kwargs, **self._values}
+
+    def _before_tower(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, {**kwargs, **self._of_grids.get(id(kwargs.get("grid_thw")), {})}
+
+
+def keep_grids(model: Any, batch: dict[str, Any], towers: Iterable[Tower]) -> None:
+    """Let the grids of a prepared micro-batch stay on the host, and add the towers' arguments that follow from them.
+
+    Args:
+        model: the transformers model; its weights aren't needed.
+        batch: changed in place.
+        towers: the model's encoders.
+    """
+    arguments: dict[str, dict[str, Any]] = {}
+    for tower in towers:
+        for name in tower.grids:
+            if tower.grid_inputs is not None and isinstance(grid := batch.get(name), torch.Tensor):
+                arguments[name] = tower.grid_inputs(model.config.vision_config, grid)
+                batch[name] = OnHost(grid)
+    if arguments:
+        batch[TOWER_INPUTS] = arguments
+
+
+def _unwrapped(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.value if isinstance(value, OnHost) else value for name, value in values.items()}
