@@ -78,10 +78,12 @@ def pretrain(
             "pretrain() was given no forward_step_func, a function (data_iterator, model) → (output, loss_func)"
         )
     ours, our_data = recipe_of(model_provider), recipe_of(train_valid_test_datasets_provider)
+    is_ours = ours is not None and our_data is not None and forward_step is ours.forward_step
     recipe = Recipe(
         model=model_provider,
         data=train_valid_test_datasets_provider,
         forward_step=forward_step,
+        preparation=ours.preparation if ours is not None and is_ours else None,
         model_schema=ours.model_schema if ours is not None else None,
         data_schema=our_data.data_schema if our_data is not None else None,
         backends=ours.backends if ours is not None else BACKENDS,
@@ -116,7 +118,8 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
         begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
         set_current_start(begin)
         gather = backend.gather_objects if run.launch.world_size > 1 else None
-        with closing(build_run_data(recipe.data, run, begin, gather)) as data:
+        preparation = None if recipe.preparation is None else recipe.preparation(backend, run)
+        with closing(build_run_data(recipe.data, run, begin, gather, preparation)) as data:
             run = run.with_train_iters(
                 resolve_train_iters(run.length, data.train_rows, data.global_batches_per_epoch, data.why_no_length)
             )

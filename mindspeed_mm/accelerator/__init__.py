@@ -72,4 +72,4 @@ def resolve_backend(requested: str | None, needs_cpu_tensors: bool = False) -> s
     return current().resolve_backend(requested, needs_cpu_tensors)
 
 
-use_device(lambda: current().device(), lambda device: current().holds(device))
+use_device(lambda: current().device(), lambda value, device, dtype: current().copied(value, device, dtype))

@@ -7,12 +7,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
 from mindspeed_mm.utils.log import notice
+
+CopyT = TypeVar("CopyT")
 
 
 class Accelerator(ABC):
@@ -45,6 +47,26 @@ class Accelerator(ABC):
         device = where.device if isinstance(where, torch.Tensor) else where
         return not self.is_host and device.type == self.name
 
+    def copied(self, value: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor on a device; a copy from the host to this device isn't waited for.
+
+        Args:
+            value: a tensor anywhere.
+            device: where it shall be.
+            dtype: its dtype there; None: that of `value`.
+        """
+        if not self.holds(device):
+            return value.to(device, dtype)
+        return (value if self.holds(value) else self.pinned(value)).to(device, dtype, non_blocking=True)
+
+    def pinned(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a host tensor in pinned memory, from which copies to this device are asynchronous."""
+        try:
+            return value.pin_memory()
+        except RuntimeError as error:
+            self._tell_unpinned(error)
+            return value
+
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
         """Return an empty host tensor of the shape and dtype of `like`; pinned if `like` is in this device's memory, so
         that it can be filled asynchronously."""
@@ -52,9 +74,12 @@ class Accelerator(ABC):
             try:
                 return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
             except RuntimeError as error:
-                reason = (str(error).splitlines() or [""])[0]
-                notice(f"host memory can't be pinned, copies from the device take longer ({reason})")
+                self._tell_unpinned(error)
         return torch.empty(like.shape, dtype=like.dtype)
+
+    def _tell_unpinned(self, error: RuntimeError) -> None:
+        reason = (str(error).splitlines() or [""])[0]
+        notice(f"host memory can't be pinned, copies from and to the device take longer ({reason})")
 
     def read_later(self, values: torch.Tensor) -> Callable[[], list[Any]]:
         """Start copying a small tensor to the host, without waiting.
@@ -73,6 +98,17 @@ class Accelerator(ABC):
             return copy.tolist()
 
         return read
+
+    def ahead(self, copy: Callable[[], CopyT]) -> Callable[[], CopyT]:
+        """Call a function whose copies from pinned memory to this device go beside the device's queue.
+
+        The copies wait for nothing that the queue holds; on the host they are finished at once.
+
+        Returns:
+            a function that lets later work of the queue wait for the copies, and returns the result.
+        """
+        result = copy()
+        return lambda: result
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         """Start a copy between host memory, from `host_memory`, and this device, beside the device's queue.

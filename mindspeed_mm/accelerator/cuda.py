@@ -10,7 +10,8 @@ import torch
 
 from mindspeed_mm.accelerator.attention import cuda as flash
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
-from mindspeed_mm.accelerator.base import Accelerator
+from mindspeed_mm.accelerator.base import Accelerator, CopyT
+from mindspeed_mm.utils.device import tensors_in
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
@@ -22,6 +23,7 @@ class CUDAAccelerator(Accelerator):
     collective_backend = "nccl"
     sum_dtype = torch.float64
     _copies: torch.cuda.Stream | None = None  # of copies beside the device's queue
+    _inputs: torch.cuda.Stream | None = None  # of micro-batches
     # part of the product name, dense bf16/fp16 and fp32 peaks in TFLOP/s. Source: NVIDIA's data sheets
     peaks = (
         ("H200", 989.0, 67.0),
@@ -58,6 +60,23 @@ class CUDAAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def ahead(self, copy: Callable[[], CopyT]) -> Callable[[], CopyT]:
+        if self._inputs is None:
+            self._inputs = torch.cuda.Stream()
+        with torch.cuda.stream(self._inputs):
+            result = copy()
+            copied = self.record_event()
+
+        def take() -> CopyT:
+            queue = torch.cuda.current_stream()
+            queue.wait_event(copied)
+            for tensor in tensors_in(result):
+                if self.holds(tensor):
+                    tensor.record_stream(queue)  # its memory is of the other stream, which may be further
+            return result
+
+        return take
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         if self._copies is None:

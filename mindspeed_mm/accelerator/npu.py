@@ -12,7 +12,8 @@ import torch
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.attention.npu import NPUFusionAttention
-from mindspeed_mm.accelerator.base import Accelerator
+from mindspeed_mm.accelerator.base import Accelerator, CopyT
+from mindspeed_mm.utils.device import tensors_in
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
@@ -29,6 +30,7 @@ class NPUAccelerator(Accelerator):
     # transformers maps it to torch_npu's own fused operator
     attention_packages = MappingProxyType({"flash_attention_2": None})
     _copies: Any = None  # the stream of copies beside the device's queue
+    _inputs: Any = None  # that of micro-batches
 
     def __init__(self) -> None:
         import torch_npu
@@ -54,6 +56,23 @@ class NPUAccelerator(Accelerator):
 
     def synchronize(self) -> None:
         self._npu.synchronize()
+
+    def ahead(self, copy: Callable[[], CopyT]) -> Callable[[], CopyT]:
+        if self._inputs is None:
+            self._inputs = self._npu.Stream()
+        with self._npu.stream(self._inputs):
+            result = copy()
+            copied = self.record_event()
+
+        def take() -> CopyT:
+            queue = self._npu.current_stream()
+            queue.wait_event(copied)
+            for tensor in tensors_in(result):
+                if self.holds(tensor):
+                    tensor.record_stream(queue)  # its memory is of the other stream, which may be further
+            return result
+
+        return take
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         if self._copies is None:

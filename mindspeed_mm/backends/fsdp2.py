@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Value
+from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Preparation, Value
 from mindspeed_mm.checkpoint import dcp, hf_export
 from mindspeed_mm.checkpoint.adapters import adapter_config, export_adapters, load_adapters
 from mindspeed_mm.checkpoint.pipeline_folder import component_directory
@@ -91,19 +92,9 @@ class FSDP2Backend:
         self._conversions: list[Any] | None = None
         self._base: str | None = None
 
-    def build_model(self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None) -> nn.Module:
-        """Build, freeze, shard and fill the model.
-
-        Args:
-            model_provider: the user's callback; pre_process and post_process are passed by name if it takes them.
-            load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
-            base: the folder that they are loaded from; None: the one that the model names.
-
-        Raises:
-            ConfigError: the model has no `fully_shard`.
-        """
+    def _build_context(self, load_weights: bool) -> BuildContext:
         run = self.described
-        context = BuildContext(
+        return BuildContext(
             load_weights=load_weights,
             in_run=True,
             defer_weights=True,
@@ -121,6 +112,25 @@ class FSDP2Backend:
             sequence_parallel=run.parallel.sequence_parallel,
             world=self.world,
         )
+
+    def preparation(self, model_provider: ModelProvider) -> Preparation | None:
+        """See the protocol."""
+        with build_context(replace(self._build_context(load_weights=False), lora=None)), torch.device("meta"):
+            return as_trainable(call_provider(model_provider)).prepare
+
+    def build_model(self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None) -> nn.Module:
+        """Build, freeze, shard and fill the model.
+
+        Args:
+            model_provider: the user's callback; pre_process and post_process are passed by name if it takes them.
+            load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
+            base: the folder that they are loaded from; None: the one that the model names.
+
+        Raises:
+            ConfigError: the model has no `fully_shard`.
+        """
+        run = self.described
+        context = self._build_context(load_weights)
         on_meta = run.parallel.init_model_with_meta_device
         accelerator.current().manual_seed(run.process.seed)
         with ExitStack() as stack:

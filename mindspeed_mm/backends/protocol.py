@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from mindspeed_mm.checkpoint.snapshot import Snapshot
-from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider
+from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Preparation
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.parallel.world import World
@@ -124,6 +124,12 @@ class Backend(Protocol):
         Args:
             load_weights: load pretrained weights; False if a checkpoint will be loaded afterwards.
             base: the folder that they are loaded from; None: the one that the model names.
+        """
+
+    def preparation(self, model_provider: ModelProvider) -> Preparation | None:
+        """Return what prepares micro-batches for a model, before it is built: `prepare` of one without weights.
+
+        None: the model has none.
         """
 
     def build_optimizer(self, model: Any, run: Run) -> Any:

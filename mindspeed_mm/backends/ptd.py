@@ -21,7 +21,7 @@ from torch import nn
 from mindspeed_mm import accelerator
 from mindspeed_mm.backends.engine import LaunchedStep, StepEngine
 from mindspeed_mm.backends.packing import check_packing
-from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Value
+from mindspeed_mm.backends.protocol import ForwardStep, Generation, ModelProvider, Preparation, Value
 from mindspeed_mm.backends.tied_embedding import tied_embedding
 from mindspeed_mm.checkpoint.adapters import adapter_config
 from mindspeed_mm.checkpoint.megatron.state import MegatronState
@@ -82,6 +82,29 @@ class PTDBackend:
         self.loss_scale = build_loss_scale(run.precision, self.compute_dtype)
         self._base: str | None = None
 
+    def _build_context(self, load_weights: bool) -> BuildContext:
+        run = self.described
+        return BuildContext(
+            load_weights=load_weights,
+            in_run=True,
+            defer_weights=True,
+            seed=run.process.seed,
+            trust_remote_code=run.trust_remote_code,
+            loss=run.loss,
+            seq_length=run.batch.seq_length,
+            fsdp2_config_path=run.parallel.fsdp2_config_path,
+            sizes=self.sizes,
+            lora=run.lora,
+            pipeline_rank=self.world.pipeline_rank,
+            loss_group=self.world.batch.group,
+        )
+
+    def preparation(self, model_provider: ModelProvider) -> Preparation | None:
+        """See the protocol."""
+        context = replace(self._build_context(load_weights=False), lora=None)
+        with build_context(context), torch.device("meta"):
+            return as_staged(_call_provider(model_provider, self.sizes, 0)).prepare
+
     def build_model(
         self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None
     ) -> list[nn.Module]:
@@ -97,20 +120,7 @@ class PTDBackend:
             ConfigError: Megatron's schedules can't run a chunk.
         """
         run = self.described
-        context = BuildContext(
-            load_weights=load_weights,
-            in_run=True,
-            defer_weights=True,
-            seed=run.process.seed,
-            trust_remote_code=run.trust_remote_code,
-            loss=run.loss,
-            seq_length=run.batch.seq_length,
-            fsdp2_config_path=run.parallel.fsdp2_config_path,
-            sizes=self.sizes,
-            lora=run.lora,
-            pipeline_rank=self.world.pipeline_rank,
-            loss_group=self.world.batch.group,
-        )
+        context = self._build_context(load_weights)
         accelerator.current().manual_seed(run.process.seed)
         with build_context(context), self.world.device:
             chunks = [_call_provider(model_provider, self.sizes, i) for i in range(self.sizes.virtual_pipeline or 1)]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ModelProvider = Callable[..., Any]
 #: returns (train, valid, test); is given what it has parameters for: see `Recipe.data`
 DataProvider = Callable[..., Any]
+#: prepares a collated micro-batch for the model, in host memory
+Preparation = Callable[[dict[str, Any]], dict[str, Any]]
 #: (data_iterator, model) → (output, loss_func)
 ForwardStep = Callable[[Any, Any], tuple[Any, Callable[..., Any]]]
 
@@ -57,6 +59,8 @@ class Recipe:
             is given those that it has parameters for; any other single parameter gets the numbers of samples
             [train, valid, test], as Megatron's providers do.
         forward_step: (data_iterator, model) → (output, loss_func).
+        preparation: (backend, Run) → what the loader's workers do with each micro-batch, after which it may be moved to
+            the device; `forward_step` then gets it prepared. None: it prepares micro-batches itself.
         model_schema, data_schema: which published keys model.json and data.json hold; None: keys of the script's own.
         backends: those that it can train with.
         scorer: (run, ValidData) → what scores samples that the model generates for validation rows, at each evaluation;
@@ -69,6 +73,7 @@ class Recipe:
     model: ModelProvider
     data: DataProvider
     forward_step: ForwardStep
+    preparation: Callable[[Any, Run], Preparation | None] | None = None
     model_schema: FileKind | None = None
     data_schema: FileKind | None = None
     backends: tuple[BackendName, ...] = BACKENDS

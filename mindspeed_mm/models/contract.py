@@ -137,6 +137,11 @@ class Trainable:
             found(name.removeprefix(f"{path}.")) for path, found in stated if not path or name.startswith(f"{path}.")
         )
 
+    @property
+    def prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """`prepare`: prepares a collated micro-batch, in host memory, without weights; None: not stated."""
+        return _stated(self.model, "prepare")
+
     def check_packing(self) -> None:
         """Call the model's `check_packing`, if it has one.
 

@@ -174,6 +174,9 @@ class TransformersModel(MultiModalModule):
         if self._places is not None:
             batch[PLACES] = self._places.find(batch)
         keep_grids(self.model, batch, self.traits.towers)
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == batch["input_ids"].shape and bool(mask.all()):
+            del batch["attention_mask"]  # it says nothing, and a model would have to look at it to find that
         return batch
 
     def _split_tokens(self, context: ContextParallel, batch: dict[str, Any], documents: torch.Tensor | None) -> None:
@@ -219,24 +222,9 @@ class TransformersModel(MultiModalModule):
         if unprepared := {"documents", "labels_are_shifted"} & batch.keys():
             key = min(unprepared)
             raise DataError(f"a micro-batch with '{key}' came to the model as it was collated; call prepare() first")
-        packed_rows = batch.pop("packed_rows", None)
-        needs_no_masks = batch.get(KEYWORD) is not None and self.traits.attention == "causal"
         if self._context is not None:
             self._expect_shard(self._context, batch.pop("sequence_shard", None), input_ids, labels)
-        elif packed_rows is not None and self.traits.packed_masks is not None and not needs_no_masks:
-            batch["attention_mask"] = self.traits.packed_masks(self.model, {**batch, "packed_rows": packed_rows})
-        if self._documents is not None:
-            self._documents.for_batch(batch.pop(KEYWORD, None))
-        if self._boundaries is not None:
-            self._boundaries.for_batch(packed_rows)
-        if self._positions is not None:
-            self._positions.for_batch(batch)
-        if self._media is not None:
-            self._media.for_batch(batch.pop("media_shards", {}))
-        if self._places is not None:
-            self._places.for_batch(batch)
-        self._host_inputs.for_batch(batch)
-        self._idle_towers.for_batch(batch)
+        self._announce(batch)
         if labels is None:
             return self.model(input_ids=input_ids, use_cache=False, **batch)
         if targets is None:
@@ -289,6 +277,25 @@ class TransformersModel(MultiModalModule):
                 self._context.is_off = False
             for module, deltas in kept.items():
                 module.rope_deltas = deltas
+
+    def _announce(self, batch: dict[str, Any]) -> None:
+        """Hand a prepared micro-batch's fields to what the next forward pass of the model needs them for."""
+        packed_rows = batch.pop("packed_rows", None)
+        needs_no_masks = batch.get(KEYWORD) is not None and self.traits.attention == "causal"
+        if self._context is None and packed_rows is not None and not needs_no_masks and self.traits.packed_masks:
+            batch["attention_mask"] = self.traits.packed_masks(self.model, {**batch, "packed_rows": packed_rows})
+        if self._documents is not None:
+            self._documents.for_batch(batch.pop(KEYWORD, None))
+        if self._boundaries is not None:
+            self._boundaries.for_batch(packed_rows)
+        if self._positions is not None:
+            self._positions.for_batch(batch)
+        if self._media is not None:
+            self._media.for_batch(batch.pop("media_shards", {}))
+        if self._places is not None:
+            self._places.for_batch(batch)
+        self._host_inputs.for_batch(batch)
+        self._idle_towers.for_batch(batch)
 
     def _expect_shard(
         self,

@@ -112,7 +112,9 @@ class BackwardFactor:
             has_targets: bool scalar; False: the step had no targets, and the estimate stays unchanged.
         """
         if self._estimates and self._divisor is not None:
-            before = torch.as_tensor(self._divisor, dtype=divisor.dtype, device=divisor.device)
+            before = self._divisor
+            if not isinstance(before, torch.Tensor):
+                before = torch.full_like(divisor, before)
             self._divisor = _power_of_two(divisor, has_targets & torch.isfinite(divisor), before)
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class MediaShard:
 
     Attributes:
         sizes: of each rank, the rows of its outputs.
-        grid: [media, 3] int64, the grids of this rank's media; None if there are no grids.
+        grid: [media, 3] int64, the grids of this rank's media; None if there are no grids, or the tower's arguments
+            hold them.
     """
 
     sizes: list[int]

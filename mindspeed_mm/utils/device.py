@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,31 +18,42 @@ def _device_of_torch() -> torch.device:
     return seen or torch.device("cpu")
 
 
-def _none_has(device: torch.device) -> bool:
-    return False
+def _copied(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.to(device, dtype)
 
 
 _default: Callable[[], torch.device] = _device_of_torch
-_has_queue: Callable[[torch.device], bool] = _none_has
+_copy: Callable[[torch.Tensor, torch.device, torch.dtype | None], torch.Tensor] = _copied
 
 
-def use_device(default: Callable[[], torch.device], has_queue: Callable[[torch.device], bool]) -> None:
+def use_device(
+    default: Callable[[], torch.device],
+    copy: Callable[[torch.Tensor, torch.device, torch.dtype | None], torch.Tensor],
+) -> None:
     """Set the device of this process for `move_to_device`.
 
     Args:
         default: returns the device of a batch for which none is given.
-        has_queue: whether a device's queue keeps the order of copies and their readers: copies are then asynchronous.
+        copy: returns a tensor on a device, in a dtype (None: its own).
     """
-    global _default, _has_queue
-    _default, _has_queue = default, has_queue
+    global _default, _copy
+    _default, _copy = default, copy
+
+
+class OnHost:
+    """A value that stays in host memory when the batch that holds it is moved."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def move_to_device(
     value: ValueT, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
 ) -> ValueT:
-    """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`.
+    """Return `value` (a tensor, or containers and dataclasses of tensors) on `device`; `OnHost` values stay.
 
-    Copies to an accelerator are asynchronous, as its queue keeps the order; a copy to the host is waited for.
+    Copies to an accelerator are asynchronous, from pinned memory, as its queue keeps the order; a copy to the host is
+    waited for.
 
     A dict is changed in place as well, so that the published `move_to_device(batch, get_args().params_dtype)` has its
     effect: a dtype, or its name, in the place of the device.
@@ -59,7 +70,7 @@ def move_to_device(
 def _moved(value: object, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(value, torch.Tensor):
         as_dtype = dtype if dtype is not None and value.is_floating_point() else None
-        return value.to(device, as_dtype, non_blocking=_has_queue(device))
+        return _copy(value, device, as_dtype)
     if isinstance(value, dict):
         for key in value:
             value[key] = _moved(value[key], device, dtype)
@@ -70,3 +81,15 @@ def _moved(value: object, device: torch.device, dtype: torch.dtype | None) -> An
         moved = {f.name: _moved(getattr(value, f.name), device, dtype) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **moved)
     return value
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of `value`, as `move_to_device` finds them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inner)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, f.name))

@@ -126,7 +126,10 @@ def encode_image(hf_dir: Path, backend: str) -> dict[str, Any]:
     expected = reference.model.visual(patches, grid_thw=grid).pooler_output
     transposed = reference.model.visual(patches, grid_thw=grid[:, [0, 2, 1]]).pooler_output
     if backend == "megatron":
-        found = build_megatron(hf_dir, reference).image_encoder(patches, grid).squeeze(1)
+        from mindspeed_mm.models.megatron.vision.qwen2_5_vl import PatchLayout
+
+        layout = PatchLayout.of_grids(grid, reference.config.vision_config)
+        found = build_megatron(hf_dir, reference).image_encoder(patches, layout).squeeze(1)
     else:
         from mindspeed_mm.models.transformers_model import TransformersModel
 

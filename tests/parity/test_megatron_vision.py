@@ -47,6 +47,12 @@ def make_input(grids: list[list[int]], config: Any) -> tuple[torch.Tensor, torch
     return torch.randn(int(grid.prod(-1).sum()), width), grid
 
 
+def layout_of(grid: torch.Tensor, config: Any) -> Any:
+    from mindspeed_mm.models.megatron.vision.qwen2_5_vl import PatchLayout
+
+    return PatchLayout.of_grids(grid, config)
+
+
 def build(config: Any, layers: range | None = None, *, first: bool = True, last: bool = True, **sizes: Any) -> Any:
     from mindspeed_mm.models.megatron.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
     from mindspeed_mm.parallel.sizes import ParallelSizes
@@ -103,7 +109,7 @@ def compare(tensor_parallel: int) -> dict[str, float]:
         for case, grids in GRIDS.items():
             pixels, grid = make_input(grids, config)
             expected = reference(pixels, grid).pooler_output
-            output = model(pixels, grid)
+            output = model(pixels, layout_of(grid, config))
             assert output.shape[1] == 1
             weights = torch.randn_like(expected)
             reference.zero_grad()
@@ -126,12 +132,12 @@ def test_the_tower_equals_transformers(tensor_parallel: int, megatron_pools: dic
         assert found[worst] < 1e-5, worst
 
 
-def run(stages: list[Any], pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def run(stages: list[Any], pixels: torch.Tensor, layout: Any) -> torch.Tensor:
     """The output of stages, each given the hidden states of the one before; a pipeline refuses to send views."""
     output = None
     for stage in stages:
         stage.set_input_tensor(output)
-        output = stage(pixels if stage is stages[0] else None, grid)
+        output = stage(pixels if stage is stages[0] else None, layout)
         assert output._base is None
     return output
 
@@ -148,14 +154,14 @@ def split_in_stages() -> dict[str, Any]:
     pixels, grid = make_input(GRIDS["several sizes"], config)
     whole = build(config)
     fill(whole, reference)
-    expected = whole(pixels, grid)
+    expected = whole(pixels, layout_of(grid, config))
     expected.square().sum().backward()
     found: dict[str, Any] = {}
     for cut, parts in cuts.items():
         stages = [build(config, layers, first=first, last=last) for layers, first, last in parts]
         for stage in stages:
             fill(stage, reference)
-        output = run(stages, pixels, grid)
+        output = run(stages, pixels, layout_of(grid, config))
         output.square().sum().backward()
         ours: dict[str, torch.Tensor] = {}
         for stage in stages:
@@ -204,7 +210,7 @@ def recompute() -> dict[str, tuple[bool, int]]:
         fill(model, reference)
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith(frozen))
-        output = model(pixels, grid)
+        output = model(pixels, layout_of(grid, config))
         output.square().sum().backward()
         return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -264,11 +270,9 @@ def lay_out() -> tuple[Any, Any]:
     from mindspeed_mm import accelerator
 
     accelerator.prepare_megatron()
-    from mindspeed_mm.models.megatron.vision.qwen2_5_vl import PatchLayout
-
     found = []
     for grids in ([[1, 40, 42]], [[1, 8, 8], [2, 4, 6], [1, 8, 8]]):
-        segments = PatchLayout.of_grids(torch.tensor(grids), small_config(**SHALLOW), torch.device("cpu")).segments
+        segments = layout_of(torch.tensor(grids), small_config(**SHALLOW)).segments
         found.append([(part.groups, part.order is None) for part in (segments.windows, segments.whole)])
     return found[0], found[1]
 
@@ -327,7 +331,7 @@ def refusals() -> list[str]:
     config = small_config(**SHALLOW)
     pixels, grid = make_input([[1, 4, 4]], config)
     with pytest.raises(DataError) as bad:
-        build(config)(torch.cat([pixels, pixels]), grid)
+        build(config)(torch.cat([pixels, pixels]), layout_of(grid, config))
     return [*said, str(bad.value)]
 
 
@@ -340,4 +344,4 @@ def test_what_does_not_fit_is_refused(megatron_pools: dict[int, RankPool]) -> No
     assert "num_heads is 2" in said[1] and said[1].endswith("sizes that do: 1, 2")
     assert "hidden_act is 'gelu'" in said[2]
     assert "rope_type is 'linear'" in said[3]
-    assert said[4] == "32 patches came with grids [[1, 4, 4]], of 16"
+    assert said[4] == "32 patches came with grids of 16"

@@ -68,6 +68,15 @@ class FakeAccelerator(CPUAccelerator):
         self.log.append("record")
         return mock.Mock(synchronize=lambda: self.log.append("wait"))
 
+    def ahead(self, copy: Callable[[], Any]) -> Callable[[], Any]:
+        self.log.append("ahead")
+
+        def take() -> Any:
+            self.log.append("taken")
+            return copy()
+
+        return take
+
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         self.log.append("copy")
         self._copies.append(lambda: target.copy_(source))

@@ -34,7 +34,6 @@ from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.backends.engine import StepEngine
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
-from mindspeed_mm.utils import device as device_of_batches
 
 TORCH = str(Path(torch.__file__).parent)
 METHODS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__format__")
@@ -274,6 +273,9 @@ def counted_host_reads() -> Iterator[HostReads]:
         reads.marks.add_host(memory, len(reads.windows))
         return memory
 
+    def copied(device: Accelerator, value: torch.Tensor, where: torch.device, dtype: torch.dtype | None = None) -> Any:
+        return value.to(where, dtype, non_blocking=_is(DEVICE, where))
+
     def load_encoders(encoder: SampleEncoder) -> None:
         load(encoder)  # which moves nothing where the device is the host
         for tensor, _ in encoder._on_host:
@@ -288,7 +290,7 @@ def counted_host_reads() -> Iterator[HostReads]:
             (FSDPState, "_root_pre_forward", move_inputs),
             (Accelerator, "host_memory", host_memory),
             (CPUAccelerator, "device", lambda device: DEVICE),
-            (device_of_batches, "_has_queue", lambda device: True),
+            (Accelerator, "copied", copied),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         stack.enter_context(reads.seen())

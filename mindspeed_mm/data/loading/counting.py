@@ -12,8 +12,10 @@ import torch
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.media.media import KINDS, MediaKind, MediaSize
 
-HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens", "media_sizes")
-"""Fields of a micro-batch that are counted on the host and that no model takes."""
+COUNTS = "counts"
+"""Field of a micro-batch that was counted and prepared where it was collated."""
+HOST_FIELDS = ("num_rows", "row_ids", "rows_left_out", "num_tokens", "media_sizes", COUNTS)
+"""Fields of a micro-batch that are read on the host and that no model takes."""
 
 
 def drop_host_fields(batch: MutableMapping[str, Any]) -> None:
@@ -58,6 +60,21 @@ class BatchCounts:
     def cost(self) -> float:
         """FLOPs, or tokens where those of the model are not known."""
         return self.flops or self.tokens
+
+    def add(self, other: BatchCounts) -> None:
+        """Add the counts of a micro-batch."""
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.targets += other.targets
+        self.rows_left_out += other.rows_left_out
+        self.lengths += other.lengths
+        for modality, number in other.media.items():
+            self.media[modality] = self.media.get(modality, 0) + number
+        for kind, size in other.media_sizes.items():
+            self.media_sizes[kind] = self.media_sizes.get(kind, MediaSize()) + size
+        if other.row_ids is not None:
+            self.row_ids = (self.row_ids or []) + other.row_ids
 
 
 class CountingIterator:
@@ -109,52 +126,58 @@ class CountingIterator:
         return counts
 
     def _count(self, yielded: object) -> None:
-        counts = self._counts
         batch: Mapping[str, Any] = yielded if isinstance(yielded, Mapping) else {}
-        if "sample_keys" in batch:
-            self._count_shapes(batch)
-            return
-        ids = batch.get("input_ids")
-        if not isinstance(ids, torch.Tensor):
-            counts.rows += self._micro_batch_size
-            return
-        self._count_rows(batch, ids.shape[0])
-        counts.positions += ids.numel()
-        lengths = _sample_lengths(batch, ids)
-        counts.tokens += sum(lengths)
-        counts.lengths += lengths
-        labels = batch.get("labels")
-        counts.targets += int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
-        if self._adapter is not None:
-            for modality, number in self._adapter.media_counts(batch).items():
-                counts.media[modality] = counts.media.get(modality, 0) + int(number)
+        counts = batch.get(COUNTS)
+        self._counts.add(counts if isinstance(counts, BatchCounts) else counts_of(batch, self._adapter))
+        self._counts.add(_rows_of(batch, self._micro_batch_size))
 
-        if isinstance(sizes := batch.get("media_sizes"), torch.Tensor):
-            for kind, size in zip(KINDS, sizes.tolist(), strict=True):
-                if size[1]:
-                    counts.media_sizes[kind] = counts.media_sizes.get(kind, MediaSize()) + MediaSize(*size)
 
-    def _count_rows(self, batch: Mapping[str, Any], rows: int) -> None:
-        counts = self._counts
-        counts.rows += int(batch.get("num_rows", rows))
-        counts.rows_left_out += int(batch.get("rows_left_out", 0))
-        if "row_ids" in batch:
-            ids = batch["row_ids"]
-            numbers = ids.tolist() if isinstance(ids, torch.Tensor) else ids  # at once: a read of each would be slow
-            counts.row_ids = (counts.row_ids or []) + [int(number) for number in numbers if number >= 0]
+def counts_of(batch: Mapping[str, Any], adapter: DataAdapter | None = None) -> BatchCounts:
+    """Count the tokens, targets and media of a micro-batch in host memory; its rows aren't counted.
 
-    def _count_shapes(self, batch: Mapping[str, Any]) -> None:
-        """A micro-batch of clips or latents of one shape: tokens are those of the diffusion transformer."""
-        counts, tokens = self._counts, int(batch.get("num_tokens", 0))
-        rows = int(batch.get("num_rows", len(batch["sample_keys"])))
-        self._count_rows(batch, rows)
-        counts.tokens += tokens
-        counts.positions += tokens
-        counts.lengths += [tokens // max(rows, 1)] * rows
-        clips = batch.get("video", batch.get("latents"))
-        if isinstance(clips, torch.Tensor):
-            kind = "image" if clips.shape[2] == 1 else "video"
-            counts.media[kind] = counts.media.get(kind, 0) + rows
+    Args:
+        batch: as it was collated.
+        adapter: counts its media; None: they are not counted.
+    """
+    counts = BatchCounts()
+    if "sample_keys" in batch:
+        return _counts_of_shapes(batch)
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return counts
+    counts.positions = ids.numel()
+    counts.lengths = _sample_lengths(batch, ids)
+    counts.tokens = sum(counts.lengths)
+    labels = batch.get("labels")
+    counts.targets = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
+    if adapter is not None:
+        counts.media = {modality: int(number) for modality, number in adapter.media_counts(batch).items()}
+    if isinstance(sizes := batch.get("media_sizes"), torch.Tensor):
+        each = zip(KINDS, (MediaSize(*size) for size in sizes.tolist()), strict=True)
+        counts.media_sizes = {kind: size for kind, size in each if size.patches}
+    return counts
+
+
+def _rows_of(batch: Mapping[str, Any], micro_batch_size: int) -> BatchCounts:
+    """Count the rows of a micro-batch, and those left out, by its host fields."""
+    counts, rows = BatchCounts(), batch.get("sample_keys", batch.get("input_ids"))
+    counts.rows = int(batch.get("num_rows", len(rows) if isinstance(rows, torch.Tensor) else micro_batch_size))
+    counts.rows_left_out = int(batch.get("rows_left_out", 0))
+    if "row_ids" in batch:
+        ids = batch["row_ids"]
+        numbers = ids.tolist() if isinstance(ids, torch.Tensor) else ids  # at once: a read of each would be slow
+        counts.row_ids = [int(number) for number in numbers if number >= 0]
+    return counts
+
+
+def _counts_of_shapes(batch: Mapping[str, Any]) -> BatchCounts:
+    """Count a micro-batch of clips or latents of one shape: tokens are those of the diffusion transformer."""
+    tokens, rows = int(batch.get("num_tokens", 0)), int(batch.get("num_rows", len(batch["sample_keys"])))
+    counts = BatchCounts(tokens=tokens, positions=tokens, lengths=[tokens // max(rows, 1)] * rows)
+    clips = batch.get("video", batch.get("latents"))
+    if isinstance(clips, torch.Tensor):
+        counts.media = {"image" if clips.shape[2] == 1 else "video": rows}
+    return counts
 
 
 def _sample_lengths(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.data_config import DataloaderParam
+from mindspeed_mm.data.loading.ahead import endless, moved_ahead
 from mindspeed_mm.data.loading.collate import NOTES
 from mindspeed_mm.data.loading.rows import BatchRows
 from mindspeed_mm.data.loading.sampler import PlannedBatches
@@ -91,6 +92,14 @@ class MMDataLoader:
         whole = self.rows_per_epoch
         return None if whole is None else whole // size
 
+    def prepare_with(self, preparation: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let workers prepare each micro-batch, which is then moved to the device one before it is needed.
+
+        Args:
+            preparation: a collated micro-batch → one whose tensors are for the device, but for `OnHost` values.
+        """
+        self._rows.preparation = preparation
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start loading (workers begin at once) and yield micro-batches from the present position."""
         if self._first is not None:
@@ -114,9 +123,12 @@ class MMDataLoader:
         return self._batches(self._running, self._turn)
 
     def _batches(self, running: Iterator[Any], turn: int) -> Iterator[dict[str, Any]]:
+        batches = endless(lambda: next_batch(running, self.num_workers))
+        if self._rows.preparation is not None and not accelerator.current().is_host:
+            batches = moved_ahead(batches, NOTES)
         while self._turn == turn:
             try:
-                batch = next_batch(running, self.num_workers)
+                batch = next(batches)
             except DataError:
                 self.close()
                 raise

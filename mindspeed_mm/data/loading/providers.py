@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from mindspeed_mm.configs.config import ConfigReader
 from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.configs.recipe import DataProvider, SampleScorer
+from mindspeed_mm.configs.recipe import DataProvider, Preparation, SampleScorer
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
@@ -212,6 +212,7 @@ def build_run_data(
     run: Run,
     start: DataStart,
     gather: GatherObjects | None = None,
+    preparation: Preparation | None = None,
 ) -> RunData:
     """Call the provider and build the data of a run from its result.
 
@@ -221,6 +222,7 @@ def build_run_data(
         run: the description of the run.
         start: this rank's part of the data, and where the training data begin.
         gather: gathers a value from every rank of the run; None: there is one rank.
+        preparation: what the workers of this package's loaders do with each micro-batch; None: nothing.
 
     Raises:
         ConfigError: a loader of the user's own whose batches or ranks don't fit the run's.
@@ -242,6 +244,9 @@ def build_run_data(
     if isinstance(train_loader, MMDataLoader):
         refuse_unusable(train_loader.dataset, rows)
     loaders = {"training": train_loader, **({"validation": valid_data.loader} if valid_data else {})}
+    for loader in loaders.values():
+        if preparation is not None and isinstance(loader, MMDataLoader):
+            loader.prepare_with(preparation)
 
     def close() -> None:
         for loader in loaders.values():

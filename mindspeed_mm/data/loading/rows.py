@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from mindspeed_mm.data.loading.collate import Collator
+from mindspeed_mm.data.loading.collate import NOTES, Collator
+from mindspeed_mm.data.loading.counting import COUNTS, HOST_FIELDS, counts_of
 from mindspeed_mm.data.loading.user_rows import DrawnBatch
 from mindspeed_mm.data.plan.plan import FILLER, PlannedRow
 from mindspeed_mm.data.workers import WorkerFailure
@@ -38,16 +39,25 @@ class BatchRows(Dataset):
         self._capacity = capacity
         self._seed = seed
         self._is_ours = getattr(dataset, "has_fillers", False)
+        self.preparation: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        """What is done with each micro-batch, after it has been counted; None: nothing."""
 
     def __getitems__(self, batch: DrawnBatch) -> Any:
         """Return a micro-batch of `PlannedRow`s, or the `WorkerFailure` of one of its rows."""
         try:
             if self._is_ours:
-                return self._collated(batch.indices)
+                return self._prepared(self._collated(batch.indices))
             with host_seeded(sample_key(self._seed, batch.place, -1)):
-                return self._collated(batch.indices, batch.place)
+                return self._prepared(self._collated(batch.indices, batch.place))
         except MMError as error:
             return WorkerFailure(str(error))
+
+    def _prepared(self, batch: Any) -> Any:
+        if self.preparation is None:
+            return batch
+        counts = counts_of(batch, getattr(self._dataset, "adapter", None))
+        kept = {name: batch.pop(name) for name in (*HOST_FIELDS, NOTES) if name in batch}
+        return {**self.preparation(batch), **kept, COUNTS: counts}
 
     def _collated(self, rows: Sequence[PlannedRow], place: int | None = None) -> Any:
         samples = []

@@ -8,22 +8,17 @@ compute from them is computed beforehand, in the places that `transformers.visio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.models.common.idle_tower import Tower
+from mindspeed_mm.utils.device import OnHost
 
 TOWER_INPUTS = "tower_inputs"
 """Key of a prepared micro-batch: name of a field with grids → keyword arguments of the tower that encodes them."""
-
-
-class OnHost:
-    """A value of a prepared micro-batch that stays in host memory when the micro-batch is moved to a device."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class HostInputs:
@@ -66,11 +61,16 @@ def keep_grids(model: Any, batch: dict[str, Any], towers: Iterable[Tower]) -> No
         towers: the model's encoders.
     """
     arguments: dict[str, dict[str, Any]] = {}
+    shards = batch.get("media_shards", {})
     for tower in towers:
         for name in tower.grids:
-            if tower.grid_inputs is not None and isinstance(grid := batch.get(name), torch.Tensor):
-                arguments[name] = tower.grid_inputs(model.config.vision_config, grid)
-                batch[name] = OnHost(grid)
+            if tower.grid_inputs is None or not isinstance(grid := batch.get(name), torch.Tensor):
+                continue
+            own, shard = grid, shards.get(tower.path)
+            if shard is not None and shard.grid is not None:
+                own, shards[tower.path] = shard.grid, replace(shard, grid=None)
+            arguments[name] = {"grid_thw": OnHost(own), **tower.grid_inputs(model.config.vision_config, own)}
+            batch[name] = OnHost(grid)
     if arguments:
         batch[TOWER_INPUTS] = arguments
 

@@ -37,7 +37,7 @@ class PlaceMask(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """See the class."""
         kwargs = kwargs or {}
         if func is torch.Tensor.masked_scatter and isinstance(args[1], cls):

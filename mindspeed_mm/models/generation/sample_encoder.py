@@ -11,6 +11,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily
+from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -112,7 +113,7 @@ class SampleEncoder:
                 f"{self._config.file}: 'load_video_features' is true, but the data are clips; write false, or "
                 "dataset_type: feature in data.json"
             )
-        video = batch["video"].to(accelerator.current().device())
+        video = move_to_device(batch["video"], accelerator.current().device())
         encoded = ae.encode(video)
         conditions = self._family.conditions(self.parts, video, encoded.mean)
         return {"latents": encoded.mean, "latents_std": encoded.std, "conditions": conditions}

@@ -142,16 +142,16 @@ class SoRAModel(MultiModalModule):
         device = accelerator.current().device()
         keys = batch["sample_keys"]
         encoded = self.encoder.encode(batch)
-        latents = encoded["latents"].to(device, torch.float32)
+        latents = move_to_device(encoded["latents"], device, torch.float32)
         if encoded.get("latents_std") is not None:
-            drawn = normals(keys, "posterior", latents.shape[1:]).to(device)
-            latents = latents + encoded["latents_std"].to(device, torch.float32) * drawn
+            drawn = move_to_device(normals(keys, "posterior", latents.shape[1:]), device)
+            latents = latents + move_to_device(encoded["latents_std"], device, torch.float32) * drawn
         latents = self.family.padded(latents)
         return {
             "latents": latents,
-            "noise": normals(keys, "noise", latents.shape[1:]).to(device),
+            "noise": move_to_device(normals(keys, "noise", latents.shape[1:]), device),
             "draws": uniforms(keys, "timestep"),
-            "weights": batch["sample_weights"].to(device),
+            "weights": move_to_device(batch["sample_weights"], device),
             "text": move_to_device(encoded["text"], device),
             "conditions": move_to_device(encoded["conditions"], device, torch.float32),
         }

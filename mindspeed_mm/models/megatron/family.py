@@ -33,14 +33,17 @@ class Towers:
 
     Attributes:
         image_encoder: (vision config, ParallelSizes, *, layers, has_patch_embedding, has_projector) → module with
-            `forward(pixel_values, grid_thw)`, `set_input_tensor`, `param_mapping`, `vision_encoder` and
+            `forward(pixel_values, layout)`, `set_input_tensor`, `param_mapping`, `vision_encoder` and
             `vision_projector`.
+        layout: (grid [media, 3] int64 on the host, vision config) → how the patches of media are laid out, made on the
+            host: a dataclass of tensors.
         smallest_image: (vision config) → (pixel_values, grid_thw) of one merged patch of zeros.
         positions: (transformers model on meta, batch) → position ids [3, batch, sequence] int64, or None for the plain
             order.
     """
 
     image_encoder: Callable[..., nn.Module]
+    layout: Callable[[torch.Tensor, Any], Any]
     smallest_image: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
     positions: Callable[[Any, dict[str, Any]], torch.Tensor | None]
 

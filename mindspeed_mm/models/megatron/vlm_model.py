@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -316,8 +315,8 @@ class VLModel(MegatronModule):
                 `models/common/packed.py`), media tensors.
 
         Returns:
-            the batch with padded rows and `position_ids`; with `targets`, if it has labels, and with `sample_lengths`,
-            if its rows are packed.
+            the batch with padded rows and `position_ids`; with `targets`, if it has labels, with `sample_lengths`, if
+            its rows are packed, and of a model with a tower, `patch_layout` and `media_tokens` in place of grids.
 
         Raises:
             DataError: a row is longer than `seq_length` or not padded on the right, or `documents` is malformed.
@@ -348,9 +347,9 @@ class VLModel(MegatronModule):
                 positions = positions.expand(3, rows, -1)
         else:
             positions = F.pad(positions, (0, target - length))
-        for _, grid in _MEDIA:
-            if batch.get(grid) is not None:
-                batch[grid] = batch[grid].tolist()  # only the host needs them, for the lengths of segments
+        for key in ("attention_mask", "mm_token_type_ids"):
+            batch.pop(key, None)  # rows and positions say what they do
+        grids = {name: grid for _, name in _MEDIA if (grid := batch.pop(name, None)) is not None}
         batch["position_ids"] = positions
         if documents is not None:
             documents = F.pad(documents, (0, target - length))
@@ -358,7 +357,10 @@ class VLModel(MegatronModule):
         if batch.get("labels") is not None:
             batch["targets"] = targets_of_batch(batch, self.loss_options.loss_type, documents)
         if self.towers is not None:
-            batch["media_tokens"] = self._count_media_tokens(batch)
+            batch["media_tokens"] = self._count_media_tokens(batch, grids)
+            vision = self.hf_config.vision_config
+            grid = torch.cat(list(grids.values())) if grids else self.towers.smallest_image(vision)[1]
+            batch["patch_layout"] = self.towers.layout(grid, vision)
         return batch
 
     def check_packing(self) -> None:
@@ -379,13 +381,13 @@ class VLModel(MegatronModule):
         )
         return positions[1:] if positions.dim() == 3 else positions
 
-    def _count_media_tokens(self, batch: Mapping[str, Any]) -> tuple[int, ...]:
+    def _count_media_tokens(self, batch: Mapping[str, Any], grids: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
         """Count the placeholder tokens of images and of videos, and check them against the merged patches."""
         merge = self.hf_config.vision_config.spatial_merge_size**2
         found = []
         for (_, grid), token in zip(_MEDIA, (self.hf_config.image_token_id, self.hf_config.video_token_id)):
             found.append(int((batch["input_ids"] == token).sum()))
-            expected = sum(math.prod(thw) for thw in batch.get(grid) or ()) // merge
+            expected = int(grids[grid].prod(1).sum()) // merge if grid in grids else 0
             if found[-1] != expected:
                 raise DataError(
                     f"a micro-batch has {found[-1]} tokens {token} for {expected} merged patches ({grid}); media and "
@@ -401,6 +403,7 @@ class VLModel(MegatronModule):
         targets: Targets | None = None,
         media_tokens: tuple[int, ...] = (),
         sample_lengths: list[list[int]] | None = None,
+        patch_layout: Any = None,
         **media: Any,
     ) -> LossOutput | torch.Tensor | None:
         """Run the stage on a micro-batch from `prepare`.
@@ -411,13 +414,14 @@ class VLModel(MegatronModule):
             targets: targets of the labels; None: logits are returned.
             media_tokens: numbers of the placeholder tokens of images and of videos.
             sample_lengths: sample lengths of packed rows, padding included; None: each row is one sample.
-            media: pixel_values, image_grid_thw (lists), pixel_values_videos, video_grid_thw, or none of them.
+            patch_layout: of the media's patches, or of one merged patch.
+            media: pixel_values, pixel_values_videos, or none of them.
 
         Returns:
             on the last stage the loss, or logits [batch, sequence, vocabulary]; on others hidden states for the next.
         """
         received, self._input = self._input, None
-        images = received if self.image_encoder is None else self._encode_images(media, received)
+        images = received if self.image_encoder is None else self._encode_images(media, patch_layout, received)
         if self.text_decoder is None:
             return images
         embeddings = None
@@ -435,25 +439,28 @@ class VLModel(MegatronModule):
         loss_sum = self.text_decoder.loss_sum(hidden, targets, chunk)
         return finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
 
-    def _encode_images(self, media: Mapping[str, Any], received: torch.Tensor | None) -> torch.Tensor | None:
+    def _encode_images(
+        self, media: Mapping[str, Any], layout: Any, received: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Run the stage's part of tower and projector; without media, on one merged patch of zeros.
 
         A trained tower runs in every micro-batch, because gradients are reduced parameter by parameter. So does a tower
         that spans stages, because the next stage waits for its output.
         """
-        device = next(self.image_encoder.parameters()).device
-        pixels, grids = _join_media(media)
+        found = [media[name] for name, _ in _MEDIA if media.get(name) is not None]
+        pixels = torch.cat(found) if found else None
         if pixels is None:
-            trained = any(p.requires_grad for p in self.image_encoder.parameters())
+            weights = list(self.image_encoder.parameters())
+            trained = any(weight.requires_grad for weight in weights)
             if not trained and self.stage.has_patch_embedding and self.stage.has_embedding:
                 return None
             assert self.towers is not None
-            pixels, grids = self.towers.smallest_image(self.hf_config.vision_config)
-            pixels = pixels.to(device)
+            zeros = self.towers.smallest_image(self.hf_config.vision_config)[0]
+            pixels = torch.zeros(zeros.shape, device=weights[0].device)
         if not self.stage.has_patch_embedding:
             self.image_encoder.set_input_tensor(received)
             pixels = None
-        return self.image_encoder(pixels, grids)
+        return self.image_encoder(pixels, layout)
 
     def _embed(
         self, input_ids: torch.Tensor, images: torch.Tensor | None, media_tokens: tuple[int, ...]
@@ -479,11 +486,3 @@ def _tell_default_freezes(described: VLMModelConfig) -> None:
             f"model.json says nothing of {' and '.join(f'{path}.freeze' for path in frozen)}: frozen, as published; "
             "write false to train"
         )
-
-
-def _join_media(media: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return patches and grids (in host memory) of images, then of videos; (None, None) without media."""
-    found = [(media[p], media[g]) for p, g in _MEDIA if media.get(p) is not None]
-    if not found:
-        return None, None
-    return torch.cat([p for p, _ in found]), torch.tensor([thw for _, grids in found for thw in grids])

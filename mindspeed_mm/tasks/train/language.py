@@ -5,18 +5,20 @@ The callbacks import what they need when they are called, so that a launch is de
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.global_args import current_run
-from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.configs.recipe import Preparation, Recipe
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.start import DataStart, current_start
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from mindspeed_mm.backends.protocol import Backend
     from mindspeed_mm.configs.recipe import SampleScorer
     from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.models.transformers_model import TransformersModel
@@ -51,15 +53,18 @@ def transformers_model_provider(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
-    """Return the next micro-batch; values from lengths and positions are computed on the host, before it is moved."""
+    """Return the next micro-batch on the device; one that the loader's workers haven't prepared is prepared first."""
     from mindspeed_mm import accelerator
-    from mindspeed_mm.data.loading.counting import drop_host_fields
+    from mindspeed_mm.data.loading.counting import COUNTS, drop_host_fields
     from mindspeed_mm.models.common.module import unwrap_model
     from mindspeed_mm.utils.device import move_to_device
 
     batch = dict(next(data_iterator))
+    is_prepared = COUNTS in batch
     drop_host_fields(batch)
-    return move_to_device(unwrap_model(model).prepare(batch), accelerator.current().device())
+    if not is_prepared:
+        batch = unwrap_model(model).prepare(batch)
+    return move_to_device(batch, accelerator.current().device())
 
 
 def loss_func(output: dict[str, Any]) -> tuple[Any, ...]:
@@ -72,6 +77,11 @@ def loss_func(output: dict[str, Any]) -> tuple[Any, ...]:
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
     """Run the forward pass of one micro-batch; pipeline stages before the last return the input of the next one."""
     return model(**get_batch(data_iterator, model)), loss_func
+
+
+def preparation(backend: Backend, run: Run) -> Preparation | None:
+    """Return what prepares micro-batches in the loader's workers: `prepare` of the model, built without weights."""
+    return backend.preparation(functools.partial(model_provider, run=run))
 
 
 def train_valid_test_datasets_provider(
@@ -102,6 +112,7 @@ VLM = Recipe(
     model=model_provider,
     data=train_valid_test_datasets_provider,
     forward_step=forward_step,
+    preparation=preparation,
     model_schema="language",
     data_schema="language",
     backends=("ptd", "fsdp2"),
@@ -113,6 +124,7 @@ TRANSFORMERS = Recipe(
     model=transformers_model_provider,
     data=train_valid_test_datasets_provider,
     forward_step=forward_step,
+    preparation=preparation,
     model_schema="language",
     data_schema="language",
     backends=("fsdp2",),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.utils.device import move_to_device
+from mindspeed_mm.accelerator.cpu import CPUAccelerator
+from mindspeed_mm.utils.device import OnHost, move_to_device
 
 
 @dataclass
@@ -51,7 +51,7 @@ def test_a_device_moves_and_leaves_dtypes() -> None:
 
 
 def test_a_copy_to_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An asynchronous one would hand out memory that the device has not written yet."""
+    """An asynchronous one would hand out memory that the device has not written yet; one to a device is pinned."""
     seen: list[tuple[str, bool]] = []
 
     class Moves(torch.Tensor):
@@ -59,10 +59,23 @@ def test_a_copy_to_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
             seen.append((device.type, non_blocking))
             return self
 
-    monkeypatch.setattr(accelerator, "current", lambda: SimpleNamespace(holds=lambda device: device.type == "meta"))
+        def pin_memory(self) -> torch.Tensor:  # type: ignore[override]
+            seen.append(("pinned", True))
+            return self
+
+    class Meta(CPUAccelerator):
+        def holds(self, where: torch.Tensor | torch.device) -> bool:
+            return isinstance(where, torch.device) and where.type == "meta"
+
+    monkeypatch.setattr(accelerator, "current", Meta)
     for device in ("cpu", "meta"):
         move_to_device(torch.ones(1).as_subclass(Moves), device)
-    assert seen == [("cpu", False), ("meta", True)]
+    assert seen == [("cpu", False), ("pinned", True), ("meta", True)]
+
+
+def test_a_value_of_the_host_stays() -> None:
+    grid = torch.ones(1)
+    assert move_to_device({"grid": OnHost(grid)}, "meta")["grid"].value is grid
 
 
 def test_mm_device_decides_where_a_batch_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import AeConfig
 from mindspeed_mm.models.generation.ae.tiling import enable_tiling
 from mindspeed_mm.models.generation.ae.weights_file import class_and_structure, directory_of, is_lone_file, load_file
+from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError, DataError, did_you_mean
 
@@ -101,7 +102,7 @@ class Autoencoder:
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode normalised latents: [batch, channels, …] → [batch, 3, frames, height, width] float32."""
-        shift, scale = self._shift.to(latents.device), self._scale.to(latents.device)
+        shift, scale = (move_to_device(value, latents.device) for value in (self._shift, self._scale))
         raw = (latents.float() / scale + shift).to(self.model.device, self.model.dtype)
         extra = {"temb": raw.new_zeros(len(raw))} if self.model.config.get("timestep_conditioning") else {}
         video = self.model.decode(raw[:, :, 0] if self._of_images else raw, return_dict=False, **extra)[0]
@@ -131,8 +132,8 @@ class Autoencoder:
     def _normalised(self, value: torch.Tensor, *, shift: bool) -> torch.Tensor:
         value = value[:, :, None] if value.dim() == 4 else value
         if shift:
-            value = value - self._shift.to(value.device)
-        return value * self._scale.to(value.device)
+            value = value - move_to_device(self._shift, value.device)
+        return value * move_to_device(self._scale, value.device)
 
 
 def open_autoencoder(

@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_mm.configs.sora_config import DiffusionConfig
 from mindspeed_mm.models.generation.diffusion.objective import Noised
+from mindspeed_mm.utils.device import move_to_device
 
 
 class Ddpm:
@@ -32,7 +33,7 @@ class Ddpm:
         steps = len(self._alphas)
         places = self._lowest + draws * (self._highest - self._lowest)
         timesteps = (steps - 1 - (places * steps).floor().long()).clamp(0, steps - 1)
-        alphas = self._alphas[timesteps].to(latents.device).view(-1, *(1 for _ in latents.shape[1:]))
+        alphas = move_to_device(self._alphas[timesteps], latents.device).view(-1, *(1 for _ in latents.shape[1:]))
         kept, added = alphas.sqrt().to(latents.dtype), (1 - alphas).sqrt().to(latents.dtype)
         kind = self._scheduler.config.prediction_type
         if kind == "epsilon":
@@ -42,9 +43,8 @@ class Ddpm:
         else:
             target = kept * noise - added * latents
         # integers, which aren't rounded when a model's inputs are cast
-        return Noised(
-            kept * latents + added * noise, target, timesteps.to(latents.device), latents.new_ones(len(latents))
-        )
+        timesteps = move_to_device(timesteps, latents.device)
+        return Noised(kept * latents + added * noise, target, timesteps, latents.new_ones(len(latents)))
 
     def sampling_scheduler(self) -> Any:
         """See `Objective`."""

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_mm.configs.sora_config import DiffusionConfig
 from mindspeed_mm.models.generation.diffusion.objective import Noised
+from mindspeed_mm.utils.device import move_to_device
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class FlowMatching:
         """See `Objective`."""
         sigmas = self.sigmas(draws, tokens)
         weights = self.weights(sigmas, tokens)
-        on_device = sigmas.to(latents.device, latents.dtype)
+        on_device, weights = move_to_device((sigmas, weights), latents.device, latents.dtype)
         spread = on_device.view(-1, *(1 for _ in latents.shape[1:]))
         noisy = (1 - spread) * latents + spread * noise
-        return Noised(noisy, noise - latents, on_device * self.steps, weights.to(latents.device, latents.dtype))
+        return Noised(noisy, noise - latents, on_device * self.steps, weights)
 
     def sigmas(self, draws: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the noise levels of draws: [batch] float64."""

@@ -114,7 +114,7 @@ def block_spec(whole: bool) -> ModuleSpec:
 
 @dataclass(frozen=True)
 class PatchLayout:
-    """Layout of a micro-batch's patches, on the device.
+    """Layout of a micro-batch's patches; made on the host, and moved with the micro-batch.
 
     In the tower's order of patches, those of a window are consecutive, and windows of equal length are grouped.
 
@@ -133,15 +133,14 @@ class PatchLayout:
     angles: torch.Tensor
 
     @classmethod
-    def of_grids(cls, grid_thw: torch.Tensor, hf_config: PretrainedConfig, device: torch.device) -> PatchLayout:
-        """Compute the layout of images and videos on the host.
+    def of_grids(cls, grid: torch.Tensor, hf_config: PretrainedConfig) -> PatchLayout:
+        """Compute the layout of images and videos.
 
         Args:
-            grid_thw: int64 [images, 3]: frames, height and width in patches. A tensor on a device is copied once.
+            grid: int64 [images, 3] on the host: frames, height and width in patches.
             hf_config: the vision configuration.
-            device: device of the layout's tensors.
         """
-        grid, merge = grid_thw.cpu(), hf_config.spatial_merge_size
+        merge = hf_config.spatial_merge_size
         unit = merge * merge
         index, ends = get_vision_window_index(grid, merge, hf_config.window_size, hf_config.patch_size)
         lengths = ends.long().diff() // unit
@@ -156,11 +155,11 @@ class PatchLayout:
         head_size = hf_config.hidden_size // hf_config.num_heads
         angles = _axial_angles(positions, head_size, hf_config.rope_parameters["rope_theta"])
         return cls(
-            patches.to(device),
-            index.argsort().to(device),
-            index.to(device),
-            VisionSegments(windows=windows.spread(unit), whole=whole.spread(unit).to(device)),
-            angles[:, None, None].to(device),
+            patches,
+            index.argsort(),
+            index,
+            VisionSegments(windows=windows.spread(unit), whole=whole.spread(unit)),
+            angles[:, None, None],
         )
 
 
@@ -268,28 +267,27 @@ class Qwen2_5_VLImageEncoder(nn.Module):
         """Set the input from the previous stage: [patches, 1, hidden] in the tower's own order."""
         self._input = hidden
 
-    def forward(self, pixel_values: torch.Tensor | None, grid_thw: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor | None, layout: PatchLayout) -> torch.Tensor:
         """Encode images and videos.
 
         Args:
             pixel_values: [patches, channels * frames * side²] in the order of the images; None on a stage without
                 the patch embedding.
-            grid_thw: int64 [images, 3]: frames, height and width in patches, preferably on the host.
+            layout: of the images' patches, on the device of the tower.
 
         Returns:
             [merged patches, 1, out_hidden] in the order of the images on the stage with the projector; on others the
             hidden states [patches, 1, hidden] for the next stage.
 
         Raises:
-            DataError: the number of patches doesn't match the grids.
+            DataError: the number of patches doesn't match the layout.
         """
         tower = self.vision_encoder
         received, self._input = self._input, None
         source = received if pixel_values is None else pixel_values
         assert source is not None
-        layout = PatchLayout.of_grids(grid_thw, self.hf_config, source.device)
         if len(source) != len(layout.patches):
-            raise DataError(f"{len(source)} patches came with grids {grid_thw.tolist()}, of {len(layout.patches)}")
+            raise DataError(f"{len(source)} patches came with grids of {len(layout.patches)}")
         hidden = source
         if tower.patch_embed is not None:
             hidden = tower.patch_embed(source.index_select(0, layout.patches).unsqueeze(1))

@@ -52,12 +52,6 @@ class Segments:
             return Segments(groups)
         return Segments(groups, spread_index(self.order, rows), spread_index(self.back, rows))
 
-    def to(self, device: torch.device) -> Segments:
-        """Return the segments with the indexes on a device."""
-        if self.order is None or self.back is None:
-            return self
-        return Segments(self.groups, self.order.to(device), self.back.to(device))
-
 
 def spread_index(index: torch.Tensor, rows: int) -> torch.Tensor:
     """Expand an index [n] of blocks to an index [n * rows] of their rows, `rows` in each block."""

@@ -18,8 +18,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mindspeed_mm.models.common.host_inputs import OnHost
-from mindspeed_mm.utils.device import move_to_device
+from mindspeed_mm.utils.device import OnHost, move_to_device
 
 GridInputs = Callable[[Any, torch.Tensor], dict[str, Any]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.models.megatron.family import Towers
-from mindspeed_mm.models.megatron.vision.qwen2_5_vl import Qwen2_5_VLImageEncoder
+from mindspeed_mm.models.megatron.vision.qwen2_5_vl import PatchLayout, Qwen2_5_VLImageEncoder
 
 
 def smallest_image(vision_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,4 +32,4 @@ def positions(meta_model: Any, batch: dict[str, Any]) -> torch.Tensor | None:
     )
 
 
-TOWERS = Towers(Qwen2_5_VLImageEncoder, smallest_image, positions)
+TOWERS = Towers(Qwen2_5_VLImageEncoder, PatchLayout.of_grids, smallest_image, positions)
