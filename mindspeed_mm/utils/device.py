@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mindspeed_mm.utils.dtypes import TORCH_DTYPES, to_torch_dtype
 
@@ -47,6 +48,11 @@ class OnHost:
         self.value = value
 
 
+def host_value(value: Any) -> Any:
+    """Return what an `OnHost` holds; any other value as it is."""
+    return value.value if isinstance(value, OnHost) else value
+
+
 def move_to_device(
     value: ValueT, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | str | None = None
 ) -> ValueT:
@@ -65,6 +71,19 @@ def move_to_device(
     if isinstance(device, torch.dtype) or device in TORCH_DTYPES:
         device, dtype = None, device
     return _moved(value, _default() if device is None else torch.device(device), to_torch_dtype(dtype))
+
+
+class AsynchronousCopies(TorchFunctionMode):
+    """Meanwhile `tensor.to(device)` of whatever code copies to the device as `move_to_device` does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """See the class."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to:
+            where = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(where, (str, torch.device)) and len(args) <= 2 and kwargs.keys() <= {"device"}:
+                return move_to_device(args[0], where)
+        return func(*args, **kwargs)
 
 
 def _moved(value: object, device: torch.device, dtype: torch.dtype | None) -> Any:

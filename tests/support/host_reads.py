@@ -54,11 +54,12 @@ _PASSED_THROUGH += ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "acceler
 
 @dataclass(frozen=True)
 class HostRead:
-    """What was read, and the line that asked for it."""
+    """What was read, and the line that asked for it, in which function."""
 
     kind: str
     file: str
     line: int
+    function: str
 
 
 class DeviceMarks:
@@ -172,7 +173,8 @@ class _Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if self._goes_to_device(name, args, kwargs):
-            if name in WAITING_COPIES and not of_device and not kwargs.get("non_blocking"):
+            is_weight = name == "to" and args[0].requires_grad  # gathered by a collective, which marks don't follow
+            if name in WAITING_COPIES and not (of_device or is_weight or kwargs.get("non_blocking")):
                 self._reads.note(f"{name} device")
             if name == "to" and not of_device and result is args[0]:
                 result = result.clone()  # a device's copy is another tensor than the host's
@@ -240,7 +242,12 @@ class _Operators(TorchDispatchMode):
 def counted_host_reads() -> Iterator[HostReads]:
     """Count meanwhile what the host reads of the device in the steps of a `StepEngine`, from input to update."""
     reads = HostReads()
-    begin, run, evaluate = StepEngine.__init__, StepEngine.forward_backward, StepEngine.evaluate
+    begin, run, step, evaluate = (
+        StepEngine.__init__,
+        StepEngine.forward_backward,
+        StepEngine.step,
+        StepEngine.evaluate,
+    )
     pinned, load, root = Accelerator.host_memory, SampleEncoder.load, FSDPState._root_pre_forward
 
     def begin_and_watch(engine: StepEngine, *args: Any, modules: Sequence[nn.Module], **how: Any) -> None:
@@ -253,10 +260,21 @@ def counted_host_reads() -> Iterator[HostReads]:
                 *nn.Module.buffers(module),
             ):  # Megatron has lists of these names
                 reads.marks.add(tensor)
+            for part in module.modules():  # Megatron's angles are no buffers
+                for tensor in vars(part).values():
+                    if isinstance(tensor, torch.Tensor):
+                        reads.marks.add(tensor)
 
     def open_and_run(engine: StepEngine, *args: Any, **how: Any) -> None:
         reads.open()
         run(engine, *args, **how)
+
+    def mark_and_step(engine: StepEngine, *args: Any, **how: Any) -> Any:
+        for module in engine._modules:
+            for parameter in nn.Module.parameters(module):
+                if parameter.grad is not None:  # reduced by a collective
+                    reads.marks.add(parameter.grad)
+        return step(engine, *args, **how)
 
     def close_and_evaluate(engine: StepEngine, *args: Any, **how: Any) -> tuple[float, float]:
         reads.close()
@@ -286,6 +304,7 @@ def counted_host_reads() -> Iterator[HostReads]:
             (SampleEncoder, "load", load_encoders),
             (StepEngine, "__init__", begin_and_watch),
             (StepEngine, "forward_backward", open_and_run),
+            (StepEngine, "step", mark_and_step),
             (StepEngine, "evaluate", close_and_evaluate),
             (FSDPState, "_root_pre_forward", move_inputs),
             (Accelerator, "host_memory", host_memory),
@@ -301,7 +320,7 @@ def _is(device: torch.device, where: Any) -> bool:
     return isinstance(where, (str, torch.device)) and torch.device(where) == device
 
 
-def _is_torchs(file: str, line: int) -> bool:
+def _is_torchs(file: str, line: int, function: str) -> bool:
     return file.startswith(TORCH)
 
 
@@ -319,9 +338,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
-def _caller() -> tuple[str, int]:
+def _caller() -> tuple[str, int, str]:
     """The nearest line that is neither of these modes nor a wrapper of torch's around an operator."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_PASSED_THROUGH):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)
+    return ("?", 0, "?") if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

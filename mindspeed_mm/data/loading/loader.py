@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.data_config import DataloaderParam
-from mindspeed_mm.data.loading.ahead import endless, moved_ahead
 from mindspeed_mm.data.loading.collate import NOTES
+from mindspeed_mm.data.loading.moving import endless, moved_ahead
 from mindspeed_mm.data.loading.rows import BatchRows
 from mindspeed_mm.data.loading.sampler import PlannedBatches
 from mindspeed_mm.data.notes import Note, NoteCounter

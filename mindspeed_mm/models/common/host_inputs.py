@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.models.common.idle_tower import Tower
-from mindspeed_mm.utils.device import OnHost
+from mindspeed_mm.utils.device import OnHost, host_value
 
 TOWER_INPUTS = "tower_inputs"
 """Key of a prepared micro-batch: name of a field with grids → keyword arguments of the tower that encodes them."""
@@ -43,7 +43,10 @@ class HostInputs:
         """Take the values that stay on the host, and the towers' arguments, out of the next forward's micro-batch."""
         self._values = {key: batch.pop(key).value for key in list(batch) if isinstance(batch[key], OnHost)}
         arguments = batch.pop(TOWER_INPUTS, {})
-        self._of_grids = {id(self._values[name]): _unwrapped(arguments[name]) for name in arguments}
+        self._of_grids = {
+            id(self._values[name]): {key: host_value(value) for key, value in given.items()}
+            for name, given in arguments.items()
+        }
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return args, {**kwargs, **self._values}
@@ -73,7 +76,3 @@ def keep_grids(model: Any, batch: dict[str, Any], towers: Iterable[Tower]) -> No
             batch[name] = OnHost(grid)
     if arguments:
         batch[TOWER_INPUTS] = arguments
-
-
-def _unwrapped(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.value if isinstance(value, OnHost) else value for name, value in values.items()}

@@ -34,7 +34,7 @@ from mindspeed_mm.models.generation.prefetch import PrefetchEncoder
 from mindspeed_mm.models.generation.sample_encoder import SampleEncoder
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.parallel.patterns import expand_patterns, nearest_path
-from mindspeed_mm.utils.device import move_to_device
+from mindspeed_mm.utils.device import host_value, move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 from mindspeed_mm.utils.log import notice
@@ -140,7 +140,7 @@ class SoRAModel(MultiModalModule):
             the arguments of `forward`, on the device.
         """
         device = accelerator.current().device()
-        keys = batch["sample_keys"]
+        keys = host_value(batch["sample_keys"])
         encoded = self.encoder.encode(batch)
         latents = move_to_device(encoded["latents"], device, torch.float32)
         if encoded.get("latents_std") is not None:

@@ -316,7 +316,7 @@ class VLModel(MegatronModule):
 
         Returns:
             the batch with padded rows and `position_ids`; with `targets`, if it has labels, with `sample_lengths`, if
-            its rows are packed, and of a model with a tower, `patch_layout` and `media_tokens` in place of grids.
+            its rows are packed, and of a model with a tower, `patch_layout` and `media_places` in place of grids.
 
         Raises:
             DataError: a row is longer than `seq_length` or not padded on the right, or `documents` is malformed.
@@ -357,7 +357,7 @@ class VLModel(MegatronModule):
         if batch.get("labels") is not None:
             batch["targets"] = targets_of_batch(batch, self.loss_options.loss_type, documents)
         if self.towers is not None:
-            batch["media_tokens"] = self._count_media_tokens(batch, grids)
+            batch["media_places"] = self._find_media_tokens(batch["input_ids"], grids)
             vision = self.hf_config.vision_config
             grid = torch.cat(list(grids.values())) if grids else self.towers.smallest_image(vision)[1]
             batch["patch_layout"] = self.towers.layout(grid, vision)
@@ -381,19 +381,23 @@ class VLModel(MegatronModule):
         )
         return positions[1:] if positions.dim() == 3 else positions
 
-    def _count_media_tokens(self, batch: Mapping[str, Any], grids: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-        """Count the placeholder tokens of images and of videos, and check them against the merged patches."""
+    def _find_media_tokens(self, input_ids: torch.Tensor, grids: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the places of the placeholder tokens of images, then of videos, in the flattened rows: int64 [n].
+
+        Raises:
+            DataError: their number isn't that of the merged patches.
+        """
         merge = self.hf_config.vision_config.spatial_merge_size**2
         found = []
         for (_, grid), token in zip(_MEDIA, (self.hf_config.image_token_id, self.hf_config.video_token_id)):
-            found.append(int((batch["input_ids"] == token).sum()))
+            found.append((input_ids.flatten() == token).nonzero().squeeze(1))
             expected = int(grids[grid].prod(1).sum()) // merge if grid in grids else 0
-            if found[-1] != expected:
+            if len(found[-1]) != expected:
                 raise DataError(
-                    f"a micro-batch has {found[-1]} tokens {token} for {expected} merged patches ({grid}); media and "
-                    "placeholders of its rows don't belong together"
+                    f"a micro-batch has {len(found[-1])} tokens {token} for {expected} merged patches ({grid}); media "
+                    "and placeholders of its rows don't belong together"
                 )
-        return tuple(found)
+        return torch.cat(found)
 
     def forward(
         self,
@@ -401,7 +405,7 @@ class VLModel(MegatronModule):
         position_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         targets: Targets | None = None,
-        media_tokens: tuple[int, ...] = (),
+        media_places: torch.Tensor | None = None,
         sample_lengths: list[list[int]] | None = None,
         patch_layout: Any = None,
         **media: Any,
@@ -412,7 +416,7 @@ class VLModel(MegatronModule):
             input_ids, labels: [batch, sequence] int64.
             position_ids: [batch, sequence] or [3, batch, sequence] int64.
             targets: targets of the labels; None: logits are returned.
-            media_tokens: numbers of the placeholder tokens of images and of videos.
+            media_places: [n] int64, the placeholder tokens of images, then of videos, in the flattened rows.
             sample_lengths: sample lengths of packed rows, padding included; None: each row is one sample.
             patch_layout: of the media's patches, or of one merged patch.
             media: pixel_values, pixel_values_videos, or none of them.
@@ -426,7 +430,7 @@ class VLModel(MegatronModule):
             return images
         embeddings = None
         if self.stage.has_embedding:
-            embeddings = self._embed(input_ids, images, media_tokens)
+            embeddings = self._embed(input_ids, images, media_places)
         else:
             self.text_decoder.set_input_tensor(received)
         packed = None if sample_lengths is None else SampleLengths(lengths=sample_lengths)
@@ -463,18 +467,17 @@ class VLModel(MegatronModule):
         return self.image_encoder(pixels, layout)
 
     def _embed(
-        self, input_ids: torch.Tensor, images: torch.Tensor | None, media_tokens: tuple[int, ...]
+        self, input_ids: torch.Tensor, images: torch.Tensor | None, media_places: torch.Tensor | None
     ) -> torch.Tensor:
         """Return token embeddings with media in their places: [sequence, batch, hidden], or this rank's part of it."""
         assert self.text_decoder is not None
         hidden = self.text_decoder.embedding(input_ids=input_ids, position_ids=None)
-        if images is not None and not any(media_tokens):
+        if images is not None and (media_places is None or not len(media_places)):
             hidden = ZeroContribution.apply(hidden, images) if images.requires_grad else hidden
         elif images is not None:
-            by_row, parts = hidden.transpose(0, 1), images.squeeze(1).to(hidden.dtype).split(media_tokens)
-            for token, part in zip((self.hf_config.image_token_id, self.hf_config.video_token_id), parts):
-                by_row = by_row.masked_scatter((input_ids == token).unsqueeze(-1), part)
-            hidden = by_row.transpose(0, 1)
+            rows = hidden.transpose(0, 1)
+            filled = rows.flatten(0, 1).index_copy(0, media_places, images.squeeze(1).to(hidden.dtype))
+            hidden = filled.view(rows.shape).transpose(0, 1)
         hidden = with_gradient(hidden.contiguous(), self.text_decoder.decoder)
         return tensor_parallel.scatter_to_sequence_parallel_region(hidden) if self.config.sequence_parallel else hidden
 

@@ -10,11 +10,12 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.global_args import current_run
-from mindspeed_mm.configs.recipe import Recipe
+from mindspeed_mm.configs.recipe import Preparation, Recipe
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.start import DataStart, current_start
 
 if TYPE_CHECKING:
+    from mindspeed_mm.backends.protocol import Backend
     from mindspeed_mm.configs.generation_data import GenerationDataConfig
     from mindspeed_mm.data.loading.loader import MMDataLoader
     from mindspeed_mm.models.generation.sora_model import SoRAModel
@@ -38,6 +39,13 @@ def _data_config(run: Run) -> GenerationDataConfig:
 def get_batch(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> dict[str, Any]:
     """Return the next micro-batch, which the frozen parts have encoded to latents and text states."""
     return model.next_batch(data_iterator)
+
+
+def generation_preparation(backend: Backend, run: Run) -> Preparation:
+    """Return what is done with micro-batches in the loader's workers: the keys, which seed noise, stay on the host."""
+    from mindspeed_mm.utils.device import OnHost
+
+    return lambda batch: {**batch, "sample_keys": OnHost(batch["sample_keys"])}
 
 
 def loss_func(output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -73,6 +81,7 @@ SORA = Recipe(
     model=model_provider,
     data=train_valid_test_datasets_provider,
     forward_step=forward_step,
+    preparation=generation_preparation,
     model_schema="generation",
     data_schema="generation",
     backends=("fsdp2",),

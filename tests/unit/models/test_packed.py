@@ -136,7 +136,7 @@ def test_images_and_videos_take_one_pass_of_the_tower(
     vl_model.model.model.visual.register_forward_pre_hook(lambda module, args: passes.append(module))
     ready = vl_model.prepare(batch)
     loss = vl_model(**ready)["loss"]
-    assert len(passes) == 1 and ready["image_grid_thw"].tolist()[:3] == [[1, 2, 8], [2, 4, 2], [3, 2, 4]]
+    assert len(passes) == 1 and ready["image_grid_thw"].value.tolist()[:3] == [[1, 2, 8], [2, 4, 2], [3, 2, 4]]
     alone = sum(vl_model(**samples[number])["loss"].detach() for number in (2, 3, 5))
     assert float(loss.detach()) == pytest.approx(float(alone), rel=1e-6)
 

@@ -13,6 +13,8 @@ from mindspeed_mm.configs.hf_directory import hub_advice
 from mindspeed_mm.configs.sora_config import SoRAModelConfig, TextEncoderConfig
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily
 from mindspeed_mm.models.generation.text_encoder.loading import load_encoder
+from mindspeed_mm.models.generation.text_encoder.masks import make_masks_unread
+from mindspeed_mm.utils.device import AsynchronousCopies
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
@@ -27,6 +29,8 @@ class CaptionEncoder:
     def __init__(self, family: PredictorFamily, pipeline: Any, encoders: Sequence[Any], max_length: int | None) -> None:
         self.pipeline = pipeline
         self._family, self.encoders, self._max_length = family, list(encoders), max_length
+        for encoder in encoders:
+            make_masks_unread(encoder)
 
     def to(self, device: torch.device) -> CaptionEncoder:
         """Move the encoders to a device."""
@@ -37,7 +41,8 @@ class CaptionEncoder:
     @torch.no_grad()
     def encode(self, captions: Sequence[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Return tensors [captions, …] by the names of the transformer's arguments."""
-        return self._family.text_states(self.pipeline, captions, device, self._max_length)
+        with AsynchronousCopies():
+            return self._family.text_states(self.pipeline, captions, device, self._max_length)
 
 
 def component_name(kind: str, number: int) -> str:

@@ -18,7 +18,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from mindspeed_mm.utils.device import OnHost, move_to_device
+from mindspeed_mm.utils.device import OnHost, host_value, move_to_device
 
 GridInputs = Callable[[Any, torch.Tensor], dict[str, Any]]
 
@@ -64,7 +64,7 @@ def smallest_grid(grid_inputs: GridInputs, vision: Any, device: torch.device) ->
     side = vision.spatial_merge_size
     grid = torch.tensor([[1, side, side]])
     inputs = move_to_device(grid_inputs(vision, grid), device)
-    return {"grid_thw": grid, **{k: v.value if isinstance(v, OnHost) else v for k, v in inputs.items()}}
+    return {"grid_thw": grid, **{name: host_value(value) for name, value in inputs.items()}}
 
 
 def _lengths(vision: Any, name: str, cumulative: torch.Tensor) -> dict[str, Any]:
