@@ -90,7 +90,7 @@ def row(name: str, backend: str, errors: Errors) -> str:
 
     cells = [f"`{name}`", {"fsdp2": "FSDP2", "megatron": "Megatron"}[backend]]
     cells += [f"{statistics.median(values):.1e}" for values in (errors.plain, errors.ours)]
-    cells += [f"{errors.ratio:.2f} ± {errors.spread:.2f}"]
+    cells += [f"{errors.ratio:.2f} ± {errors.spread:.2f} (median {errors.median:.2f})"]
     cells += [f"{root_mean_square(values):.1e}" for values in (errors.plain_losses, errors.our_losses)]
     return f"| {' | '.join([*cells, f'{errors.loss_ratio:.2f}'])} |"
 

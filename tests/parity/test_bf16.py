@@ -17,7 +17,7 @@ LIMIT = 1.1
 #: whose routers, embedding of timesteps and modulation tables their libraries keep in float32; and on Megatron-core
 IN_SUITE = ("glm4v_moe", "wan-t2v", "qwen2_5_vl")
 #: whose ratio has a long tail: which experts a token goes to depends on the last bit
-BY_LUCK = ("deepseek_v3",)
+BY_LUCK = ("deepseek_v3", "gpt_oss", "kimi_k25")
 
 
 def draws_of(name: str) -> int:
@@ -32,8 +32,10 @@ def marked(names: list[str] | tuple[str, ...], backend: str) -> list[object]:
 
 def check(name: str, errors: Errors) -> None:
     assert min(errors.plain) > 1e-3 and min(errors.ours) > 1e-3  # they were computed in bf16
-    assert errors.ratio <= LIMIT
-    assert errors.loss_ratio <= LIMIT
+    if name in BY_LUCK:  # a few rows decide means, and root mean squares of losses even more
+        assert errors.median <= LIMIT and errors.ratio - 2 * errors.spread <= LIMIT
+    else:
+        assert errors.ratio <= LIMIT and errors.loss_ratio <= LIMIT
     if name in IN_SUITE:  # forward passes of most rows round the same values at the same places
         pairs = list(zip(errors.our_losses, errors.plain_losses, strict=True))
         assert sum(abs(ours - plain) < 1e-6 for ours, plain in pairs) > 0.8 * len(pairs)

@@ -82,6 +82,11 @@ class Errors:
         return self.ratio * statistics.stdev(self._logarithms) / math.sqrt(len(self.ours))
 
     @property
+    def median(self) -> float:
+        """Median of the rows' ratios, which few rows in a tail don't move."""
+        return math.exp(statistics.median(self._logarithms))
+
+    @property
     def loss_ratio(self) -> float:
         """Error of our losses ÷ that of plain ones."""
         return root_mean_square(self.our_losses) / root_mean_square(self.plain_losses)
