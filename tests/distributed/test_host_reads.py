@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.expert_load import RoutedTokens
+from mindspeed_mm.models.generation.parts import FrozenImageEncoder
 from tests.distributed.test_devices import Pairs, run_on_the_host
 from tests.support.host_reads import DEVICE, HostRead, HostReads, counted_host_reads
 from tests.support.tiny_steps import Micro, TinySteps, forward_step
@@ -88,6 +90,22 @@ def test_a_copy_is_read_one_step_late() -> None:
         reads.open()
         late()
         assert reads.windows[1] == []
+
+
+def test_first_frames_are_processed_where_they_are() -> None:
+    """For an image encoder's processor, which needs them on the host: those of the device alone are read."""
+    config = CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.image_size, config.patch_size = 16, 8
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    encoder = FrozenImageEncoder(CLIPVisionModel(config), CLIPImageProcessor(**sizes))
+    frames, states, kinds = torch.rand(2, 3, 16, 16) * 2 - 1, [], []
+    with counted_host_reads() as reads:
+        for is_known in (True, False):
+            reads.open()
+            encoder.expect(frames if is_known else None)
+            states.append(encoder.last_hidden_state(frames.to(DEVICE, non_blocking=True)))
+            kinds.append([read.kind for read in reads.windows[-1]])
+    assert kinds[0] == [] and kinds[1][0] == "to" and torch.equal(*states)
 
 
 def host_reads_of_steps(kind: str, flags: dict[str, Any]) -> list[list[HostRead]]:

@@ -16,6 +16,7 @@ from mindspeed_mm.configs.sora_config import AeConfig, ImageEncoderConfig, SoRAM
 from mindspeed_mm.models.generation.ae.autoencoder import Autoencoder, open_autoencoder
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily
 from mindspeed_mm.models.generation.text_encoder.captions import CaptionEncoder, open_captions
+from mindspeed_mm.utils.device import move_to_device
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -27,6 +28,15 @@ class FrozenImageEncoder:
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
+        self._on_host: torch.Tensor | None = None
+
+    def expect(self, frames: torch.Tensor | None) -> None:
+        """Set what the next call's frames are in host memory, where they are processed; None: only a device has them.
+
+        Args:
+            frames: [batch, 3, height, width].
+        """
+        self._on_host = frames
 
     @torch.no_grad()
     def hidden_states(self, frames: torch.Tensor, layer: int = -2) -> torch.Tensor:
@@ -44,10 +54,12 @@ class FrozenImageEncoder:
         return self.model(self._pixels(frames)).last_hidden_state
 
     def _pixels(self, frames: torch.Tensor) -> torch.Tensor:
+        on_host, self._on_host = self._on_host, None
+        frames = frames if on_host is None else on_host
         # through 8-bit images, as in a pipeline
         pictures = ((frames.float() / 2 + 0.5).clamp(0, 1) * 255).round().to("cpu", torch.uint8)
         pixels = self.processor(images=list(pictures), return_tensors="pt").pixel_values
-        return pixels.to(self.model.device, self.model.dtype)
+        return move_to_device(pixels, self.model.device, self.model.dtype)
 
 
 @dataclass

@@ -11,8 +11,11 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
 from mindspeed_mm.models.generation.predictor.family import PredictorFamily
-from mindspeed_mm.utils.device import move_to_device
+from mindspeed_mm.utils.device import host_value, move_to_device
 from mindspeed_mm.utils.errors import ConfigError
+
+FIRST_FRAMES = "first_frames"
+"""Field of a micro-batch of clips: their first frames, [batch, 3, height, width], in host memory."""
 
 
 class SampleEncoder:
@@ -113,6 +116,8 @@ class SampleEncoder:
                 f"{self._config.file}: 'load_video_features' is true, but the data are clips; write false, or "
                 "dataset_type: feature in data.json"
             )
+        if self.parts.image_encoder is not None:
+            self.parts.image_encoder.expect(host_value(batch.get(FIRST_FRAMES)))
         video = move_to_device(batch["video"], accelerator.current().device())
         encoded = ae.encode(video)
         conditions = self._family.conditions(self.parts, video, encoded.mean)

@@ -42,10 +42,17 @@ def get_batch(data_iterator: Iterator[dict[str, Any]], model: SoRAModel) -> dict
 
 
 def generation_preparation(backend: Backend, run: Run) -> Preparation:
-    """Return what is done with micro-batches in the loader's workers: the keys, which seed noise, stay on the host."""
+    """Return what is done with micro-batches in the loader's workers: what is read on the host stays there."""
+    from mindspeed_mm.models.generation.sample_encoder import FIRST_FRAMES
     from mindspeed_mm.utils.device import OnHost
 
-    return lambda batch: {**batch, "sample_keys": OnHost(batch["sample_keys"])}
+    def prepare(batch: dict[str, Any]) -> dict[str, Any]:
+        kept = {"sample_keys": OnHost(batch["sample_keys"])}
+        if "video" in batch:
+            kept[FIRST_FRAMES] = OnHost(batch["video"][:, :, 0].clone())
+        return {**batch, **kept}
+
+    return prepare
 
 
 def loss_func(output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
