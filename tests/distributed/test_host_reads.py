@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.expert_load import RoutedTokens
 from mindspeed_mm.models.generation.parts import FrozenImageEncoder
 from tests.distributed.test_devices import Pairs, run_on_the_host
+from tests.support.families import families
+from tests.support.family_case import FamilyCase
 from tests.support.host_reads import DEVICE, HostRead, HostReads, counted_host_reads
+from tests.support.launch import launch_flags
 from tests.support.tiny_steps import Micro, TinySteps, forward_step
 from tests.support.workers import RankPool
 
@@ -155,3 +159,45 @@ def test_runs(name: str, qwen2_5_vl_dir: Path, tmp_path: Path, request: pytest.F
     for windows in pool.run(host_reads_of_a_run, words(tmp_path / "saved"), script, timeout=120):
         assert len(windows) == 4
         assert not_allowed(windows[1:-1]) == []  # a model's outputs are checked in the first step, which is logged
+
+
+def listed_reads() -> dict[str, set[str]]:
+    """Family → where its libraries read the device, by the table of docs/performance.md."""
+    text = (Path(__file__).parents[2] / "docs/performance.md").read_text(encoding="utf-8")
+    table = text.partition("| families | read by their libraries |\n|---|---|\n")[2].partition("\n\n")[0]
+    found = {}
+    for line in table.splitlines():
+        names, places = (cell.strip() for cell in line.strip("|").split(" | "))
+        for name in names.split(", "):
+            found[name.strip("`")] = {place.strip("`") for place in places.split(", ")} - {"none"}
+    return found
+
+
+def place_of(read: HostRead) -> str:
+    """The file and the function that reads, or the operator whose gradient does."""
+    if read.file.endswith("torch/autograd/graph.py"):
+        return f"gradient of {read.kind.removesuffix('_backward')}"
+    return f"{Path(read.file).stem.removeprefix('modeling_')}.{read.function}"
+
+
+# the rest by name (pytest -m full)
+ALWAYS = ("qwen3_vl",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.full]) for name in families()]
+)
+def test_libraries_read_what_the_table_says(name: str, ranks1: RankPool, tmp_path: Path) -> None:
+    """Of rows of all media and of none, padded and packed: nothing but that, and all of it."""
+    case, found = FamilyCase(name, tmp_path, families()[name]), set()
+    for is_packed in (False, True) if case.family.packs else (False,):
+        data = json.loads(case.files["data.json"].read_text())
+        data["dataset_param"]["basic_parameters"]["packing"] = is_packed
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        length = 2 * max(len(sample["input_ids"]) for sample in case.samples)
+        settings = {"micro_batch_size": 1 if is_packed else 2, "global_batch_size": 2 if is_packed else 8}
+        settings |= {"mm_data": tmp_path / "data.json", "seq_length": length, "no_save_optim": True}
+        words = launch_flags(case.files, **{**case.family.flags, **settings, "save": tmp_path / f"run{is_packed}"})
+        [windows] = ranks1.run(host_reads_of_a_run, words, "pretrain_transformers.py", timeout=180)
+        found |= {place_of(read) for read in not_allowed(windows[1:-1])}
+    assert found == listed_reads()[name]

@@ -52,6 +52,9 @@ _PASSED_THROUGH += ("torch/utils/_python_dispatch.py", "torch/_ops.py", "torch/u
 _PASSED_THROUGH += ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "accelerator/megatron_cpu.py")
 
 
+_COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
+
+
 @dataclass(frozen=True)
 class HostRead:
     """What was read, and the line that asked for it, in which function."""
@@ -339,8 +342,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _caller() -> tuple[str, int, str]:
-    """The nearest line that is neither of these modes nor a wrapper of torch's around an operator."""
+    """The nearest line of a function that is neither of these modes nor a wrapper of torch's around an operator."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.endswith(_PASSED_THROUGH):
+    while frame is not None and (
+        frame.f_code.co_filename.endswith(_PASSED_THROUGH) or frame.f_code.co_name in _COMPREHENSIONS
+    ):
         frame = frame.f_back
     return ("?", 0, "?") if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
