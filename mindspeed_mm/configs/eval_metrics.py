@@ -12,6 +12,8 @@ from typing import Literal
 
 #: scores of generated answers (`tasks/evaluation/scores.py`), which --eval-generate computes
 AnswerScoreName = Literal["exact_match", "relaxed_accuracy", "anls", "multiple_choice", "wer"]
+#: languages whose transcripts have rules of their own for wer (`tasks/evaluation/transcripts.py`)
+TranscriptLanguage = Literal["en", "zh"]
 MetricName = Literal["loss", "exact_match", "relaxed_accuracy", "anls", "multiple_choice", "wer"]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
+from mindspeed_mm.configs.eval_metrics import AnswerScoreName, TranscriptLanguage
 from mindspeed_mm.configs.flags.spec import flag
 from mindspeed_mm.configs.vlm_inference import AnswerFlags
 
@@ -19,9 +20,10 @@ class BenchmarkFlags(AnswerFlags):
     data_path: Annotated[
         str | None, flag("file or folder of the benchmark, or file of your own rows; precedes files' keys", path="file")
     ] = None
-    score: Annotated[
-        Literal["exact_match", "relaxed_accuracy", "anls", "multiple_choice", "wer"] | None,
-        flag("of your own rows; absent = exact_match"),
+    score: Annotated[AnswerScoreName | None, flag("of your own rows; absent = exact_match")] = None
+    language: Annotated[
+        TranscriptLanguage | None,
+        flag("of your own rows' transcripts, for wer: how words are written in one way; absent = as in any language"),
     ] = None
     category: Annotated[str | None, flag("column of your own rows; its values get scores of their own")] = None
     limit: Annotated[int | None, flag("rows that are evaluated, from the first on; absent = all", minimum=1)] = None

@@ -15,6 +15,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "generation": {"diffusers": "diffusers", "ftfy": "ftfy"},
     "video": {"av": "av"},
     "audio": {"av": "av"},
+    "speech": {"whisper-normalizer": "whisper_normalizer"},
     "lora": {"peft": "peft"},
     "quantization": {"torchao": "torchao"},
     "tables": {"pyarrow": "pyarrow"},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspeed_mm.configs.files import describe_missing
 from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags
 from mindspeed_mm.configs.vlm_inference import AnswerConfig, AnswerKeys
-from mindspeed_mm.tasks.evaluation.scores import SCORES, Score
+from mindspeed_mm.tasks.evaluation.scores import Score, find_score
 from mindspeed_mm.tasks.inference.describe import AnswerRun, answer_run, read_words
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import refuse_unwritable
@@ -83,7 +83,7 @@ def describe_evaluation(words: Sequence[str], *, complete: bool = True) -> Evalu
     from mindspeed_mm.tasks.inference.requests import RowRequests
 
     if benchmark is None:
-        score = SCORES[flags.score or "exact_match"]
+        score = find_score(flags.score or "exact_match", flags.language)
         own = OwnQuestions(RowRequests(answers.param), score, flags.category, flags.limit)
         return EvaluationRun(answers, own, score, ", ".join(Path(p).name for p in own.paths), Path(folder))
     assert path is not None, "a benchmark has a path"
@@ -101,7 +101,8 @@ def _benchmark(flags: BenchmarkFlags, config: AnswerConfig) -> Benchmark | None:
     from mindspeed_mm.tasks.evaluation.benchmarks import find_benchmark
 
     benchmark = find_benchmark(name, named_by)
-    for given, flag in ((flags.score, "--score"), (flags.category, "--category")):
+    own = {"--score": flags.score, "--language": flags.language, "--category": flags.category}
+    for flag, given in own.items():
         if given is not None:
             raise ConfigError(
                 f"{flag} {given}: it is for rows of your own; {benchmark.name} has its own score and categories"

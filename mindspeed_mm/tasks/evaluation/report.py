@@ -47,8 +47,8 @@ def report_of(scored: Sequence[dict[str, Any]], score: Score) -> dict[str, Any]:
     """Return the scores of all rows and of each category.
 
     Returns:
-        `metric`, `unit`, `higher_is_better`, `score` (null: there is nothing to divide by), `rows`, and with categories
-        `categories`: kind → category → score and rows.
+        `metric`, `language` if the score has one, `unit`, `higher_is_better`, `score` (null: there is nothing to
+        divide by), `rows`, and with categories `categories`: kind → category → score and rows.
     """
     groups: dict[str, dict[str, list[RowScore]]] = defaultdict(lambda: defaultdict(list))
     for line in scored:
@@ -56,6 +56,7 @@ def report_of(scored: Sequence[dict[str, Any]], score: Score) -> dict[str, Any]:
             groups[kind][category].append(line["score"])
     report: dict[str, Any] = {
         "metric": score.name,
+        **({"language": score.language} if score.language else {}),
         "unit": score.unit,
         "higher_is_better": score.higher_is_better,
         "score": score.total([line["score"] for line in scored]),

@@ -6,13 +6,17 @@ scale. Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import string
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from mindspeed_mm.configs.eval_metrics import TranscriptLanguage
 from mindspeed_mm.tasks.evaluation.choices import chosen_option, open_answer_is_right
+from mindspeed_mm.tasks.evaluation.transcripts import require_language, words_of
+from mindspeed_mm.utils.errors import ConfigError
 
 _ANLS_THRESHOLD = 0.5
 _TOLERANCE = 0.05
@@ -47,6 +51,7 @@ class Score:
         unit: of the score, for reports.
         higher_is_better: whether a larger value is the better one.
         needs_options: whether rows must have options.
+        language: of the transcripts that it compares; None: any.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Score:
     unit: str = "fraction"
     higher_is_better: bool = True
     needs_options: bool = field(default=False, kw_only=True)
+    language: TranscriptLanguage | None = field(default=None, kw_only=True)
 
     def total(self, rows: Sequence[RowScore]) -> float | None:
         """Return the score of rows; None: there is nothing to divide by (no rows, or references without a word)."""
@@ -128,24 +134,15 @@ def option_letter(prediction: str) -> str:
     return found[1] if found else prediction
 
 
-def word_errors(prediction: str, reference: str) -> RowScore:
+def word_errors(prediction: str, reference: str, language: TranscriptLanguage | None = None) -> RowScore:
     """Return the number of wrong, missing and superfluous words of a prediction, and that of the reference's words.
 
-    Both texts are normalised first: lower case; texts in brackets and parentheses, punctuation and symbols are left
-    out. The spellings of Whisper's normaliser for English are not applied.
+    Of Chinese texts characters are counted. Both texts are normalised first: see `words_of`.
 
-    Source: word error rate; normalisation of https://arxiv.org/abs/2212.04356, appendix C; lmms-eval,
-    `tasks.asr_wer_utils.remove_sp` and `compute_wer` with the basic normaliser, which it uses for most languages.
+    Source: word error rate; lmms-eval, `tasks.asr_wer_utils.compute_wer`.
     """
-    found, expected = _words(prediction), _words(reference)
+    found, expected = words_of(prediction, language), words_of(reference, language)
     return float(edit_distance(expected, found)), float(len(expected))
-
-
-def _words(text: str) -> list[str]:
-    from transformers.models.whisper.english_normalizer import BasicTextNormalizer
-
-    normalised: str = BasicTextNormalizer()(re.sub(r"<\|.*?\|>", " ", text))
-    return normalised.split()
 
 
 def edit_distance(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
@@ -187,8 +184,8 @@ def _choice(prediction: str, target: Target, guesses: random.Random) -> RowScore
     return float(open_answer_is_right(prediction, target.references)), 1.0
 
 
-def _wer(prediction: str, target: Target, _: random.Random) -> RowScore:
-    return word_errors(prediction, target.references[0])
+def _wer(prediction: str, target: Target, _: random.Random, *, language: TranscriptLanguage | None = None) -> RowScore:
+    return word_errors(prediction, target.references[0], language)
 
 
 #: scores that a user's own rows may have
@@ -202,6 +199,27 @@ SCORES: Mapping[str, Score] = {
         Score("wer", _wer, scale=100.0, unit="percent", higher_is_better=False),
     )
 }
+
+
+def find_score(name: str, language: TranscriptLanguage | None = None, named_by: str = "--language") -> Score:
+    """Return a score that a user's own rows may have.
+
+    Args:
+        name: a key of `SCORES`.
+        language: of transcripts; None: any.
+        named_by: flag or key that named the language, for messages.
+
+    Raises:
+        ConfigError: the score has nothing to do with a language, or its rules need a package that isn't installed.
+    """
+    if language is None:
+        return SCORES[name]
+    if name != "wer":
+        raise ConfigError(f"{named_by} {language}: it is the language of transcripts, for wer; the score is {name}")
+    require_language(language, named_by)
+    return replace(SCORES[name], of_row=functools.partial(_wer, language=language), language=language)
+
+
 #: of AI2D: the letter that the answer begins with
 OPTION_LETTER = Score("exact_match", _letter)
 #: of MMMU: questions with options and open ones

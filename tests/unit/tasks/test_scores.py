@@ -12,23 +12,25 @@ import pytest
 
 from mindspeed_mm.tasks.evaluation.benchmarks import all_benchmarks
 from mindspeed_mm.tasks.evaluation.report import report_of
-from mindspeed_mm.tasks.evaluation.scores import SCORES, Score, Target
+from mindspeed_mm.tasks.evaluation.scores import SCORES, Score, Target, find_score
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "lmms_eval_scores.json"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @functools.cache
 def kept() -> dict[str, Any]:
     """Predictions, references and scores of lmms-eval."""
-    content: dict[str, Any] = json.loads(FIXTURE.read_text(encoding="utf-8"))
-    return content
+    found: dict[str, Any] = {}
+    for name in ("lmms_eval_scores.json", "lmms_eval_transcripts.json"):
+        found |= json.loads((FIXTURES / name).read_text(encoding="utf-8"))
+    return found
 
 
 def score_of(name: str) -> Score:
-    return all_benchmarks()[name].score if name in all_benchmarks() else SCORES[name]
+    return all_benchmarks()[name].score if name in all_benchmarks() else find_score(*name.split())
 
 
-@pytest.mark.parametrize("name", ["chartqa", "docvqa", "ai2d", "mmmu", "wer", "exact_match"])
+@pytest.mark.parametrize("name", ["chartqa", "docvqa", "ai2d", "mmmu", "wer", "wer en", "wer zh", "exact_match"])
 def test_scores_are_those_of_lmms_eval(name: str) -> None:
     """Row by row, and of all rows, in lmms-eval's units; guesses are drawn by the same seed."""
     case, score, guesses = kept()[name], score_of(name), random.Random(0)
