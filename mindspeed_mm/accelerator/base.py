@@ -55,7 +55,7 @@ class Accelerator(ABC):
             device: where it shall be.
             dtype: its dtype there; None: that of `value`.
         """
-        if not self.holds(device):
+        if self.is_host or not self.holds(device):
             return value.to(device, dtype)
         return (value if self.holds(value) else self.pinned(value)).to(device, dtype, non_blocking=True)
 

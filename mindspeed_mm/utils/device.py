@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -88,17 +89,19 @@ class AsynchronousCopies(TorchFunctionMode):
 
 def _moved(value: object, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(value, torch.Tensor):
-        as_dtype = dtype if dtype is not None and value.is_floating_point() else None
-        return _copy(value, device, as_dtype)
+        return _copy(value, device, dtype if dtype is not None and value.is_floating_point() else None)
     if isinstance(value, dict):
         for key in value:
             value[key] = _moved(value[key], device, dtype)
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(v, device, dtype) for v in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = {f.name: _moved(getattr(value, f.name), device, dtype) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **moved)
+        return type(value)([_moved(v, device, dtype) for v in value])
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        held = vars(value).items()
+        moved = {name: new for name, old in held if old is not None and (new := _moved(old, device, dtype)) is not old}
+        if moved:
+            value = copy.copy(value)  # not `replace`, which asks for every field: some have twenty
+            vars(value).update(moved)
     return value
 
 

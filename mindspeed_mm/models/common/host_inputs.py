@@ -34,7 +34,7 @@ class HostInputs:
             towers: its encoders.
         """
         self._values: dict[str, Any] = {}
-        self._of_grids: dict[int, Mapping[str, Any]] = {}
+        self._of_grids: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         for path in {tower.path for tower in towers if tower.grid_inputs is not None}:
             model.get_submodule(path).register_forward_pre_hook(self._before_tower, with_kwargs=True)
@@ -43,16 +43,20 @@ class HostInputs:
         """Take the values that stay on the host, and the towers' arguments, out of the next forward's micro-batch."""
         self._values = {key: batch.pop(key).value for key in list(batch) if isinstance(batch[key], OnHost)}
         arguments = batch.pop(TOWER_INPUTS, {})
-        self._of_grids = {
-            id(self._values[name]): {key: host_value(value) for key, value in given.items()}
+        self._of_grids = [
+            (self._values[name], {key: host_value(value) for key, value in given.items()})
             for name, given in arguments.items()
-        }
+        ]
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {**kwargs, **self._values}
+        values, self._values = self._values, {}
+        return args, {**kwargs, **values}
 
     def _before_tower(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {**kwargs, **self._of_grids.get(id(kwargs.get("grid_thw")), {})}
+        grid = kwargs.get("grid_thw")
+        # the grids themselves are compared: a tower may run again in backward, or on other media
+        given = next((given for known, given in self._of_grids if known is grid), {})
+        return args, {**kwargs, **given}
 
 
 def keep_grids(model: Any, batch: dict[str, Any], towers: Iterable[Tower]) -> None:

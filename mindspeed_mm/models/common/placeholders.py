@@ -81,6 +81,7 @@ class KnownPlaces:
         self._tokens: dict[str, int] = {kind: attrgetter(f"{kind}_token_id")(config) for kind in kinds}
         self._own = model.model.get_placeholder_mask
         model.model.get_placeholder_mask = self._masks
+        model.register_forward_hook(self._forget, always_call=True)
 
     def find(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the places of a micro-batch's placeholder tokens, on the host."""
@@ -98,3 +99,6 @@ class KnownPlaces:
             PlaceMask.of((input_ids == self._tokens[kind]).unsqueeze(-1), self._places[kind]) for kind in self._kinds
         )
         return masks if len(masks) > 1 else masks[0]
+
+    def _forget(self, module: Any, args: Any, output: Any) -> None:
+        self._places = {}

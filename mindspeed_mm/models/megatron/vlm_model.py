@@ -315,7 +315,7 @@ class VLModel(MegatronModule):
                 `models/common/packed.py`), media tensors.
 
         Returns:
-            the batch with padded rows and `position_ids`; with `targets`, if it has labels, with `sample_lengths`, if
+            the batch with padded rows and `position_ids`; with `targets` in place of labels, with `sample_lengths`, if
             its rows are packed, and of a model with a tower, `patch_layout` and `media_places` in place of grids.
 
         Raises:
@@ -356,6 +356,7 @@ class VLModel(MegatronModule):
             batch["sample_lengths"] = run_lengths(documents)
         if batch.get("labels") is not None:
             batch["targets"] = targets_of_batch(batch, self.loss_options.loss_type, documents)
+            del batch["labels"]
         if self.towers is not None:
             batch["media_places"] = self._find_media_tokens(batch["input_ids"], grids)
             vision = self.hf_config.vision_config

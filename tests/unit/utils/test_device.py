@@ -64,6 +64,8 @@ def test_a_copy_to_the_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
             return self
 
     class Meta(CPUAccelerator):
+        is_host = False
+
         def holds(self, where: torch.Tensor | torch.device) -> bool:
             return isinstance(where, torch.device) and where.type == "meta"
 
