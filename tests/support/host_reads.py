@@ -84,6 +84,14 @@ class DeviceMarks:
             if own not in known:
                 known.append(own)
 
+    def add_weights(self, module: nn.Module) -> None:
+        """Let a model's parameters, buffers and other tensors be the device's."""
+        found = [*nn.Module.parameters(module), *nn.Module.buffers(module)]  # Megatron has lists of these names
+        for part in module.modules():  # and angles that are no buffers
+            found += [value for value in vars(part).values() if isinstance(value, torch.Tensor)]
+        for tensor in found:
+            self.add(tensor)
+
     def add_host(self, tensor: torch.Tensor, span: int) -> None:
         """Let all of `tensor`'s storage be the host's for ever.
 
@@ -258,15 +266,7 @@ def counted_host_reads() -> Iterator[HostReads]:
         for tensor in (engine._ema._steps, *engine._ema.tensors().values()) if engine._ema is not None else ():
             reads.marks.add(tensor)
         for module in modules:
-            for tensor in (
-                *nn.Module.parameters(module),
-                *nn.Module.buffers(module),
-            ):  # Megatron has lists of these names
-                reads.marks.add(tensor)
-            for part in module.modules():  # Megatron's angles are no buffers
-                for tensor in vars(part).values():
-                    if isinstance(tensor, torch.Tensor):
-                        reads.marks.add(tensor)
+            reads.marks.add_weights(module)
 
     def open_and_run(engine: StepEngine, *args: Any, **how: Any) -> None:
         reads.open()

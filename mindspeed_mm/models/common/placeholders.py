@@ -100,5 +100,5 @@ class KnownPlaces:
         )
         return masks if len(masks) > 1 else masks[0]
 
-    def _forget(self, module: Any, args: Any, output: Any) -> None:
+    def _forget(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         self._places = {}
