@@ -410,7 +410,7 @@ FLAGS_OF_OTHERS: dict[str, str] = {
     "num_inference_steps guidance_scale negative_prompt sampler shift num_samples_per_prompt cpu_offload",
     "inference_vlm.py": "do_sample enable_thinking image audio max_new_tokens merge_adapter processor_path "
     "prompt repetition_penalty stop temperature top_k top_p video num_beams",
-    "evaluate_vlm.py": "benchmark category limit score",
+    "evaluate_vlm.py": "benchmark category language limit score",
     "evaluate_gen.py": "features_a features_b samples clip frames neighbours subset subsets",
     "mm-convert": "hf_dir dcp_dir model_assets_dir base_hf_dir save_hf_dir origin_hf_dir is_lora_base to_bf16 "
     " tie_weight_mapping dcp_prefix hf_prefix lora_rank speaker_name speaker_audio_path",
