@@ -69,7 +69,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask", [pytest.param(name, marks=[] if "both" in name else [pytest.mark.full]) for name in MASKS]
+)
 def test_padded_rows_need_no_mask(mask: str, qwen3_dir: Path, masks: list[str]) -> None:
     batch = rows(qwen3_dir, MASKS[mask])
     assert_same(step(model_of(qwen3_dir), batch), step(model_of(qwen3_dir, "sdpa"), batch))
@@ -140,7 +142,7 @@ def test_layers_that_lose_the_documents_are_seen(qwen3_dir: Path) -> None:
         model(**model.prepare(pack([samples[:2]])))
 
 
-@pytest.mark.parametrize("stated", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("stated", ["sdpa", pytest.param("eager", marks=pytest.mark.full)])
 def test_what_is_stated_stays(stated: str, qwen3_dir: Path) -> None:
     model = model_of(qwen3_dir, stated)
     assert model.model.model.config._attn_implementation == stated
