@@ -131,9 +131,14 @@ def run_worker(name: str, folder: Path, rows: int) -> None:
     torch.set_num_threads(1)
     whose, how = name.split(" ")
     run = partial(train_ours if whose == "ours" else train_trainer, how)
-    samples, began, ended = run(folder, rows)
-    found = {"samples": samples, "seconds": ended[0] - began[0], "processor": ended[1] - began[1]}
-    print("found " + json.dumps(found), file=sys.__stdout__, flush=True)
+    tokens, began, ended = run(folder, rows)
+    dataset = dataset_of(folder)
+    in_all = sum(size.tokens for number in range(rows) for size in dataset.measure(number))
+    # rows of the mean length: which of them come first, and warm up, depends on the contender
+    found = {"samples": tokens / in_all * rows, "seconds": ended[0] - began[0], "processor": ended[1] - began[1]}
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(f"found {json.dumps(found)}\n")  # at once: other ranks write to the same pipe
+    sys.__stdout__.flush()
 
 
 def clocks() -> tuple[float, float]:
@@ -159,7 +164,7 @@ def train_ours(how: str, folder: Path, rows: int) -> Result:
     """Our loop, over the micro-batches that our loader makes of the rows.
 
     Returns:
-        samples of this rank after those that warmed up, and `clocks()` before and after them.
+        tokens of this rank's rows after those that warmed up, and `clocks()` before and after them.
     """
     from common import launch_words, write_files
     from our_loop import OurLoop
@@ -195,7 +200,8 @@ def train_ours(how: str, folder: Path, rows: int) -> Result:
         return done < len(batches)
 
     loop.train(before_step)
-    return sum(int(batch["num_rows"]) for batch in batches[WARM_UP:]), began, ended
+    of_tokens = "documents" if how == "packed" else "attention_mask"
+    return sum(int((batch[of_tokens] > 0).sum()) for batch in batches[WARM_UP:]), began, ended
 
 
 def epoch(loaders: list[Any], rows: int) -> Iterator[tuple[Any, ...]]:
@@ -224,6 +230,13 @@ def train_trainer(how: str, folder: Path, rows: int) -> Result:
     steps = rows // (MICRO_BATCH * ranks)
     times: list[tuple[float, float]] = []
 
+    tokens: list[int] = []
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = padded(rows)
+        tokens.append(int(batch["attention_mask"].sum()))
+        return batch
+
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             times.append(clocks())
@@ -234,12 +247,12 @@ def train_trainer(how: str, folder: Path, rows: int) -> Result:
         model=Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "hf", dtype=torch.float32),
         args=arguments,
         train_dataset=samples,  # type: ignore[arg-type]
-        data_collator=padded,
+        data_collator=collate,
         callbacks=[Clock()],
     )
     with redirect_stdout(io.StringIO()):
         trainer.train()
-    return (steps - WARM_UP) * MICRO_BATCH, times[WARM_UP - 1], times[-1]
+    return sum(tokens[WARM_UP:steps]), times[WARM_UP - 1], times[-1]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
