@@ -11,7 +11,7 @@ from mindspeed_mm.configs.flags.parsed import ParsedFlags
 if TYPE_CHECKING:
     from mindspeed_mm.configs.run import Run
 
-_OF_ANSWERS = ("eval_generate_rows", "eval_generate_batch_size", "eval_max_new_tokens")
+_OF_ANSWERS = ("eval_generate_language", "eval_generate_rows", "eval_generate_batch_size", "eval_max_new_tokens")
 
 
 def asking_flags(save_best: str | None, early_stop: int | None, eval_generate: str | None) -> list[str]:
@@ -41,6 +41,11 @@ def check_evaluation(args: ParsedFlags) -> list[str]:
         changed = {name: getattr(args, name) for name in _OF_ANSWERS if getattr(args, name) != getattr(default, name)}
         for name, value in changed.items():
             problems.append(f"--{name.replace('_', '-')} {value} belongs to --eval-generate; give it, too")
+    elif args.eval_generate_language is not None and args.eval_generate != "wer":
+        problems.append(
+            f"--eval-generate-language {args.eval_generate_language}: it is the language of transcripts, for wer; the "
+            f"score is {args.eval_generate}"
+        )
     asking = asking_flags(args.save_best, args.early_stop, args.eval_generate)
     for flag, value, of in (
         ("--eval-interval", args.eval_interval, "steps between two evaluations"),

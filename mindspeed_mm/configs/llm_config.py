@@ -224,6 +224,9 @@ class LlmTraining(Section):
     eval_generate: str | None = Field(
         None, description="ours: score of the answers to validation rows that each evaluation generates; null = none"
     )
+    eval_generate_language: str | None = Field(
+        None, description="ours: language of the transcripts that wer compares; null = as in any language"
+    )
     eval_generate_rows: Count = Field(64, description="ours: the first so many validation rows are answered")
     eval_generate_batch_size: Count = Field(8, description="ours: rows that a process answers at a time")
     eval_max_new_tokens: Count = Field(128, description="ours: longest answer of an evaluation in tokens")

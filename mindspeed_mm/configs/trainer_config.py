@@ -224,6 +224,7 @@ class TrainerTraining(Section):
     save_best: str | None = Field(None, description="ours: --save-best")
     early_stop: Count | None = Field(None, description="ours: --early-stop")
     eval_generate: str | None = Field(None, description="ours: --eval-generate")
+    eval_generate_language: str | None = Field(None, description="ours: --eval-generate-language")
     eval_generate_rows: Count = Field(64, description="ours: --eval-generate-rows")
     eval_generate_batch_size: Count = Field(8, description="ours: --eval-generate-batch-size")
     eval_max_new_tokens: Count = Field(128, description="ours: --eval-max-new-tokens")

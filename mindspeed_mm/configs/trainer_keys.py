@@ -37,6 +37,7 @@ TRAINING_FLAGS = {
     "save_best": "save_best",
     "early_stop": "early_stop",
     "eval_generate": "eval_generate",
+    "eval_generate_language": "eval_generate_language",
     "eval_generate_rows": "eval_generate_rows",
     "eval_generate_batch_size": "eval_generate_batch_size",
     "eval_max_new_tokens": "eval_max_new_tokens",

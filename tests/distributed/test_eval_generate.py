@@ -21,6 +21,8 @@ from mindspeed_mm.checkpoint.best import BestCheckpoint, read_best
 from mindspeed_mm.checkpoint.rng import random_state
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.evaluation.command import main
+from mindspeed_mm.tasks.evaluation.scores import edit_distance
+from mindspeed_mm.tasks.evaluation.transcripts import words_of as words_of_transcript
 from tests.support.answers import AnswerCase
 from tests.support.families import families
 from tests.support.labelled_pictures import write_labelled_pictures
@@ -275,15 +277,19 @@ def hold_out(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_row_that_is_skipped_counts_as_an_empty_answer(pools: Pools, tmp_path: Path) -> None:
-    words = words_of(CASES["1 process"], tmp_path, **ASKED, train_iters=1)
-    turns = [{"role": "user", "content": "<image>which"}, {"role": "assistant", "content": "red"}]
+    """Its characters are missing in a score of Chinese transcripts."""
+    asked = {**ASKED, "eval_generate": "wer", "eval_generate_language": "zh", "save_best": None}
+    words = words_of(CASES["1 process"], tmp_path, **asked, train_iters=1)
+    turns = [{"role": "user", "content": "<image>which"}, {"role": "assistant", "content": "12个"}]
     picture = str(files_of("qwen2_5_vl")[1] / "0.png")
     (tmp_path / "torn.png").write_bytes(b"\x89PNG")
     hold_out(tmp_path, [{"messages": turns, "images": [path]} for path in (picture, str(tmp_path / "torn.png"))])
     pools[False][1].run(run_entry, words, "pretrain_vlm.py")
     kept = [json.loads(line) for line in (tmp_path / "run" / "eval_answers.jsonl").read_text().splitlines()]
     assert [line["answer"] != "" for line in kept] == [True, False]
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["eval_rows"] == 2
+    found = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    answered = [edit_distance(list("十二个"), words_of_transcript(line["answer"], "zh")) for line in kept]
+    assert answered[1] == 3 and (found["eval_rows"], found["eval_wer"]) == (2, sum(answered) / 6 * 100)
 
 
 def test_a_model_with_an_encoder_of_its_own_is_refused(pools: Pools, tmp_path: Path) -> None:

@@ -183,6 +183,12 @@ def test_faults_are_sentences_before_a_model_is_loaded(case: AnswerCase, tmp_pat
     assert "--score anls: it is for rows of your own" in message(
         ConfigError, benchmark="chartqa", score="anls", data_path=tsv
     )
+    assert "--language en: it is for rows of your own" in message(
+        ConfigError, benchmark="chartqa", language="en", data_path=tsv
+    )
+    assert "--language zh: it is the language of transcripts, for wer; the score is anls" in message(
+        ConfigError, score="anls", language="zh", data_path=case.data
+    )
     assert "ChartQA_TEST.tsv" in message(ConfigError, benchmark="ai2d", data_path=tmp_path / "ChartQA_TES.tsv")
     found = message(DataError, benchmark="ai2d", data_path=tsv)
     assert (

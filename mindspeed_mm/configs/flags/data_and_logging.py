@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, AnswerScoreName
+from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, AnswerScoreName, TranscriptLanguage
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
 _ONE_LOGGER = no_effect("metrics.jsonl and tensorboard are the writers here")
@@ -42,6 +42,10 @@ class LoggingArguments:
             bare="exact_match",
             synonyms=METRIC_SYNONYMS,
         ),
+    ] = None
+    eval_generate_language: Annotated[
+        TranscriptLanguage | None,
+        flag("ours: of eval-generate wer: language of the transcripts; absent = as in any language"),
     ] = None
     eval_generate_rows: Annotated[
         int, flag("ours: of eval-generate: the first so many validation rows are answered", minimum=1)

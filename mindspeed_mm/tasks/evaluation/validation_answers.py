@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend, Generation
-from mindspeed_mm.configs.eval_metrics import AnswerScoreName
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.configs.run import Run
@@ -23,7 +22,7 @@ from mindspeed_mm.models.transformers.meta_model import config_for
 from mindspeed_mm.models.transformers_model import load_hf_config
 from mindspeed_mm.tasks.evaluation.questions import OwnQuestions
 from mindspeed_mm.tasks.evaluation.report import score_rows
-from mindspeed_mm.tasks.evaluation.scores import SCORES, Score
+from mindspeed_mm.tasks.evaluation.scores import Score, find_score
 from mindspeed_mm.tasks.inference.generation import AnswerGenerator
 from mindspeed_mm.tasks.inference.loading import read_generation_config
 from mindspeed_mm.tasks.inference.plan import PlannedBatch, plan_batches, share, share_in_lockstep
@@ -58,15 +57,16 @@ def open_validation_answers(run: Run, valid: ValidData) -> ValidationAnswers | N
             f"{flag}: the validation data are no rows with turns that data.json names, so that there is nothing to "
             "answer; leave the flag out"
         )
+    score = find_score(run.logging.eval_generate, run.logging.eval_generate_language, "--eval-generate-language")
     config, directory = _require_generation(run, flag)
     try:
-        questions = _questions_of(dataset, SCORES[run.logging.eval_generate], run.logging.eval_generate_rows)
+        questions = _questions_of(dataset, score, run.logging.eval_generate_rows)
     except BadSample as error:
         raise ConfigError(f"{flag}: {error}") from error
     prompts = PromptEncoder(dataset.param, dataset.adapter, dataset.lazy_encoder)
     values = {"max_new_tokens": run.logging.eval_max_new_tokens, "do_sample": False, "num_beams": 1}
     settings = GenerationSettings(values, batch_size=run.logging.eval_generate_batch_size)
-    return ValidationAnswers(questions, run.logging.eval_generate, prompts, settings, positions_in(config), directory)
+    return ValidationAnswers(questions, score, prompts, settings, positions_in(config), directory)
 
 
 class ValidationAnswers:
@@ -76,7 +76,7 @@ class ValidationAnswers:
 
     Args:
         questions: the rows.
-        score: name of the answers' score.
+        score: how answers are scored.
         prompts: encodes the rows.
         settings: how they are answered.
         positions: of the model, for prompt and answer together; None: any number.
@@ -89,7 +89,7 @@ class ValidationAnswers:
     def __init__(
         self,
         questions: OwnQuestions,
-        score: AnswerScoreName,
+        score: Score,
         prompts: PromptEncoder,
         settings: GenerationSettings,
         positions: int | None,
@@ -107,9 +107,8 @@ class ValidationAnswers:
         with backend.generation() as generation:
             answers = self._answer(generation, backend)
         in_order = [answers.get(index) for index in range(len(self._questions))]
-        score = SCORES[self._score]
-        scored = score_rows(self._questions, in_order, score)
-        total = score.total([line["score"] for line in scored])
+        scored = score_rows(self._questions, in_order, self._score)
+        total = self._score.total([line["score"] for line in scored])
         samples = [
             {
                 "index": line["index"],
@@ -119,7 +118,7 @@ class ValidationAnswers:
             }
             for line in scored[:_SHOWN_ROWS]
         ]
-        return GeneratedFigures({self._score: math.nan if total is None else total}, len(scored), samples)
+        return GeneratedFigures({self._score.name: math.nan if total is None else total}, len(scored), samples)
 
     def _answer(self, generation: Generation, backend: Backend) -> dict[int, str]:
         """All answers, on all ranks. They are gathered round by round: no rank waits longer than for a batch."""

@@ -105,6 +105,8 @@ def test_consumed_samples_of_a_loaded_run_are_kept(run_folder: Path) -> None:
         ("--train-iters 9 --eval-generate bleu", ["'bleu'; expected one of exact_match, relaxed_accuracy, anls"]),
         ("--train-iters 9 --eval-generate --eval-interval 0", ["--eval-generate exact_match needs evaluations"]),
         ("--train-iters 9 --eval-generate-rows 8", ["--eval-generate-rows 8 belongs to --eval-generate"]),
+        ("--train-iters 9 --eval-generate-language en", ["--eval-generate-language en belongs to --eval-generate"]),
+        ("--train-iters 9 --eval-generate anls --eval-generate-language en", ["for wer; the score is anls"]),
         ("--train-iters 9 --eval-max-new-tokens 8", ["--eval-max-new-tokens 8 belongs to --eval-generate"]),
         ("--train-iters 9 --early-stop 0", ["--early-stop: found '0'; expected at least 1"]),
         ("--train-iters 9 --early-stop 2 --eval-interval 0", ["--early-stop 2 needs", "--eval-interval is 0: give"]),

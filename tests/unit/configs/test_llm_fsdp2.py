@@ -165,6 +165,11 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "training.save_total_limit=None": ("checkpoint.save_total_limit", 3, None),
     "data.val_size=2 training.save_best=loss": ("checkpoint.save_best", None, "loss"),
     "data.val_size=2 training.eval_generate=wer": ("logging.eval_generate", None, "wer"),
+    "data.val_size=2 training.eval_generate=wer training.eval_generate_language=zh": (
+        "logging.eval_generate_language",
+        None,
+        "zh",
+    ),
     "data.val_size=2 training.eval_generate=wer training.eval_generate_rows=9": ("logging.eval_generate_rows", 64, 9),
     "data.val_size=2 training.eval_generate=wer training.eval_generate_batch_size=3": (
         "logging.eval_generate_batch_size",

@@ -91,6 +91,7 @@ CHUNKS_OF_LAYERS = {**CHUNKED_MBS, "features.chunkmbs_plan.apply_modules": [LAYE
 MUON = {"training.optimizer": "muon"}
 HELD_OUT = {"dataset_type": "huggingface", "basic_parameters": {"dataset": "held_out.json"}}
 VALIDATION = {"training.val_interval": 7, "data.val_dataset_param": HELD_OUT, "training.save": "elsewhere"}
+SPEECH = {**VALIDATION, "training.eval_generate": "wer"}
 ANSWERS = {**VALIDATION, "training.eval_generate": "anls"}
 ONE_SCALE = [{"match": "visual.*", "scale": 0.1}, {"match": "lm_head", "scale": 0.1}]
 
@@ -198,6 +199,7 @@ SEEN: dict[str, Seen] = {
     "training.save_best": Seen("eval_loss", {"checkpoint.save_best": "loss"}, VALIDATION),
     "training.early_stop": Seen(7, {"length.early_stop": 7}, VALIDATION),
     "training.eval_generate": Seen("eval_wer", {"logging.eval_generate": "wer"}, VALIDATION),
+    "training.eval_generate_language": Seen("en", {"logging.eval_generate_language": "en"}, SPEECH),
     "training.eval_generate_rows": Seen(7, {"logging.eval_generate_rows": 7}, ANSWERS),
     "training.eval_generate_batch_size": Seen(7, {"logging.eval_generate_batch_size": 7}, ANSWERS),
     "training.eval_max_new_tokens": Seen(7, {"logging.eval_max_new_tokens": 7}, ANSWERS),
