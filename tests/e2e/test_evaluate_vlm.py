@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.tasks.evaluation.command import main
+from mindspeed_mm.tasks.evaluation.labelled_diagrams import draw_letters
 from mindspeed_mm.tasks.inference import command as inference
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.support import benchmark_files as files
@@ -31,6 +32,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> AnswerCase:
     found = AnswerCase("qwen2_5_vl", tmp_path_factory.mktemp("evaluate"))
     for number in (*range(files.ROWS), 7):
         (found.data.parent / f"p{number}.png").write_bytes(files.picture(number))
+    of_authors = files.ai2d_folder(tmp_path_factory.mktemp("ai2d"))
+    drawn = draw_letters(of_authors / "images" / "0.png", of_authors / "annotations" / "0.png.json")
+    (found.data.parent / "p10.png").write_bytes(drawn)
     return found
 
 
@@ -55,8 +59,9 @@ def by_transformers(case: AnswerCase, texts: list[str], pictures: dict[int, list
     return transformers_answers(asked)
 
 
-def of_ai2d(n: int) -> str:
-    return "\n".join([f"<image>{files.question(n)}", *map(". ".join, zip("ABCD", OPTIONS, strict=True)), CHOOSE])
+def of_ai2d(n: int, options: int = 4) -> str:
+    lettered = map(". ".join, zip("ABCD"[:options], OPTIONS, strict=False))
+    return "\n".join([f"<image>{files.question(n)}", *lettered, CHOOSE])
 
 
 def of_mmmu(n: int, options: int) -> str:
@@ -67,10 +72,12 @@ def of_mmmu(n: int, options: int) -> str:
 
 
 TWO = {1: [1, 7]}
+OF_AUTHORS = [of_ai2d(n, 3 if n == 3 else 4) for n in range(5)]
 LAYOUTS: list[tuple[str, Callable[[Path], Path], list[str], dict[int, list[int]], list[int]]] = [
     # name, file, prompts, pictures, order of the rows
     ("ai2d_test", files.ai2d_tsv, [of_ai2d(n) for n in range(5)], {4: [0]}, [0, 1, 2, 3, 4]),
     ("ai2d", files.ai2d_parquet, [of_ai2d(n) for n in range(5)], {4: [0]}, [0, 1, 2, 3, 4]),
+    ("ai2d", files.ai2d_folder, OF_AUTHORS, {1: [10], 2: [1], 3: [2], 4: [3]}, [0, 1, 2, 3, 4]),
     ("chartqa_test", files.chartqa_tsv, [f"<image>{files.question(n)}\n{WORD}" for n in range(5)], {}, [0, 1, 2, 3, 4]),
     ("chartqa", files.chartqa_json, [f"<image>{files.question(n)}\n{WORD}" for n in range(5)], {}, [0, 2, 4, 1, 3]),
     ("docvqa_val", files.docvqa_tsv, [f"<image>{files.question(n)}\n{PHRASE}" for n in range(5)], {}, [0, 1, 2, 3, 4]),

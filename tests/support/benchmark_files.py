@@ -76,6 +76,36 @@ def ai2d_parquet(folder: Path) -> Path:
     return write_parquet(folder / "data" / "test-00000-of-00001.parquet", rows)
 
 
+def ai2d_folder(folder: Path) -> Path:
+    """The authors' files: two questions about picture 0, of which the second asks for letters that are drawn over its
+    labels, one about each of 1 to 3; 8 is of another split, 9 has none. Row 3 has three options."""
+    for name in ("images", "annotations", "questions"):
+        (folder / name).mkdir(parents=True)
+    options = ["red", "green", "blue", "a line"]
+    of_image: dict[int, dict[str, Any]] = {number: {} for number in (0, 1, 2, 3, 8, 9)}
+    for n, image in enumerate([0, 0, 1, 2, 3, 8]):
+        of_image[image][question(n)] = {
+            "abcLabel": n == 1,
+            "answerTexts": ["red", "{}", "green", "blue"] if n == 3 else options,
+            "correctAnswer": n % 4,
+            "questionId": f"{image}.png-{n}",
+        }
+    for number, questions in of_image.items():
+        name = f"{number}.png"
+        (folder / "images" / name).write_bytes(picture(number))
+        content = {"imageName": name, "questions": questions}
+        (folder / "questions" / f"{name}.json").write_text(json.dumps(content))
+        labels = {
+            "T0": {"rectangle": [[4, 4], [24, 20]], "replacementText": "A", "value": "x"},
+            "T1": {"rectangle": [[40, 30], [60, 50]], "replacementText": "B", "value": "y"},
+            "T2": {"rectangle": [[9, 30], [12, 30]], "replacementText": "C", "value": "z"},
+        }
+        (folder / "annotations" / f"{name}.json").write_text(json.dumps({"imageName": name, "text": labels}))
+    (folder / "categories.json").write_text(json.dumps({f"{number}.png": "ab"[number % 2] for number in of_image}))
+    (folder / "ai2d_test_ids.csv").write_text("0\n1\n2\n3\n9\n")
+    return folder
+
+
 def chartqa_tsv(folder: Path) -> Path:
     rows = [
         {"index": n, "image": _encoded(n), "question": question(n), "answer": ["14", "Yes", "['0.5']", "3%", "0"][n]}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.data.conversation.messages import MessagePart, RowFault
@@ -68,6 +69,10 @@ class Benchmark:
         max_new_tokens: longest answer in tokens, unless the launch states another length.
         aliases: names by which published files call it.
         parted: its folder has a folder for each subject.
+        files_in: folder → its data files, where a layout names them in another way than by the split; none: it is no
+            such folder. Raises DataError if something else of the layout is missing.
+        rows_in: a file's only object, and the file's path → name and list of the rows that the object holds; None: it
+            is a row itself.
     """
 
     name: str
@@ -77,6 +82,8 @@ class Benchmark:
     max_new_tokens: int
     aliases: tuple[str, ...] = ()
     parted: bool = False
+    files_in: Callable[[Path], Sequence[Path]] = lambda folder: ()
+    rows_in: Callable[[Row, Path], tuple[str, list[Any]] | None] = lambda row, path: None
 
 
 def with_options(question: str, options: tuple[str, ...]) -> str:

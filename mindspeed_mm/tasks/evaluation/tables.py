@@ -42,8 +42,9 @@ class BenchmarkFile:
         if not self._file.has(0):
             raise DataError(f"{path}: the file has no rows; expected those of {benchmark.name}")
         first = self._file.row(0)
-        if isinstance(first.get("data"), list) and len(self._file) == 1:  # DocVQA's json: {"data": [rows]}
-            self._file = _ListFile(path, first["data"])
+        inner = benchmark.rows_in(first, Path(path))
+        if inner is not None and len(self._file) == 1:
+            self._file = _ListFile(path, *inner)
             first = self._file.row(0)
         self.layout = _layout_of(benchmark, first, path)
         name = os.path.basename(path)
@@ -107,10 +108,10 @@ class BenchmarkFile:
 class _ListFile:
     """Rows that are a list inside a file's only object."""
 
-    def __init__(self, path: str, rows: list[Any]) -> None:
-        self.path, self._rows = path, rows
+    def __init__(self, path: str, name: str, rows: list[Any]) -> None:
+        self.path, self._name, self._rows = path, name, rows
         if not rows or not all(isinstance(row, dict) for row in rows):
-            raise DataError(f"{path}: 'data' is no list of objects; expected the rows")
+            raise DataError(f"{path}: '{name}' holds no objects, or something else; expected the rows")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -122,7 +123,7 @@ class _ListFile:
         return dict(self._rows[index])
 
     def where(self, index: int) -> str:
-        return f"{self.path}, data[{index}]"
+        return f"{self.path}, {self._name}[{index}]"
 
 
 class BenchmarkRows:
@@ -159,7 +160,7 @@ class BenchmarkRows:
 
 
 def benchmark_files(benchmark: Benchmark, path: str, named_by: str) -> tuple[str, ...]:
-    """Return the file, or those of a folder whose names begin with the benchmark's split.
+    """Return the file, or those of a folder that a layout lists, or whose names begin with the benchmark's split.
 
     Raises:
         DataError: the folder has none.
@@ -167,6 +168,8 @@ def benchmark_files(benchmark: Benchmark, path: str, named_by: str) -> tuple[str
     place = Path(path)
     if not place.is_dir():
         return (path,)
+    if listed := benchmark.files_in(place):
+        return tuple(map(str, listed))
     for folders in ([place], [place / "data"], sorted(place.iterdir()) if benchmark.parted else []):
         files = [file for folder in folders for file in _data_files(folder, benchmark.split)]
         if files:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.backends.protocol import Backend, Generation
+from mindspeed_mm.configs.eval_metrics import AnswerScoreName
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.configs.run import Run
@@ -66,7 +67,9 @@ def open_validation_answers(run: Run, valid: ValidData) -> ValidationAnswers | N
     prompts = PromptEncoder(dataset.param, dataset.adapter, dataset.lazy_encoder)
     values = {"max_new_tokens": run.logging.eval_max_new_tokens, "do_sample": False, "num_beams": 1}
     settings = GenerationSettings(values, batch_size=run.logging.eval_generate_batch_size)
-    return ValidationAnswers(questions, score, prompts, settings, positions_in(config), directory)
+    return ValidationAnswers(
+        questions, run.logging.eval_generate, score, prompts, settings, positions_in(config), directory
+    )
 
 
 class ValidationAnswers:
@@ -76,7 +79,8 @@ class ValidationAnswers:
 
     Args:
         questions: the rows.
-        score: how answers are scored.
+        metric: name of the answers' score in figures.
+        score: how they are scored.
         prompts: encodes the rows.
         settings: how they are answered.
         positions: of the model, for prompt and answer together; None: any number.
@@ -89,13 +93,14 @@ class ValidationAnswers:
     def __init__(
         self,
         questions: OwnQuestions,
+        metric: AnswerScoreName,
         score: Score,
         prompts: PromptEncoder,
         settings: GenerationSettings,
         positions: int | None,
         directory: Path | None,
     ) -> None:
-        self._questions, self._score, self._prompts = questions, score, prompts
+        self._questions, self._metric, self._score, self._prompts = questions, metric, score, prompts
         self._settings, self._directory = settings, directory
         self._sizes = _measure(questions, prompts, positions)
         most = int(settings.values["max_new_tokens"])
@@ -118,7 +123,7 @@ class ValidationAnswers:
             }
             for line in scored[:_SHOWN_ROWS]
         ]
-        return GeneratedFigures({self._score.name: math.nan if total is None else total}, len(scored), samples)
+        return GeneratedFigures({self._metric: math.nan if total is None else total}, len(scored), samples)
 
     def _answer(self, generation: Generation, backend: Backend) -> dict[int, str]:
         """All answers, on all ranks. They are gathered round by round: no rank waits longer than for a batch."""

@@ -35,4 +35,5 @@ BENCHMARK = Benchmark(
     score=SCORES["anls"],
     max_new_tokens=32,
     aliases=("docvqa_val",),
+    rows_in=lambda row, path: ("data", row["data"]) if isinstance(row.get("data"), list) else None,
 )
