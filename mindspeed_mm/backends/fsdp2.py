@@ -31,7 +31,7 @@ from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
-from mindspeed_mm.models.common.base_model import applies_flags, refuse_own_sharding
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
@@ -116,7 +116,11 @@ class FSDP2Backend:
     def preparation(self, model_provider: ModelProvider) -> Preparation | None:
         """See the protocol."""
         with build_context(replace(self._build_context(load_weights=False), lora=None)), torch.device("meta"):
-            return as_trainable(call_provider(model_provider)).prepare
+            model = call_provider(model_provider)
+        root = as_shardable(model).sharded_module
+        if self.world.context.size > 1 and isinstance(root, FSDP2Mixin) and root.context_parallel is not None:
+            root.context_parallel.install(self.world)  # so that it knows this rank's part of rows
+        return as_trainable(model).prepare
 
     def build_model(self, model_provider: ModelProvider, *, load_weights: bool, base: str | None = None) -> nn.Module:
         """Build, freeze, shard and fill the model.
