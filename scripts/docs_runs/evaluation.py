@@ -26,13 +26,14 @@ def run() -> Done:
     files.mmmu_parquet(Path("MMMU"))
     shutil.copytree(write_rows(Path("rows"), family).parent, ".", dirs_exist_ok=True)
     shutil.copy(next(Path("rows").glob("*.json")), "heldout.json")
+    shutil.copy("heldout.json", "speech.json")
     commands = items(fences(page, "bash")[0])
     for command in commands:
         short = command
         for written, other in SHORTER.items():
             short = short.replace(written, other)
         start(short, page, ranks=2 if "torchrun" in command else 1)
-    for name, rows in (("chartqa", 5), ("mmmu", 5), ("heldout", 8)):
+    for name, rows in (("chartqa", 5), ("mmmu", 5), ("heldout", 8), ("speech", 8)):
         found = json.loads(Path(f"results/{name}/results.json").read_text(encoding="utf-8"))
         if found["rows"] != rows:
             raise DocumentError(f"{page.name}: {name} has {found['rows']} rows, expected {rows}")

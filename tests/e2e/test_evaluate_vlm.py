@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from mindspeed_mm.tasks.evaluation.command import main
 from mindspeed_mm.tasks.evaluation.labelled_diagrams import draw_letters
+from mindspeed_mm.tasks.evaluation.scores import Target, find_score
 from mindspeed_mm.tasks.inference import command as inference
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from tests.support import benchmark_files as files
@@ -174,6 +176,39 @@ def test_rows_of_ones_own(case: AnswerCase, tmp_path: Path) -> None:
     with pytest.raises(BadSample, match=r"own\.json, row 1: the question has no options; expected lines 'A\. …'"):
         main(words_of(case, tmp_path / "x", data_path=data, score="multiple_choice"))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "column", "flags"),
+    [
+        ("whisper", "audios", {"score": "wer", "language": "en"}),
+        ("qwen2_audio", "audios", {"score": "wer", "language": "zh"}),
+        ("qwen2_5_vl", "videos", {"score": "wer"}),
+    ],
+)
+def test_speech_and_videos_of_ones_own(family: str, column: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Predictions are transformers' answers; the first one is the reference, the others are scored by the language."""
+    whole = AnswerCase(family, tmp_path / "case")
+    case = AnswerCase.of(whole, [row for row in whole.rows if row.get(column)])
+    expected = [answer.strip() for answer in transformers_answers(case)]
+    rows = copy.deepcopy(case.rows)
+    for row, reference in zip(rows, [expected[0], *(["it's 23%"] * (len(rows) - 1))], strict=True):
+        row["messages"][-1]["content"] = reference
+    data = case.data.parent / "own.json"
+    data.write_text(json.dumps(rows))
+    main(words_of(case, tmp_path / "out", data_path=data, batch_size=2, **flags))
+    lines = lines_of(tmp_path / "out" / "scores.jsonl")
+    assert len(rows) > 1 and [line["prediction"] for line in lines] == expected
+    score = find_score("wer", flags.get("language"))
+    scored = [score.of_row(line["prediction"], Target(tuple(line["references"])), random.Random(0)) for line in lines]
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert scored[0][0] == 0 and (report["score"], report.get("language")) == (
+        score.total(scored),
+        flags.get("language"),
+    )
+    words = {"en": 3, "zh": 9, None: 3}[flags.get("language")]  # it is 23; its百分之二十三; it s 23
+    assert {below for _, below in scored[1:]} == {words}
 
 
 def test_faults_are_sentences_before_a_model_is_loaded(case: AnswerCase, tmp_path: Path) -> None:
