@@ -154,8 +154,9 @@ def test_categories_and_the_table(case: AnswerCase, tmp_path: Path, capsys: pyte
     assert ["subject:", "Math", "0.6667", "3"] in table and ["all", "0.6000", "5"] in table
 
 
-def test_rows_of_ones_own(case: AnswerCase, tmp_path: Path) -> None:
-    """The last answer is the reference; each score; a column's values get scores of their own."""
+def test_rows_of_ones_own(case: AnswerCase, ranks2: RankPool, tmp_path: Path) -> None:
+    """The last answer is the reference; each score; a column's values get scores of their own; a process that has no
+    batch waits for the other one."""
     greedy = by_transformers(case, ["<image>what", "<image>where"])
     rows = [
         {"messages": [{"role": "user", "content": f"<image>{text}"}, {"role": "assistant", "content": reference}]}
@@ -168,6 +169,9 @@ def test_rows_of_ones_own(case: AnswerCase, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert report["score"] == 0.5 and report["benchmark"] == "own.json"
     assert {name: found["score"] for name, found in report["categories"]["kind"].items()} == {"k0": 1.0, "k1": 0.0}
+    ranks2.run(main, words_of(case, tmp_path / "two", data_path=data, category="kind", batch_size=2))
+    for name in ("predictions.jsonl", "scores.jsonl", "results.json"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     main(words_of(case, tmp_path / "wer", data_path=data, score="wer", limit=1))
     report = json.loads((tmp_path / "wer" / "results.json").read_text())
     assert report["score"] == 0.0 and (report["unit"], report["rows"]) == ("percent", 1)

@@ -138,10 +138,9 @@ class _Session:
         """Encode batches, each while the one before it is answered."""
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as pool:
             waiting = [pool.submit(self._encode, batch) for batch in batches[:1]]
-            for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            for number, batch in enumerate(batches, start=1):
                 requests, samples = waiting.pop().result()
-                if following is not None:
-                    waiting.append(pool.submit(self._encode, following))
+                waiting += [pool.submit(self._encode, following) for following in batches[number : number + 1]]
                 yield batch, requests, samples
 
     def _encode(self, batch: PlannedBatch) -> tuple[list[AnswerRequest], list[TokenSample]]:
