@@ -56,7 +56,8 @@ class ElementWise(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step every parameter that has a gradient."""
-        self._counted = []
+        if self.param_groups:  # Megatron's optimizers step once more, without groups, and take nothing back
+            self._counted = []
         for group in self.param_groups:
             busy = [p for p in group["params"] if p.grad is not None]
             if not busy:
