@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,17 +30,17 @@ LINEAR = "linear_attention"
 _INSTEAD_OF = ("sdpa", "eager")
 
 
-@dataclass
 class DocumentsOfCall:
-    """What the layers of one forward pass are given.
+    """What the layers of one forward pass are given; no dataclass, which FSDP would copy where it casts inputs.
 
     Attributes:
         documents: of their rows.
         attended: the attention layers that were called with them.
     """
 
-    documents: Documents
-    attended: set[int] = field(default_factory=set)
+    def __init__(self, documents: Documents, attended: set[int] | None = None) -> None:
+        self.documents = documents
+        self.attended: set[int] = set() if attended is None else attended
 
     def of_rows(self, start: int, count: int) -> DocumentsOfCall:
         """Return what the layers are given for some of the rows."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from mindspeed_mm.accelerator.attention import Documents
 from mindspeed_mm.models.common import document_attention
-from mindspeed_mm.models.common.document_attention import KEYWORD
+from mindspeed_mm.models.common.document_attention import KEYWORD, DocumentsOfCall
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.parallel.chunk_mbs import ChunkPlan, apply_chunks
 from mindspeed_mm.parallel.recompute import apply_recompute
@@ -127,6 +129,12 @@ def test_generation_has_transformers_own_masks(qwen3_dir: Path, masks: list[str]
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "max_new_tokens": 6}
     answers = [each.model.generate(**given, do_sample=False) for each in (model, plain)]
     assert torch.equal(*answers) and masks
+
+
+def test_fsdp_hands_the_documents_on_as_they_are() -> None:
+    """A copy would keep for itself which layers were called."""
+    call = DocumentsOfCall(Documents.in_one_row([3, 4]))
+    assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {KEYWORD: call})[KEYWORD] is call
 
 
 def test_layers_that_lose_the_documents_are_seen(qwen3_dir: Path) -> None:

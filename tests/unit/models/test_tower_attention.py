@@ -73,6 +73,14 @@ def test_offsets_that_changed_are_read_again() -> None:
     assert readings.of(torch.tensor([0, 7])).packed.queries == (7,) and len(readings._known) == 1
 
 
+def test_in_inference_mode_offsets_are_read_each_time() -> None:
+    with torch.inference_mode():
+        readings, offsets = tower_attention._Readings(), torch.tensor([0, 3, 5])
+        assert readings.of(offsets).packed.queries == (3, 2)
+        offsets[1] = 4
+        assert readings.of(offsets).packed.queries == (4, 1)
+
+
 def test_dropout_is_pytorchs_own(qwen2_5_vl_dir: Path) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 7, 4) for _ in range(3))
