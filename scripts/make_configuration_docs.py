@@ -39,7 +39,7 @@ from mindspeed_mm.configs.published import NoEffect, Refused, published_paths  #
 from mindspeed_mm.configs.sections import Section, join, key_paths, section_class  # noqa: E402
 from mindspeed_mm.configs.serving import ServeFlags  # noqa: E402
 from mindspeed_mm.configs.sora_config import SoRAModelConfig  # noqa: E402
-from mindspeed_mm.configs.tools_config import ToolsConfig  # noqa: E402
+from mindspeed_mm.configs.tools_config import ProfilerFile, ToolsConfig  # noqa: E402
 from mindspeed_mm.configs.trainer_config import TrainerConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_config import VLMModelConfig  # noqa: E402
 from mindspeed_mm.configs.vlm_evaluation import BenchmarkFlags  # noqa: E402
@@ -542,6 +542,7 @@ def make_page() -> str:
             generation_rules.REFUSED_GENERATION_DATA_KEYS,
         ),
         file_chapter("tools.json", ToolsConfig),
+        file_chapter("profiler_config.json", ProfilerFile),
         answers_chapter(),
         evaluation_chapter(),
         serving_chapter(),
