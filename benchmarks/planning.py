@@ -101,9 +101,9 @@ def planner(data: SizedRows, packs: int, measured: Any) -> Any:
 
 
 def _costs() -> Any:
-    from mindspeed_mm.data.plan.cost import CostModel
+    from mindspeed_mm.data.plan.cost import AttentionCost, CostModel
 
-    return CostModel(per_token=1.85e10, per_squared_token=8.8e5, per_patch=3.8e9, per_squared_patch=6.1e4)
+    return CostModel(per_token=1.85e10, attention=AttentionCost(1.76e6), per_patch=3.8e9, per_squared_patch=6.1e4)
 
 
 def plan(sizes: Sizes) -> None:
