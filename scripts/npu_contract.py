@@ -203,7 +203,8 @@ def uses_in(folder: Path) -> Uses:
 
 
 def _read_uses(tree: ast.Module, path: str, uses: Uses) -> None:
-    aliases = {"torch.npu": "torch_npu.npu"}
+    # `QueuedAccelerator.library` is torch.cuda or this module: its shared lines are held to what both have
+    aliases = {"torch.npu": "torch_npu.npu", "self.library": "torch_npu.npu"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

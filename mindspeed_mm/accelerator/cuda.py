@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from mindspeed_mm.accelerator.attention import cuda as flash
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
-from mindspeed_mm.accelerator.base import Accelerator, CopyT
-from mindspeed_mm.utils.device import tensors_in
+from mindspeed_mm.accelerator.queued import QueuedAccelerator
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
 
-class CUDAAccelerator(Accelerator):
+class CUDAAccelerator(QueuedAccelerator):
     """A CUDA device."""
 
     name = "cuda"
     collective_backend = "nccl"
     sum_dtype = torch.float64
-    _copies: torch.cuda.Stream | None = None  # of copies beside the device's queue
-    _inputs: torch.cuda.Stream | None = None  # of micro-batches
     # part of the product name, dense bf16/fp16 and fp32 peaks in TFLOP/s. Source: NVIDIA's data sheets
     peaks = (
         ("H200", 989.0, 67.0),
@@ -58,42 +56,9 @@ class CUDAAccelerator(Accelerator):
     def model_name(self) -> str:
         return torch.cuda.get_device_name()
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def ahead(self, copy: Callable[[], CopyT]) -> Callable[[], CopyT]:
-        if self._inputs is None:
-            self._inputs = torch.cuda.Stream()
-        with torch.cuda.stream(self._inputs):
-            result = copy()
-            copied = self.record_event()
-
-        def take() -> CopyT:
-            queue = torch.cuda.current_stream()
-            queue.wait_event(copied)
-            for tensor in tensors_in(result):
-                if self.holds(tensor):
-                    tensor.record_stream(queue)  # its memory is of the other stream, which may be further
-            return result
-
-        return take
-
-    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        if self._copies is None:
-            self._copies = torch.cuda.Stream()
-        queue = torch.cuda.current_stream()
-        self._copies.wait_stream(queue)
-        with torch.cuda.stream(self._copies):
-            target.copy_(source, non_blocking=True)
-            if self.holds(target):
-                target.record_stream(self._copies)  # it may be let go of before anything has waited for the copy
-            copied = self.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(copied)
-
-    def record_event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    @property
+    def library(self) -> Any:
+        return torch.cuda
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated()

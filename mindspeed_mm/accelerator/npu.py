@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,14 +12,13 @@ import torch
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.attention.npu import NPUFusionAttention
-from mindspeed_mm.accelerator.base import Accelerator, CopyT
-from mindspeed_mm.utils.device import tensors_in
+from mindspeed_mm.accelerator.queued import QueuedAccelerator
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
 
 
-class NPUAccelerator(Accelerator):
+class NPUAccelerator(QueuedAccelerator):
     """An Ascend device; torch_npu is imported here and nowhere else."""
 
     name = "npu"
@@ -29,8 +28,6 @@ class NPUAccelerator(Accelerator):
 
     # transformers maps it to torch_npu's own fused operator
     attention_packages = MappingProxyType({"flash_attention_2": None})
-    _copies: Any = None  # the stream of copies beside the device's queue
-    _inputs: Any = None  # that of micro-batches
 
     def __init__(self) -> None:
         import torch_npu
@@ -54,41 +51,9 @@ class NPUAccelerator(Accelerator):
     def model_name(self) -> str:
         return self._npu.get_device_name()
 
-    def synchronize(self) -> None:
-        self._npu.synchronize()
-
-    def ahead(self, copy: Callable[[], CopyT]) -> Callable[[], CopyT]:
-        if self._inputs is None:
-            self._inputs = self._npu.Stream()
-        with self._npu.stream(self._inputs):
-            result = copy()
-            copied = self.record_event()
-
-        def take() -> CopyT:
-            queue = self._npu.current_stream()
-            queue.wait_event(copied)
-            for tensor in tensors_in(result):
-                if self.holds(tensor):
-                    tensor.record_stream(queue)  # its memory is of the other stream, which may be further
-            return result
-
-        return take
-
-    def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        if self._copies is None:
-            self._copies = self._npu.Stream()
-        self._copies.wait_stream(self._npu.current_stream())
-        with self._npu.stream(self._copies):
-            target.copy_(source, non_blocking=True)
-            if self.holds(target):
-                target.record_stream(self._copies)  # it may be let go of before anything has waited for the copy
-            copied = self.record_event()
-        return lambda: self._npu.current_stream().wait_event(copied)
-
-    def record_event(self) -> Any:
-        event = self._npu.Event()
-        event.record()
-        return event
+    @property
+    def library(self) -> Any:
+        return self._npu
 
     def memory_allocated(self) -> int:
         return self._npu.memory_allocated()
