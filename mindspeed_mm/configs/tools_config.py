@@ -67,7 +67,9 @@ class ProfilerFile(Section):
         Raises:
             ConfigError: unknown keys or wrong values.
         """
-        config, _ = build_section(cls, content, file, file, ("experimental_config", "metadata", "is_valid"))
+        config, keys = build_section(cls, content, file, file, ("experimental_config", "metadata", "is_valid"))
+        idle = {**keys.published, **({"analyse": True} if config.analyse else {})}
+        log_no_effect(idle, (NoEffect(".*", "a trace of torch's profiler is written at once, and nothing else"),), file)
         return config
 
 

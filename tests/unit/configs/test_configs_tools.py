@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.configs.tools_config import ToolsConfig
+from mindspeed_mm.configs.tools_config import ProfilerFile, ToolsConfig
 from mindspeed_mm.utils.errors import ConfigError
 
 
@@ -61,3 +61,10 @@ def test_mistakes(content: Any, parts: list[str]) -> None:
 def test_feature_extraction_is_said(said: list[str]) -> None:
     ToolsConfig.from_dict({"sorafeature": {"save_path": "x"}})
     assert len(said) == 1 and "sorafeature.save_path" in said[0]
+
+
+def test_keys_of_profiler_config_json_without_effect_are_said(said: list[str]) -> None:
+    ProfilerFile.from_dict({"analyse": False}, "profiler_config.json")
+    assert said == []
+    ProfilerFile.from_dict({"analyse": True, "experimental_config": {"l2_cache": True}}, "profiler_config.json")
+    assert "analyse" in said[0] and any("experimental_config" in line for line in said)
