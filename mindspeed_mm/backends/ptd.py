@@ -158,6 +158,9 @@ class PTDBackend:
             estimates=self.compute_dtype == "fp16" and not self._has_losses_between_stages(),
             ranks=self.world.gradients,
         )
+        if self.compute_dtype == "fp16":
+            for stage in self._stages:
+                stage.set_expected_factor(self.backward_factor.expected)
         self._connect_schedule()
         meta_model = self._meta_model
         self._flops_model = None if meta_model is None else flops_model(meta_model, traits_of(meta_model))

@@ -71,6 +71,10 @@ class AudioEncoder(Section):
     audio_encoder: ModuleBlock = Field(ModuleBlock(), description="audio tower")
 
 
+#: default of `max_logits_mib`
+MAX_LOGITS_MIB = 1024.0
+
+
 class LossConfig(Section):
     """`loss_cfg`."""
 
@@ -80,10 +84,17 @@ class LossConfig(Section):
         "default, per_sample_loss, token_loss, square_loss, with their published meanings",
     )
     compute_mode: Literal["default", "chunk", "dynamic_chunk"] = Field(
-        "default", description="chunk, dynamic_chunk: never hold the logits of a whole row"
+        "default",
+        description="default: the logits of all targets at once, up to max_logits_mib; chunk, dynamic_chunk: never "
+        "hold those of a whole row",
     )
     chunk_size: Count | None = Field(
         None, description="tokens in a chunk (1024); for dynamic_chunk: rows × tokens (4096)"
+    )
+    max_logits_mib: Annotated[Float, Field(gt=0)] = Field(
+        MAX_LOGITS_MIB,
+        description="with compute_mode default: larger logits (MiB of targets × vocabulary ÷ tensor-parallel size in "
+        "float32) are computed in chunks of at most this size",
     )
     router_aux_loss_coef: Annotated[Float, Field(ge=0)] = Field(
         0.0,

@@ -163,6 +163,11 @@ class Trainable:
         enter = _stated(self.model, "generating")
         return nullcontext() if enter is None else enter()
 
+    def set_expected_factor(self, expected: ExpectedFactor) -> None:
+        """Set `expected_factor`, if the model has it: the approximate gradient of its loss in a float16 backward."""
+        if hasattr(self.model, "expected_factor"):
+            self.model.expected_factor = expected  # type: ignore[assignment]
+
     def final_export_layout(self) -> PipelineLayout | None:
         """Return the result of `export_layout`: the diffusers pipeline around the model; None: it is exported alone."""
         describe = _stated(self.model, "export_layout")
@@ -202,11 +207,6 @@ class Shardable(Trainable):
         """Return the result of `plan_sharding` for a number of ranks; None: the model shards itself in its own way."""
         plan = _stated(self.model, "plan_sharding")
         return None if plan is None else plan(world_size, fsdp2_config_path)
-
-    def set_expected_factor(self, expected: ExpectedFactor) -> None:
-        """Set `expected_factor`, if the model has it: the approximate gradient of its loss in a float16 backward."""
-        if hasattr(self.model, "expected_factor"):
-            self.model.expected_factor = expected  # type: ignore[assignment]
 
     def idle_towers(self) -> list[tuple[tuple[str, ...], list[nn.Parameter]]]:
         """Return the modalities and the trained parameters of each tower that a batch may leave idle."""

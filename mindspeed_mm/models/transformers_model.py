@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
-from mindspeed_mm.configs.model_config import TransformersModelConfig, choose_loss_type
+from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.adapters import inject_adapters
 from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
@@ -29,7 +29,7 @@ from mindspeed_mm.models.common.family import (
     require_packed_positions,
 )
 from mindspeed_mm.models.common.first_weights import check_first_weights, weight_files
-from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits, refuse_chunked_dora
+from mindspeed_mm.models.common.head_loss import HeadLoss, cap_of_logits
 from mindspeed_mm.models.common.host_inputs import HostInputs, keep_grids
 from mindspeed_mm.models.common.idle_tower import IdleTowers
 from mindspeed_mm.models.common.loss import (
@@ -99,14 +99,9 @@ class TransformersModel(MultiModalModule):
         self._freeze(described)  # a model's own hook may put frozen parts into evaluation mode
         if (lora := current_build_context().lora) is not None:
             inject_adapters(self.model, lora, self.traits.parts)
-        self.loss_options = LossOptions(
-            loss_type=choose_loss_type(current_build_context().loss, described.loss_cfg),
-            compute_mode=described.loss_cfg.compute_mode,
-            chunk_size=described.loss_cfg.effective_chunk_size,
-        )
-        refuse_chunked_dora(self.model.get_output_embeddings(), self.loss_options)
+        self.loss_options = LossOptions.of(current_build_context().loss, described.loss_cfg)
         cap = cap_of_logits(self.model.config.get_text_config(), type(self.model).__name__)
-        self._head_loss = HeadLoss(self.model.get_output_embeddings(), cap)
+        self._head_loss = HeadLoss(self.model.get_output_embeddings(), self.loss_options, cap)
         self._router_loss = _router_loss(self.model, described)
         self._expert_load = ExpertLoad(self.model)
         self._idle_towers = IdleTowers(self.model, self.traits.towers)
@@ -230,8 +225,7 @@ class TransformersModel(MultiModalModule):
         if targets is None:
             targets = select_targets(labels, self.loss_options.loss_type)
         factor = None if self.expected_factor is None else self.expected_factor(len(targets.tokens))
-        chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
-        self._head_loss.expect(targets, chunk, factor, each=outputs)
+        self._head_loss.expect(targets, len(input_ids), factor, each=outputs)
         if self._router_loss is not None:
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()

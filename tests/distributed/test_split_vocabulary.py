@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.models.common.head_loss import HeadLoss
-from mindspeed_mm.models.common.loss import select_targets
+from mindspeed_mm.models.common.loss import LossOptions, select_targets
 from mindspeed_mm.parallel.tensor import apply_tensor_parallel
 from mindspeed_mm.parallel.tensor_plan import TensorSplit
 from tests.support.workers import RankPool
@@ -44,11 +44,12 @@ def check(chunk: int | None, loss_type: str, each: bool, factor: float | None) -
     wanted = {name: p.grad for name, p in model.named_parameters()} | {"hidden": hidden.grad}
 
     hidden, _, model = inputs()
-    loss = HeadLoss(model["head"])
+    options = LossOptions() if chunk is None else LossOptions(compute_mode="chunk", chunk_size=chunk)
+    loss = HeadLoss(model["head"], options)
     split = TensorSplit(columns={"head": model["head"]}, gathered=frozenset({"head"}))  # type: ignore[dict-item]
     apply_tensor_parallel(model, split, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
     assert torch.equal(model["head"](hidden), inputs()[2]["head"](hidden))  # without targets: whole logits
-    loss.expect(targets, chunk, factor, each=each)
+    loss.expect(targets, 1, factor, each=each)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         found = model["head"](hidden)
     assert max(call.args[0].numel() for call in reduce.call_args_list) <= 2 * len(losses)  # never the logits

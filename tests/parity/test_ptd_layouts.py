@@ -147,6 +147,7 @@ SPECIAL = {
     "a length that does not divide": Case("text", "TP2 SP PP2", flags={"seq_length": 255}),
     "four rows a micro-batch": Case("vl tied", "TP2 SP", micro=4),
     "chunked loss": Case("vl tied", "TP2", model={**TRAINED, "loss_cfg": {"compute_mode": "chunk", "chunk_size": 16}}),
+    "large logits": Case("vl", "TP2 SP PP2", model={**TRAINED, "loss_cfg": {"max_logits_mib": 0.01}}),
     "selective recompute": Case("text", "PP2", flags={"recompute_activations": True}),
     "block recompute": Case(
         "vl",
@@ -222,6 +223,7 @@ def test_layout(case: Case, megatron_pools: dict[int, Any], tmp_path: Path) -> N
 # those of four ranks, and those that differ from another one in a setting of Megatron-core's own, by name only
 SPECIAL_BY_NAME = {"tower over two stages", "a length that does not divide", "selective recompute", "block recompute"}
 SPECIAL_BY_NAME |= {"four rows a micro-batch", "tower over virtual stages", "language model frozen", "chunked loss"}
+SPECIAL_BY_NAME |= {"large logits"}
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,19 @@ class LiveBytes(TorchDispatchMode):
         alive: bytes that are alive now.
         peak: the largest sum of bytes that were alive at once.
         largest: elements of the largest tensor that was returned.
+        operators: how many were dispatched.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive, self.peak, self.largest = 0, 0, 0
+        self.alive, self.peak, self.largest, self.operators = 0, 0, 0, 0
         self._seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             self._seen.setdefault(tensor.untyped_storage(), None)
         result = func(*args, **(kwargs or {}))
+        self.operators += 1
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage not in self._seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from mindspeed_mm.models.common.log_probabilities import (
     soft_cap,
     target_log_probabilities,
 )
-from mindspeed_mm.models.common.loss import ChunkedCrossEntropy, LossOptions, Targets, weighted_cross_entropy
+from mindspeed_mm.models.common.loss import LossOptions, Targets, chunked_cross_entropy, weighted_cross_entropy
 from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.tensor import own_part, rank_set
 from mindspeed_mm.parallel.world import RankSet
@@ -44,20 +45,23 @@ def cap_of_logits(text_config: Any, name: str) -> float | None:
     return getattr(text_config, _CAP, None) or None
 
 
-def refuse_chunked_dora(head: nn.Module, options: LossOptions) -> None:
-    """Refuse an output layer with DoRA's adapters under a loss in chunks, which computes no magnitudes.
+def _may_chunk(head: nn.Module, options: LossOptions) -> bool:
+    """Return whether an output layer's logits may be computed in chunks, which happens without its forward method.
 
     Raises:
-        ConfigError: loss_cfg asks for chunks.
+        ConfigError: loss_cfg asks for chunks, and the layer has DoRA's magnitudes.
     """
-    if options.compute_mode != "default" and any(
-        "lora_magnitude_vector" in name for name, _ in head.named_parameters()
-    ):
+    has_magnitudes = any("lora_magnitude_vector" in name for name, _ in head.named_parameters())
+    if has_magnitudes and options.compute_mode != "default":
         raise ConfigError(
             f"--lora-use-dora: loss_cfg.compute_mode {options.compute_mode} of model.json computes logits without the "
             "magnitudes of the output layer's adapters; write default, or leave the output layer out of "
             "--lora-target-modules"
         )
+    layer = head.get_submodule("base_layer") if is_adapted(head) else head
+    if options.compute_mode != "default":
+        return True
+    return not has_magnitudes and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
 def _changed_logits(name: str, what: str) -> ConfigError:
@@ -109,13 +113,18 @@ class HeadLoss:
     a cap there is applied to the logits here, and not to the loss.
     """
 
-    def __init__(self, head: nn.Module, cap: float | None = None) -> None:
+    def __init__(self, head: nn.Module, options: LossOptions, cap: float | None = None) -> None:
         """
         Args:
             head: the output layer.
+            options: say how many logits may exist at once.
             cap: what the model caps its logits at after the output layer (`soft_cap`); None: it doesn't.
+
+        Raises:
+            ConfigError: the loss is computed in chunks, and the head has adapters with magnitudes.
         """
-        self._cap = cap
+        self._cap, self._options, self._may_chunk = cap, options, _may_chunk(head, options)
+        self._rows = 0
         self._targets: Targets | None = None
         self._chunk: int | None = None
         self._factor: float | torch.Tensor | None = None
@@ -129,7 +138,7 @@ class HeadLoss:
     def expect(
         self,
         targets: Targets,
-        chunk: int | None,
+        rows: int,
         factor: float | torch.Tensor | None = None,
         *,
         each: bool = False,
@@ -138,11 +147,11 @@ class HeadLoss:
 
         Args:
             targets: target positions of the micro-batch.
-            chunk: number of positions whose logits may exist at once; None: the logits of all targets.
+            rows: rows of the micro-batch.
             factor: approximate gradient of the sum in backward; None: gradients stay in range without it.
             each: return the log-probability of each target token, [n] float32, instead of the sum.
         """
-        self._targets, self._chunk, self._factor, self._each = targets, chunk, factor, each
+        self._targets, self._rows, self._factor, self._each = targets, rows, factor, each
 
     def read(self, output: torch.Tensor, name: str) -> torch.Tensor:
         """Return what the head has computed; once, check what the model does with its logits after the head.
@@ -177,7 +186,11 @@ class HeadLoss:
         if self._targets is None:
             return None
         hidden = args[0].flatten(0, -2).index_select(0, self._targets.index)
-        if self._chunk is None and _ranks_of(head) is None:
+        ranks, self._chunk = _ranks_of(head), None
+        if self._may_chunk:
+            vocabulary = math.ceil(len(head.weight) / (1 if ranks is None else ranks.size))
+            self._chunk = self._options.positions_per_chunk(self._rows, len(self._targets.tokens), vocabulary)
+        if self._chunk is None and ranks is None:
             return (hidden,)
         self._hidden = hidden
         return (hidden[:0],)
@@ -187,32 +200,29 @@ class HeadLoss:
         if targets is None:
             return None
         hidden, self._hidden = self._hidden, None
-        self._returned = loss = self._loss_of(head, logits, hidden, targets)
+        self._returned = loss = (
+            self._of_logits(logits, targets, None) if hidden is None else self._loss_of(head, hidden, targets)
+        )
         if self._cap is None:
             return loss
         return torch.cat([_Carried.apply(loss).flatten(), loss.new_full((1,), self._cap)])  # the cap itself is checked
 
-    def _loss_of(self, head: Any, logits: torch.Tensor, hidden: torch.Tensor | None, targets: Targets) -> torch.Tensor:
-        if hidden is None:
-            return self._of_logits(logits, targets, None)
+    def _loss_of(self, head: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
         ranks = _ranks_of(head)
         hidden = hidden if ranks is None else collectives.copy(hidden, ranks)
         weight, bias = (None if p is None else own_part(p) for p in (head.weight, getattr(head, "bias", None)))
         low, up = low_rank_parts(head, hidden) if is_adapted(head) else (None, None)
-        # the empty projection keeps the head's hooks in the graph although the loss below computes its own gradients
-        return self._of_hidden(HeadInputs(hidden, weight, bias, low, up), targets, ranks) + logits.sum().float()
+        return self._of_hidden(HeadInputs(hidden, weight, bias, low, up), targets, ranks)
 
     def _of_hidden(self, inputs: HeadInputs, targets: Targets, ranks: RankSet | None) -> torch.Tensor:
         if self._chunk is None:
             return self._of_logits(inputs.logits(slice(None)), targets, ranks)
-        hidden, weight, bias, *adapter = inputs
         if self._each:
+            hidden, weight, bias, *adapter = inputs
             return ChunkedLogProbabilities.apply(
                 hidden, weight, bias, targets.tokens, self._chunk, ranks, self._cap, *adapter
             )
-        return ChunkedCrossEntropy.apply(
-            hidden, weight, bias, targets.tokens, targets.weights, self._chunk, self._factor, ranks, self._cap, *adapter
-        )
+        return chunked_cross_entropy(inputs, targets, self._chunk, factor=self._factor, ranks=ranks, cap=self._cap)
 
     def _of_logits(self, logits: torch.Tensor, targets: Targets, ranks: RankSet | None) -> torch.Tensor:
         logits = soft_cap(logits, self._cap)

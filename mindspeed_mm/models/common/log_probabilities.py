@@ -131,6 +131,10 @@ class HeadInputs(NamedTuple):
     low: torch.Tensor | None = None
     up: torch.Tensor | None = None
 
+    def detached(self) -> HeadInputs:
+        """Return the same values without graph, of which a function computes no gradients ahead."""
+        return HeadInputs(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]
+
     def logits(self, part: slice) -> torch.Tensor:
         """Return the logits of some positions, [n of the part, v] float32."""
         logits = F.linear(self.hidden[part], self.weight, self.bias)
@@ -170,8 +174,10 @@ class HeadGradients:
         for sums, rows, matrix_sums, matrix in ((of_hidden, hidden, of_weight, weight), (of_low, low, of_up, up)):
             if sums is not None and matrix is not None:
                 sums[part] = of_logits @ matrix
-            if matrix_sums is not None and rows is not None:
-                matrix_sums += (of_logits.T @ rows[part]).float()
+            if matrix_sums is not None and rows is not None and rows.dtype == torch.float32:
+                matrix_sums.addmm_(of_logits.T, rows[part])
+            elif matrix_sums is not None and rows is not None:
+                matrix_sums += of_logits.T @ rows[part]
 
     def sums(self) -> list[torch.Tensor | None]:
         """Return the gradients in the dtypes of the inputs; None where none is wanted."""

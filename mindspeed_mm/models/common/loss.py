@@ -17,6 +17,7 @@ Source: names and meanings of MindSpeed-MM's `loss_cfg`; square averaging as in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed_mm.configs.model_config import LossType
+from mindspeed_mm.configs.flags.model import LossArguments
+from mindspeed_mm.configs.model_config import MAX_LOGITS_MIB, LossConfig, LossType, choose_loss_type
 from mindspeed_mm.models.common.log_probabilities import (
     HeadGradients,
     HeadInputs,
@@ -47,22 +49,42 @@ class LossOptions:
 
     Attributes:
         loss_type: see the module's table.
-        compute_mode: `default` computes the logits of all target tokens at once; `chunk` those of at most `chunk_size`
-            positions per row at a time; `dynamic_chunk` those of at most `chunk_size` positions in all.
+        compute_mode: `default` computes the logits of all target tokens at once, unless they are larger than
+            `max_logits_mib`; `chunk` those of at most `chunk_size` positions per row at a time; `dynamic_chunk` those
+            of at most `chunk_size` positions in all.
         chunk_size: see compute_mode.
+        max_logits_mib: size in float32 that logits have at most with compute_mode default. Each chunk reads and writes
+            the float32 gradient of the head's weight once, which takes a smaller part of the time the larger it is.
     """
 
     loss_type: LossType = "per_token_loss"
     compute_mode: ComputeMode = "default"
     chunk_size: int = 1024
+    max_logits_mib: float = MAX_LOGITS_MIB
 
-    def positions_per_chunk(self, batch: int) -> int | None:
+    @classmethod
+    def of(cls, flags: LossArguments, cfg: LossConfig) -> LossOptions:
+        """Return the options that the flags and `loss_cfg` state.
+
+        Raises:
+            ConfigError: they ask for different loss types.
+        """
+        loss_type = choose_loss_type(flags, cfg)
+        return cls(loss_type, cfg.compute_mode, cfg.effective_chunk_size, cfg.max_logits_mib)
+
+    def positions_per_chunk(self, batch: int, targets: int, vocabulary: int) -> int | None:
         """Return the number of positions whose logits may exist at once; None: all.
 
         For dynamic_chunk the published rule is the largest power of two per row that keeps batch * chunk within bounds.
+
+        Args:
+            batch: rows of the micro-batch.
+            targets: its target positions.
+            vocabulary: tokens whose logits this rank computes.
         """
         if self.compute_mode == "default":
-            return None
+            most = max(1, int(self.max_logits_mib * 2**20) // (4 * vocabulary))
+            return None if targets <= most else math.ceil(targets / math.ceil(targets / most))
         if self.compute_mode == "chunk":
             return self.chunk_size * batch
         per_row = max(1, self.chunk_size // max(1, batch))
@@ -225,6 +247,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         left = grad_output if ctx.factor is None else grad_output / ctx.factor
         of_head = [None if g is None else g * left.to(g.dtype) for g in ctx.saved_tensors]
         return (*of_head[:3], None, None, None, None, None, None, *of_head[3:])
+
+
+def chunked_cross_entropy(
+    inputs: HeadInputs,
+    targets: Targets,
+    chunk: int,
+    *,
+    factor: float | torch.Tensor | None = None,
+    ranks: RankSet | None = None,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Return the sum of weight * cross-entropy, float32 scalar, of at most `chunk` positions at a time.
+
+    Args:
+        inputs: of the target positions.
+        targets: their tokens and weights.
+        chunk: number of positions whose logits may exist at once.
+        factor: approximate gradient of the sum in backward; None: gradients stay in range without it.
+        ranks: the ranks that split the head by vocabulary; None: it is whole.
+        cap: what logits are capped at (`soft_cap`); None: they aren't.
+    """
+    if not torch.is_grad_enabled():
+        inputs = inputs.detached()
+    hidden, weight, bias, *adapter = inputs
+    return ChunkedCrossEntropy.apply(  # type: ignore[no-any-return]
+        hidden, weight, bias, targets.tokens, targets.weights, chunk, factor, ranks, cap, *adapter
+    )
 
 
 class LossOutput(TypedDict):

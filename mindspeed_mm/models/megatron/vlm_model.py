@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
 from mindspeed_mm.configs.lora import LoraOptions
-from mindspeed_mm.configs.model_config import choose_loss_type
 from mindspeed_mm.configs.vlm_config import PART_PATHS, VLMModelConfig
 from mindspeed_mm.models.common.adapters import AdapterPlan
 from mindspeed_mm.models.common.build_context import current_build_context
@@ -117,6 +116,8 @@ class VLModel(MegatronModule):
     pending_weights: str | None = None
     seq_length: int | None = None
     adapter_plan: AdapterPlan | None = None
+    expected_factor: Callable[[int], float | torch.Tensor] | None = None
+    """In float16: number of target tokens of a micro-batch → approximate gradient of its summed loss in backward."""
 
     def __init__(
         self,
@@ -220,11 +221,7 @@ class VLModel(MegatronModule):
                 sizes,
                 stages[(vp_stage or 0) * sizes.pipeline + context.pipeline_rank],
                 build_meta_model(ModelHub.get(None, hf_config), hf_config),
-                loss_options=LossOptions(
-                    loss_type=choose_loss_type(context.loss, described.loss_cfg),
-                    compute_mode=described.loss_cfg.compute_mode,
-                    chunk_size=described.loss_cfg.effective_chunk_size,
-                ),
+                loss_options=LossOptions.of(context.loss, described.loss_cfg),
                 vision_recompute=described.recompute_of("vision_encoder"),
                 text_recompute=described.recompute_of("text_decoder"),
                 loss_group=context.loss_group,
@@ -440,8 +437,8 @@ class VLModel(MegatronModule):
             return hidden
         if targets is None:
             return self.text_decoder.logits(hidden)
-        chunk = self.loss_options.positions_per_chunk(input_ids.shape[0])
-        loss_sum = self.text_decoder.loss_sum(hidden, targets, chunk)
+        factor = None if self.expected_factor is None else self.expected_factor(len(targets.tokens))
+        loss_sum = self.text_decoder.loss_sum(hidden, targets, self.loss_options, factor)
         return finish_loss(loss_sum, targets.denominator, self.loss_options.loss_type, self._loss_group)
 
     def _encode_images(

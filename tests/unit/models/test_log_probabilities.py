@@ -30,7 +30,7 @@ def expected(hf_dir: Path, each: torch.Tensor) -> tuple[torch.Tensor, dict[str, 
 
 
 @pytest.mark.parametrize("loss_type", ["default", "square_loss"])
-@pytest.mark.parametrize("mode", [{}, {"compute_mode": "chunk", "chunk_size": 2}])
+@pytest.mark.parametrize("mode", [{}, {"compute_mode": "chunk", "chunk_size": 2}, {"max_logits_mib": 1e-2}])
 def test_equal_transformers(mode: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
     hf_dir = tiny_qwen3_dir(tmp_path / "hf", seed=1)
     ids, labels = batch()

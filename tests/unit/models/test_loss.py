@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
 from mindspeed_mm.models.common import head_loss
+from mindspeed_mm.models.common.head_loss import HeadLoss
 from mindspeed_mm.models.common.loss import (
     ChunkedCrossEntropy,
     LossOptions,
@@ -20,6 +22,7 @@ from mindspeed_mm.models.common.loss import (
 )
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.live_bytes import LiveBytes
 
 VOCABULARY, HIDDEN = 37, 16
 
@@ -148,11 +151,61 @@ def test_frozen_head_gets_no_gradient() -> None:
 
 
 def test_chunk_sizes() -> None:
-    assert LossOptions().positions_per_chunk(4) is None
-    assert LossOptions(compute_mode="chunk", chunk_size=10).positions_per_chunk(4) == 40
+    assert LossOptions().positions_per_chunk(4, 2**18, 2**10) is None  # 2**18 * 2**10 * 4 bytes are 1024 MiB
+    assert LossOptions().positions_per_chunk(4, 2**18 + 1, 2**10) == 2**17 + 1  # two chunks of the same size
+    assert LossOptions(max_logits_mib=1).positions_per_chunk(4, 1000, 2**20) == 1
+    assert LossOptions(compute_mode="chunk", chunk_size=10).positions_per_chunk(4, 90, 7) == 40
     # dynamic: the largest power of two per row that keeps rows * chunk within the bound
-    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=100).positions_per_chunk(3) == 3 * 32
-    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=1).positions_per_chunk(3) == 3
+    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=100).positions_per_chunk(3, 90, 7) == 3 * 32
+    assert LossOptions(compute_mode="dynamic_chunk", chunk_size=1).positions_per_chunk(3, 90, 7) == 3
+
+
+def head_loss_of(options: LossOptions, *, with_dora: bool = False, frozen: bool = False) -> dict[str, Any]:
+    """The loss of 512 targets through a head of 1024 tokens, its gradients, and what the head's call costs."""
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(2, 257, 64, requires_grad=True), torch.randint(0, 1024, (2, 257))
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(64, 1024, bias=False)})
+    if with_dora:
+        config = peft.LoraConfig(target_modules=["head"], use_dora=True)
+        model = peft.inject_adapter_in_model(config, model)  # type: ignore[assignment]
+    head = model["head"].requires_grad_(not frozen)
+    loss, targets = HeadLoss(head, options), select_targets(labels, "per_token_loss")
+    with LiveBytes() as live:
+        loss.expect(targets, 2)
+        found = head(hidden)
+    loss.expect(targets, 2)
+    with LiveBytes() as unused, torch.no_grad():
+        head(hidden)
+    (found / 512).backward()
+    weight = head.base_layer.weight if with_dora else head.weight
+    return {"loss": found.detach(), "hidden": hidden.grad, "weight": weight.grad, "peak": live.peak} | {
+        "operators": live.operators,
+        "peak without gradients": unused.peak,
+    }
+
+
+def test_logits_above_a_size_are_computed_in_chunks() -> None:
+    """Values are those of all logits at once, memory is that of a chunk, and below the size nothing changes."""
+    whole, below = head_loss_of(LossOptions(max_logits_mib=1e3)), head_loss_of(LossOptions(max_logits_mib=2))
+    chunked = head_loss_of(LossOptions(max_logits_mib=0.25))  # 2 MiB of logits
+    torch.testing.assert_close(chunked["loss"], whole["loss"], rtol=1e-6, atol=0)
+    for name in ("hidden", "weight"):
+        assert (chunked[name] - whole[name]).norm() <= 1e-6 * whole[name].norm(), name
+        assert torch.equal(below[name], whole[name])
+    assert below["operators"] == whole["operators"]
+    logits, weight, hidden = 512 * 1024 * 4, 1024 * 64 * 4, 512 * 64 * 4
+    assert whole["peak"] >= 2 * logits  # and the log-probabilities
+    assert chunked["peak"] <= 4 * logits / 8 + 2 * (weight + hidden)
+    assert chunked["peak without gradients"] <= chunked["peak"] - weight
+    frozen = head_loss_of(LossOptions(max_logits_mib=0.25), frozen=True)
+    assert frozen["weight"] is None and torch.equal(frozen["hidden"], chunked["hidden"])
+    assert frozen["peak"] <= chunked["peak"] - weight
+
+
+def test_logits_with_magnitudes_of_adapters_stay_whole() -> None:
+    """DoRA's layers compute more than a product, which a loss in chunks would leave out."""
+    whole, chunked = (head_loss_of(LossOptions(max_logits_mib=size), with_dora=True) for size in (1e3, 0.25))
+    assert torch.equal(whole["loss"], chunked["loss"]) and whole["peak"] == chunked["peak"]
 
 
 _SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "pad_token_id": None}
@@ -187,9 +240,11 @@ def test_models_that_scale_their_logits_are_refused(tmp_path: Path, monkeypatch:
             model(**batch)
 
 
-@pytest.mark.parametrize("mode", ["default", "chunk"])
+@pytest.mark.parametrize(
+    "cfg", [{}, {"compute_mode": "chunk", "chunk_size": 3}, {"max_logits_mib": 1e-3}], ids=["whole", "chunk", "large"]
+)
 @pytest.mark.parametrize("each", [False, True])
-def test_capped_logits_are_those_of_transformers(mode: str, each: bool, tmp_path: Path) -> None:
+def test_capped_logits_are_those_of_transformers(cfg: dict[str, Any], each: bool, tmp_path: Path) -> None:
     """Loss and every gradient, of all logits and of chunks, as a sum and for each token."""
     folder = save_tiny("Gemma2", tmp_path / "hf", final_logit_softcapping=5.0, head_dim=8)
     ids = torch.arange(24).view(2, 12)
@@ -198,7 +253,6 @@ def test_capped_logits_are_those_of_transformers(mode: str, each: bool, tmp_path
     assert 4.9 < logits.abs().max() <= 5.0
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     expected.sum().backward()
-    cfg = {"compute_mode": mode, "chunk_size": 3}
     model = TransformersModel({"init_from_hf_path": str(folder), "loss_cfg": cfg})
     output: Any = model(**model.prepare({"input_ids": ids, "labels": ids}), outputs=each)
     assert float(output["loss"].detach()) == pytest.approx(float(expected.detach().sum()), rel=1e-6)

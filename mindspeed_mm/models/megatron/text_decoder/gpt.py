@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mm.configs.family_structure import FamilyStructure
-from mindspeed_mm.models.common.loss import Targets
+from mindspeed_mm.models.common.log_probabilities import HeadInputs
+from mindspeed_mm.models.common.loss import LossOptions, Targets, chunked_cross_entropy
 from mindspeed_mm.models.megatron.family import MegatronFamily
 from mindspeed_mm.models.megatron.layers import RMSNorm
+from mindspeed_mm.parallel import collectives
 from mindspeed_mm.parallel.sizes import ParallelSizes
+from mindspeed_mm.parallel.world import RankSet
 from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,32 +153,39 @@ class LanguageModel(GPTModel):
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(self.project(hidden))
         return logits.transpose(0, 1)
 
-    def loss_sum(self, hidden: torch.Tensor, targets: Targets, chunk: int | None = None) -> torch.Tensor:
+    def loss_sum(
+        self,
+        hidden: torch.Tensor,
+        targets: Targets,
+        options: LossOptions,
+        factor: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the sum of the weighted cross-entropy over the target positions.
 
         Args:
             hidden: [sequence, batch, hidden].
             targets: target positions in [batch * sequence].
-            chunk: number of positions whose logits may exist at once; they are recomputed in the backward pass. None:
-                the logits of all targets are computed at once.
+            options: say how many logits may exist at once.
+            factor: approximate gradient of the sum in backward; None: gradients stay in range without it.
 
         Returns:
             float32 scalar, the same on every tensor-parallel rank.
         """
         flat = hidden.transpose(0, 1).flatten(0, 1).index_select(0, targets.index)
-        if chunk is None or len(targets.tokens) <= chunk:
-            return self._loss_of(flat, targets.tokens, targets.weights)
-        total = flat.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(targets.tokens), chunk):
-            part = slice(start, start + chunk)
-            weights = None if targets.weights is None else targets.weights[part]
-            total = total + checkpoint(self._loss_of, flat[part], targets.tokens[part], weights, use_reentrant=False)
-        return total
-
-    def _loss_of(self, hidden: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        logits = self.project(hidden.unsqueeze(1)).float()
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, tokens.unsqueeze(1)).squeeze(1)
-        return losses.sum() if weights is None else (losses * weights).sum()
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        chunk = options.positions_per_chunk(hidden.shape[1], len(targets.tokens), len(weight))
+        if chunk is None:
+            logits = self.project(flat.unsqueeze(1)).float()
+            losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets.tokens.unsqueeze(1)).squeeze(1)
+            return losses.sum() if targets.weights is None else (losses * targets.weights).sum()
+        with torch.no_grad():
+            self.project(flat[:0].unsqueeze(1))  # the layer's hooks wait for its weight, with --overlap-param-gather
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        group = parallel_state.get_tensor_model_parallel_group()
+        ranks = RankSet(parallel_state.get_tensor_model_parallel_rank(), size, group) if size > 1 else None
+        inputs = HeadInputs(flat if ranks is None else collectives.copy(flat, ranks), weight, None)
+        return chunked_cross_entropy(inputs, targets, chunk, factor=factor, ranks=ranks)
 
 
 def build_language_model(
