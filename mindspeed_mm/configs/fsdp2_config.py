@@ -67,7 +67,9 @@ class Fsdp2Config(Section):
         None, description="module paths whose activations are recomputed in the backward pass"
     )
     activation_offload_modules: Paths | None = Field(
-        None, description="ours: recomputed modules whose inputs wait for the backward pass in host memory"
+        None,
+        description="ours: module paths whose activations (of recomputed ones the inputs) wait for the backward pass "
+        "in host memory",
     )
     chunk_mbs_modules: Paths | None = Field(
         None, description="ours: modules that run on parts of a micro-batch, one after another, gathered once"

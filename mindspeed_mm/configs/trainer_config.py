@@ -144,7 +144,9 @@ class TrainerFeatures(Section):
     enable_chunk_loss: Bool = Field(False, description="loss_cfg.compute_mode chunk")
     enable_dynamic_chunk_loss: Bool = Field(False, description="loss_cfg.compute_mode dynamic_chunk")
     chunkloss_plan: ChunkLossPlan = Field(ChunkLossPlan(), description="sizes of chunks")
-    enable_activation_offload: Bool = Field(False, description="keep inputs of recomputed modules in host memory")
+    enable_activation_offload: Bool = Field(
+        False, description="keep activations, of recomputed modules the inputs, in host memory"
+    )
     activation_offload_plan: OffloadPlan = Field(OffloadPlan(), description="of which modules")
     enable_chunk_mbs: Bool = Field(False, description="run blocks on parts of the micro-batch, one after another")
     chunkmbs_plan: ChunkMbsPlan = Field(ChunkMbsPlan(), description="which blocks, and what of their arguments")

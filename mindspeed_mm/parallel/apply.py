@@ -8,7 +8,7 @@
 - context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
   the same part of a row as the first.
 - recompute replaces the forward method of blocks, inside of compiled functions.
-- offload moves what a recomputed module keeps for backward, its input.
+- offload moves what a module keeps for backward, of a recomputed one its input.
 - chunks calls a module, with recompute and offload, on some rows of a micro-batch at a time.
 - compile compiles the computation of one block, without the hooks that gather its parameters.
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
@@ -55,7 +55,7 @@ class Parallelizable(Protocol):
         """Recompute the modules that fsdp2.yaml names."""
 
     def set_activation_offload(self) -> None:
-        """Keep the inputs of the modules that fsdp2.yaml names in host memory until backward."""
+        """Keep what the modules that fsdp2.yaml names save for backward in host memory until then."""
 
     def set_chunk_mbs(self) -> None:
         """Run the modules that fsdp2.yaml names on chunks of a micro-batch."""

@@ -1,4 +1,4 @@
-"""A model of transformers whose layers' inputs wait in host memory, and that runs on chunks of a micro-batch."""
+"""A model of transformers whose layers' activations wait in host memory, and that runs on chunks of a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.parallel_case import ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
@@ -15,6 +16,8 @@ from tests.support.workers import RankPool
 LAYERS = ["model.layers.{*}"]
 KWARGS = ["attention_mask", "position_ids", "position_embeddings"]
 CHUNKS = {"chunk_mbs_modules": LAYERS, "chunk_mbs_size": 1, "chunk_mbs_kwargs": KWARGS}
+#: without recompute
+KEPT = {"layers": {"activation_offload_modules": LAYERS}}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def pools(ranks1: RankPool, ranks2: RankPool, ranks4: RankPool) -> dict[int, Ran
     ],
 )
 def test_losses_and_gradients_stay(model: str, layout: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
-    """The load-balancing loss of all rows together too; offload changes no bit, chunks what rounding changes."""
+    """The load-balancing loss of all rows together too; chunks change what rounding changes, offload alone no bit."""
     case = ParallelCase(model, MODELS[model], Path(tempfile.mkdtemp(prefix="memory-")), pools)
     base: dict[str, Any] = {"recompute_modules": LAYERS, "use_reentrant": False}
     plain = case.run(LAYOUTS[layout], "padded", tmp_path / "plain", fsdp2=base)
@@ -43,3 +46,7 @@ def test_losses_and_gradients_stay(model: str, layout: str, pools: dict[int, Ran
     found = case.run(LAYOUTS[layout], "padded", tmp_path / "both", fsdp2=both)
     assert differences(found, plain).problems() == []
     assert found.balances == pytest.approx(plain.balances, rel=1e-6) and any(plain.balances) is (model == "qwen3_moe")
+    for name, keys in KEPT.items():
+        kept = case.run(LAYOUTS[layout], "padded", tmp_path / name, fsdp2=keys)
+        assert kept.losses == plain.losses and kept.norms == plain.norms, name
+        assert all(torch.equal(tensor, plain.gradients[name]) for name, tensor in kept.gradients.items()), name

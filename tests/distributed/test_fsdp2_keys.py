@@ -210,12 +210,18 @@ def test_inputs_in_host_memory_and_chunks_of_rows(ranks: Ranks) -> None:
 
 
 @covers("activation_offload_modules", "chunk_mbs_modules")
-@pytest.mark.parametrize("key", ["activation_offload_modules", "chunk_mbs_modules"])
-def test_memory_is_saved_of_recomputed_modules_only(ranks: Ranks, key: str) -> None:
-    one = {"recompute_modules": ["vision.blocks.{0}"]}
-    contents = [{**one, key: ["vision.blocks.{*}"]}, {**one, key: ["vision.block.{*}"]}]
-    not_recomputed, missing = ranks.first(toy.refusal, *contents)
-    assert f"fsdp2.yaml: {key}: 'vision.blocks.1' is not recomputed" in not_recomputed
+@pytest.mark.parametrize(
+    ("key", "paths", "refusal"),
+    [
+        ("chunk_mbs_modules", ["vision.blocks.{*}"], "'vision.blocks.1' is not recomputed"),
+        ("activation_offload_modules", ["language", "vision.blocks.{0}"], "'vision.blocks.0' is a part of 'vision'"),
+    ],
+)
+def test_what_is_saved_of_recomputed_modules(ranks: Ranks, key: str, paths: list[str], refusal: str) -> None:
+    recomputed = "vision" if key == "activation_offload_modules" else "vision.blocks.{0}"
+    one = {"recompute_modules": [recomputed]}
+    refused, missing = ranks.first(toy.refusal, {**one, key: paths}, {**one, key: ["vision.block.{*}"]})
+    assert f"fsdp2.yaml: {key}: {refusal}" in refused
     assert f"fsdp2.yaml: {key}: " in missing and "vision.blocks" in missing
 
 

@@ -59,7 +59,7 @@ class ShardingOutline:
         experts: paths of the modules whose experts are split over ranks.
         columns, rows: paths of the linear layers whose outputs, or inputs, are split over tensor-parallel ranks.
         towers: paths of the towers whose media are split over context-parallel ranks.
-        offloaded: paths of the modules whose inputs wait for backward in host memory.
+        offloaded: paths of the modules whose activations wait for backward in host memory.
         chunked: paths of the modules that run on chunks of a micro-batch.
     """
 
@@ -323,7 +323,7 @@ class FSDP2Mixin:
         apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
 
     def set_activation_offload(self) -> None:
-        """Keep the inputs of the modules that fsdp2.yaml names in host memory until backward."""
+        """Keep what the modules that fsdp2.yaml names save for backward in host memory until then."""
         apply_offload(self._memory_modules().offloaded)
 
     def set_chunk_mbs(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,9 +12,9 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.paths import listed_modules
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.parallel.chunk_mbs import ChunkPlan
-from mindspeed_mm.parallel.offload import require_recompute
+from mindspeed_mm.parallel.patterns import containing_path
 from mindspeed_mm.parallel.recompute import BlockRecompute, chosen_blocks
-from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class MemoryModules:
     """Modules of a model by path.
 
     Attributes:
-        offloaded: their inputs wait for backward in host memory.
+        offloaded: what they keep for backward waits in host memory.
         chunked: they run on chunks of a micro-batch's rows.
     """
 
@@ -39,24 +40,57 @@ def plan_memory(root: nn.Module, config: Fsdp2Config, blocks: BlockRecompute, di
         dims: sizes of the parallelisms.
 
     Raises:
-        ConfigError: a path matches nothing, a module isn't recomputed, or context-parallel ranks split the rows whose
-            chunks are to be run.
+        ConfigError: a path matches nothing, a module with offload is a part of a recomputed one, one that runs on
+            chunks isn't recomputed, or context-parallel ranks split the rows whose chunks are to be run.
     """
-    found = {
-        key: listed_modules(root, config, key)
+    offloaded, chunked, recomputed = (
+        listed_modules(root, config, key)
         for key in ("activation_offload_modules", "chunk_mbs_modules", "recompute_modules")
-    }
-    recomputed = found.pop("recompute_modules")
-    if any(found.values()):
+    )
+    if offloaded or chunked:
         recomputed = {**recomputed, **chosen_blocks(root, block_lists(root), config, blocks)}
-    for key, modules in found.items():
-        require_recompute(modules, recomputed, f"{config.file}: {key}")
-    if found["chunk_mbs_modules"] and dims.cp > 1:
+    _require_recompute(chunked, recomputed, f"{config.file}: chunk_mbs_modules")
+    _refuse_parts_of_recomputed(offloaded, recomputed, f"{config.file}: activation_offload_modules")
+    if chunked and dims.cp > 1:
         raise ConfigError(
             f"{config.file}: chunk_mbs_modules splits the rows of a micro-batch, whose tokens --context-parallel-size "
             f"{dims.cp} splits over ranks all at once; remove one of the two"
         )
-    return MemoryModules(found["activation_offload_modules"], found["chunk_mbs_modules"])
+    outermost = {path: m for path, m in offloaded.items() if not _parts_of(path, offloaded)}
+    return MemoryModules(outermost, chunked)
+
+
+def _parts_of(path: str, paths: Collection[str]) -> str | None:
+    """Return the innermost of `paths` whose module contains the one at `path`; None: it is in none of them."""
+    return containing_path(path, [other for other in paths if other != path])
+
+
+def _require_recompute(modules: Collection[str], recomputed: Collection[str], where: str) -> None:
+    """
+    Raises:
+        ConfigError: one of the modules isn't recomputed.
+    """
+    kept = [path for path in modules if path not in recomputed]
+    if kept:
+        rest = f" and {len(kept) - 1} others" if len(kept) > 1 else ""
+        raise ConfigError(
+            f"{where}: '{kept[0]}'{rest} is not recomputed, so that it would keep the activations of all its parts; "
+            f"name the same modules in recompute_modules{did_you_mean(kept[0], recomputed)}"
+        )
+
+
+def _refuse_parts_of_recomputed(modules: Collection[str], recomputed: Collection[str], where: str) -> None:
+    """
+    Raises:
+        ConfigError: one of the modules is a part of a recomputed one, which keeps nothing of its parts.
+    """
+    for path in modules:
+        whole = _parts_of(path, recomputed)
+        if whole is not None:
+            raise ConfigError(
+                f"{where}: '{path}' is a part of '{whole}', which is recomputed and keeps its input only; name "
+                f"'{whole}' here, or leave it out of what is recomputed"
+            )
 
 
 def chunk_plan(config: Fsdp2Config) -> ChunkPlan:
