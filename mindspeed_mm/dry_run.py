@@ -131,7 +131,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         return {**answer, "layout": {"backend": "fsdp2", "world_size": run.launch.world_size}, "units": None}
     parts = {"units": outline.units, "recomputed": outline.recomputed, "ignored": outline.ignored}
     split = {"experts": outline.experts, "columns": outline.columns, "rows": outline.rows, "towers": outline.towers}
-    split |= {"offloaded": outline.offloaded, "chunked": outline.chunked}
+    split |= {"offloaded": outline.offloaded, "chunked": outline.chunked, "compiled": outline.compiled}
     parts |= {name: paths for name, paths in split.items() if paths}
     return {**answer, "layout": _layout(run, outline.dims), **{name: list(paths) for name, paths in parts.items()}}
 

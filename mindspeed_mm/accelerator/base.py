@@ -145,6 +145,12 @@ class Accelerator(ABC):
         """Return why torch's products of float8 matrices (`torch._scaled_mm`) can't run here; None: they can."""
         return f"this machine computes on {self.name}"
 
+    def why_no_inductor(self) -> str | None:
+        """Return which compiler torch.compile's kernels for this device need and isn't there; None: it is."""
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else f"kernels for {self.name} are compiled by triton, which isn't installed"
+
     def allow_tf32(self) -> None:
         """Compute float32 matrix products and convolutions in the device's shorter format (--allow-tf32)."""
         notice(f"--allow-tf32 has no effect here: this machine computes on {self.name}, float32 stays float32")

@@ -27,6 +27,16 @@ class CPUAccelerator(Accelerator):
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         return PaddedHeads(CPUFlashAttention())
 
+    def why_no_inductor(self) -> str | None:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "kernels for the host are compiled by g++ or clang++, or by what CXX names, and none is there"
+        return None
+
     def kernels_not_taken(self) -> dict[str, str]:
         return {
             "FlashAttention-2, FlashAttention-3": "they run on CUDA",

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mindspeed_mm.configs.files import FileSection, read_yaml
-from mindspeed_mm.configs.scalars import read_bool, read_int
+from mindspeed_mm.configs.scalars import read_bool, read_int, show
 from mindspeed_mm.configs.sections import Bool, Count, DtypeName, Paths, Section, Size, build_section
+from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
 
 
@@ -39,6 +40,16 @@ def _read_reshard(value: object) -> bool | int:
     if size < 2:
         raise ValueError("expected true (ZeRO-3), false (ZeRO-2) or the number of ranks to reshard over (at least 2)")
     return size
+
+
+def _read_compile(value: object) -> object:
+    if isinstance(value, list):
+        return value
+    try:
+        return read_bool(value)
+    except ValueError:
+        written = f": write it as an item, '- {value}'" if isinstance(value, str) else ""
+        raise ValueError(f"expected true (all blocks), false or a list of module paths{written}") from None
 
 
 ShardingSize = Annotated[int | Literal["auto"], BeforeValidator(_read_sharding_size)]
@@ -152,6 +163,16 @@ class Fsdp2Config(Section):
         False,
         description="ours: float8_recipe: round to float8 and multiply in param_dtype, which any device can, slower",
     )
+    compile: Annotated[bool | list[str], BeforeValidator(_read_compile)] = Field(
+        False,
+        description="ours: true = the computation of each block is compiled by torch.compile, once for all like "
+        "blocks and any length; a list = that of the modules at these paths; also --torch-compile",
+    )
+    compile_backend: Literal["inductor", "aot_eager"] = Field(
+        "inductor",
+        description="ours: compile: inductor = fused kernels; aot_eager = graphs are captured and run operator by "
+        "operator, to find out what a difference comes from",
+    )
     ignore_missing_modules: Bool = Field(
         False,
         description="ours: entries of sub_modules_to_wrap, recompute_modules and the lists of offload and chunks that "
@@ -192,6 +213,21 @@ class Fsdp2Config(Section):
     def file(self) -> str:
         """What messages call the file that this was read from."""
         return self._file
+
+    def with_compile(self) -> Fsdp2Config:
+        """Return this file with all blocks compiled, unless it says itself what is.
+
+        Raises:
+            ConfigError: it says that nothing is.
+        """
+        if "compile" not in self.model_fields_set:
+            return self.model_copy(update={"compile": True})
+        if not self.compile:
+            raise ConfigError(
+                f"--torch-compile compiles all blocks, and {self.file}: compile is {show(self.compile)}, which is none "
+                "of them; remove one of the two"
+            )
+        return self
 
     @property
     def expert_sharding_size(self) -> int | None:

@@ -126,7 +126,13 @@ def _check_backend(args: ParsedFlags) -> list[str]:
         ]
     if backend_of(args) == "fsdp2":
         return [*_sizes_of_fsdp2(args), *_layers_to_recompute(args)]
-    return [*_sizes_of_megatron(args), *_check_pipeline(args), *_check_overlap(args), *_check_recompute(args)]
+    return [
+        *_sizes_of_megatron(args),
+        *_check_pipeline(args),
+        *_check_overlap(args),
+        *_check_compile(args),
+        *_check_recompute(args),
+    ]
 
 
 def _sizes_of_fsdp2(args: ParsedFlags) -> list[str]:
@@ -241,6 +247,15 @@ def _check_overlap(args: ParsedFlags) -> list[str]:
     if not needed:
         return []
     return [f"--overlap-param-gather needs {' and '.join(map(_spelled, needed))}; add what is missing, or remove it"]
+
+
+def _check_compile(args: ParsedFlags) -> list[str]:
+    if not args.torch_compile:
+        return []
+    return [
+        "--torch-compile compiles the blocks of the FSDP2 backend, and the layers of the Megatron backend have fused "
+        "functions of their own; add --use-torch-fsdp2, or remove it"
+    ]
 
 
 def _check_recompute(args: ParsedFlags) -> list[str]:

@@ -124,6 +124,8 @@ def build_run(
         ConfigError: fsdp2.yaml can't be honoured, or the sizes of the parallelisms don't fit.
     """
     fsdp2 = load_fsdp2_config(args.fsdp2_config_path) if backend == "fsdp2" else None
+    if fsdp2 is not None and args.torch_compile:
+        fsdp2 = fsdp2.with_compile()
     dims = dims_of(args, fsdp2)
     packs = args.use_txt_dynamic_batching or asks_for_packing(getattr(files, "data", None))
     return Run(

@@ -1,21 +1,20 @@
 """The order in which parallelisms and other transformations are applied to a model.
 
-    float8 → tensor → experts → context → recompute → offload → chunks → compile → fully_shard
+    float8 → tensor → experts → context → compile → recompute → offload → chunks → fully_shard
 
 - float8 replaces linear layers by others with the same parameters; all that follows sees these.
 - tensor splits layers: the following transformations see the parts, and shard them further.
 - experts get a separate mesh (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
 - context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
   the same part of a row as the first.
-- recompute replaces the forward method of blocks, inside of compiled functions.
+- compile replaces the forward method of blocks by a compiled one, without the hooks that gather their parameters.
+- recompute calls it again in backward: what autograd's hooks and a reentrant backward pass do is no part of a graph.
 - offload moves what a module keeps for backward, of a recomputed one its input.
 - chunks calls a module, with recompute and offload, on some rows of a micro-batch at a time.
-- compile compiles the computation of one block, without the hooks that gather its parameters.
 - fully_shard is last and outermost: parameters are gathered before a unit runs any of the others.
 
 Each parallelism is one file in this folder and one entry in a list below, which is applied if its `asked` returns True.
-If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`. compile has no
-entry yet.
+If a model's class may override how it is applied, the entry calls a method of `FSDP2Mixin`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
 Parallelism: TypeAlias = Literal[
-    "float8", "tensor", "experts", "context", "recompute", "offload", "chunks", "compile", "fully_shard"
+    "float8", "tensor", "experts", "context", "compile", "recompute", "offload", "chunks", "fully_shard"
 ]
 ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
@@ -47,6 +46,9 @@ class Parallelizable(Protocol):
 
     def set_context_parallel(self) -> None:
         """Split the tokens of rows over the context-parallel ranks."""
+
+    def set_compile(self) -> None:
+        """Compile the computation of the modules that fsdp2.yaml names."""
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward according to the flags."""
@@ -76,12 +78,14 @@ class ParallelRequest:
         blocks: recompute flags.
         fsdp2_kwargs: keyword arguments of fully_shard.
         float8: whether linear layers multiply in float8.
+        compiled: whether modules are compiled.
     """
 
     dims: Dims = field(default_factory=Dims)
     blocks: BlockRecompute = field(default_factory=BlockRecompute)
     fsdp2_kwargs: Mapping[str, Any] = field(default_factory=dict)
     float8: bool = False
+    compiled: bool = False
 
 
 def _always(request: ParallelRequest) -> bool:
@@ -120,6 +124,7 @@ MODEL_STEPS: tuple[ParallelStep, ...] = (
         lambda model, request: model.set_context_parallel(),
         asked=lambda request: request.dims.cp > 1,
     ),
+    ParallelStep("compile", lambda model, request: model.set_compile(), asked=lambda request: request.compiled),
     ParallelStep(
         "recompute",
         lambda model, request: model.apply_recompute(request.blocks),
@@ -132,7 +137,6 @@ WRAPPING_STEPS: tuple[ParallelStep, ...] = (
     ParallelStep("recompute", lambda model, request: model.set_recompute_modules_to_wrap()),
     ParallelStep("offload", lambda model, request: model.set_activation_offload()),
     ParallelStep("chunks", lambda model, request: model.set_chunk_mbs()),
-    # compile
     ParallelStep("fully_shard", lambda model, request: model.set_fullyshard_modules_to_wrap(**request.fsdp2_kwargs)),
     ParallelStep("fully_shard", lambda model, request: model.set_modules_to_prefetch()),
 )

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,13 +196,18 @@ class ParallelCase:
         settings |= {"save": folder / "run", "no_save_optim": True}
         return launch_flags(files, **{**settings, **layout.flags, **flags})
 
-    def run(self, layout: Layout, form: str, folder: Path, **changes: Any) -> Found:
-        """Train in a layout; every rank sees the same gradients and weights."""
+    def run(
+        self, layout: Layout, form: str, folder: Path, *, runner: Callable[..., Any] = run_captured, **changes: Any
+    ) -> Found:
+        """Train in a layout; every rank sees the same gradients and weights.
+
+        Args:
+            runner: calls the entry script, as `run_captured` does.
+            changes: what differs in files and flags.
+        """
         (folder / "run").mkdir(parents=True)
         words = self.words(layout, form, folder, **changes)
-        ranks = self._pools[layout.world].run(
-            run_captured, words, self.model.script, folder / "run", STEPS, timeout=170
-        )
+        ranks = self._pools[layout.world].run(runner, words, self.model.script, folder / "run", STEPS, timeout=170)
         assert all(sums == ranks[0] for sums in ranks), "ranks hold different gradients or weights"
         return Found.read(folder / "run", layout.world)
 

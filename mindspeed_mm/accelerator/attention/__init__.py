@@ -8,13 +8,14 @@ divided by, and gradients of a block under the softmax over all blocks. Each kin
 
 from __future__ import annotations
 
-from mindspeed_mm.accelerator.attention.documents import Documents, document_attention
+from mindspeed_mm.accelerator.attention.documents import AttentionWithin, Documents, document_attention
 from mindspeed_mm.accelerator.attention.kernel import CAUSAL, AttentionKernel, Band, PackedLengths
 from mindspeed_mm.accelerator.attention.plain import PlainAttention
 
 __all__ = [
     "CAUSAL",
     "AttentionKernel",
+    "AttentionWithin",
     "Band",
     "Documents",
     "PackedLengths",

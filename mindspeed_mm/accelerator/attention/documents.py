@@ -44,6 +44,15 @@ class Documents:
         return cls(tuple(map(tuple, rows)))
 
     @classmethod
+    def of_runs(cls, runs: Sequence[Sequence[int]]) -> Documents:
+        """Documents of the runs of all rows, as `runs` has them."""
+        rows: list[list[tuple[int, bool]]] = [[] for _ in range(runs[-1][0] + 1)]
+        for row, length, is_document in runs:
+            if length:
+                rows[row].append((length, bool(is_document)))
+        return cls(tuple(map(tuple, rows)))
+
+    @classmethod
     def in_one_row(cls, lengths: Sequence[int]) -> Documents:
         """Documents of these lengths, one after the other in one row; a length of zero is no document."""
         return cls((tuple((length, True) for length in lengths if length),))
@@ -72,6 +81,16 @@ class Documents:
         """Lengths of all runs of all rows, one after the other; padding is a sequence of its own."""
         lengths = tuple(length for length, _ in chain(*self.rows))
         return PackedLengths(lengths, lengths)
+
+    @cached_property
+    def runs(self) -> Tensor:
+        """The runs of all rows [runs, 3] int64, on the host: row, tokens, whether they are a document.
+
+        There are at least two, of which the last may have no tokens: a graph of a compiled model would take a size of
+        one for a constant.
+        """
+        runs = [(number, *run) for number, row in enumerate(self.rows) for run in row]
+        return torch.tensor([*runs, (len(self.rows) - 1, 0, False)], dtype=torch.int64)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -155,10 +174,9 @@ def document_attention(
             f"attention within documents: query {list(query.shape)} and key {list(key.shape)} for documents of "
             f"{documents.shape[0]} rows of {documents.shape[1]} tokens"
         )
-    window = None if window is None or window >= documents.longest else window
-    if isinstance(kernel, PlainAttention) and window is None and sinks is None:
+    how = AttentionWithin.of(kernel, documents, scale=scale, is_causal=is_causal, window=window)
+    if isinstance(kernel, PlainAttention) and how.window is None and sinks is None:
         return _by_pytorch(query, key, value, documents, scale, is_causal)
-    how = _How(kernel, documents, is_causal, window, scale)
     return _DocumentAttention.apply(query, key, value, sinks, how)
 
 
@@ -181,14 +199,22 @@ def _by_pytorch(
 
 
 @dataclass(frozen=True)
-class _How:
-    """What is computed by which kernel, of tensors `[batch, tokens, heads, head size]`."""
+class AttentionWithin:
+    """What is computed by which kernel, of tensors `[batch, tokens, heads, head size]`; see `document_attention`."""
 
     kernel: AttentionKernel
     documents: Documents
     is_causal: bool
     window: int | None
     scale: float
+
+    @classmethod
+    def of(
+        cls, kernel: AttentionKernel, documents: Documents, *, scale: float, is_causal: bool, window: int | None
+    ) -> AttentionWithin:
+        """Attention within these documents; a window that none of them fills is none."""
+        window = None if window is None or window >= documents.longest else window
+        return cls(kernel, documents, is_causal, window, scale)
 
     def _band(self, length: int) -> Band | None:
         if not self.is_causal:
@@ -214,26 +240,58 @@ class _How:
             "lengths": self.documents.packed,
         }
 
-
-class _DocumentAttention(torch.autograd.Function):
-    """See `document_attention`. Inside, tensors are `[batch, tokens, heads, head size]`."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _How) -> Tensor:
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        if how.is_packed:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output `[batch, tokens, heads, value head size]` and the log-sum-exp of the scores."""
+        if self.is_packed:
             packed = [_pack(tensor) for tensor in (query, key, value)]
-            out, lse = (_unpack(part, query) for part in how.kernel.forward(*packed, **how.all_at_once()))
+            out, lse = (_unpack(part, query) for part in self.kernel.forward(*packed, **self.all_at_once()))
         else:
-            new = query.new_zeros if how.documents.has_padding else query.new_empty
+            new = query.new_zeros if self.documents.has_padding else query.new_empty
             out, lse = new(*query.shape[:3], value.shape[-1]), new(query.shape[:3], dtype=torch.float32)
-            for group, kernel, band in how.parts():
+            for group, kernel, band in self.parts():
                 taken = (group.take(tensor) for tensor in (query, key, value))
-                for whole, part in zip((out, lse), kernel.forward(*taken, band=band, scale=how.scale)):
+                for whole, part in zip((out, lse), kernel.forward(*taken, band=band, scale=self.scale)):
                     group.take(whole).copy_(part)
         if sinks is not None:
             out, lse = divide_by_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
+        return out.to(query.dtype), lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of query, key, value and sinks, of what `forward` returned."""
+        grad_out = grad_out.contiguous()
+        if self.is_packed:
+            packed = [_pack(tensor) for tensor in (grad_out, query, key, value, out, lse)]
+            grads = [_unpack(part, query) for part in self.kernel.backward(*packed, **self.all_at_once())]
+        else:
+            new = torch.zeros_like if self.documents.has_padding else torch.empty_like
+            grads = [new(tensor) for tensor in (query, key, value)]
+            for group, kernel, band in self.parts():
+                taken = (group.take(tensor) for tensor in (grad_out, query, key, value, out, lse))
+                for whole, part in zip(grads, kernel.backward(*taken, band=band, scale=self.scale)):
+                    group.take(whole).copy_(part)
+        grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
+        of_query, of_key, of_value = (grad.to(of.dtype) for grad, of in zip(grads, (query, key, value)))
+        return of_query, of_key, of_value, grad_sinks
+
+
+class _DocumentAttention(torch.autograd.Function):
+    """See `document_attention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionWithin
+    ) -> Tensor:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out, lse = how.forward(query, key, value, sinks)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.how = how
         return out
@@ -241,22 +299,8 @@ class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        how: _How = ctx.how
-        grad_out = grad_out.contiguous()
-        if how.is_packed:
-            packed = [_pack(tensor) for tensor in (grad_out, query, key, value, out, lse)]
-            grads = [_unpack(part, query) for part in how.kernel.backward(*packed, **how.all_at_once())]
-        else:
-            new = torch.zeros_like if how.documents.has_padding else torch.empty_like
-            grads = [new(tensor) for tensor in (query, key, value)]
-            for group, kernel, band in how.parts():
-                taken = (group.take(tensor) for tensor in (grad_out, query, key, value, out, lse))
-                for whole, part in zip(grads, kernel.backward(*taken, band=band, scale=how.scale)):
-                    group.take(whole).copy_(part)
-        grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
-        heads_first = (grad.to(of.dtype).transpose(1, 2) for grad, of in zip(grads, (query, key, value)))
-        return *heads_first, grad_sinks, None
+        *grads, grad_sinks = ctx.how.backward(grad_out, *ctx.saved_tensors)
+        return *(grad.transpose(1, 2) for grad in grads), grad_sinks, None
 
 
 def _pack(tensor: Tensor) -> Tensor:

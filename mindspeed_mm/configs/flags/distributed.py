@@ -85,6 +85,13 @@ class DistributedArguments:
     expert_tensor_parallel_size: Annotated[
         int | None, flag("must be 1: an expert is on one rank, or sharded by fsdp2.yaml's ep_fsdp_size", minimum=1)
     ] = None
+    torch_compile: Annotated[
+        bool,
+        flag(
+            "ours: compile the computation of all blocks, as fsdp2.yaml's compile: true; refused without "
+            "--use-torch-fsdp2"
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)

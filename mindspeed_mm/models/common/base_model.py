@@ -18,6 +18,7 @@ from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
+from mindspeed_mm.models.common.compiled import modules_to_compile, refuse_own_compile
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.float8 import convert_to_float8, float8_layers, refuse_own_float8
 from mindspeed_mm.models.common.media import towers_with_split_media
@@ -31,6 +32,7 @@ from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
 from mindspeed_mm.parallel.chunk_mbs import apply_chunks
+from mindspeed_mm.parallel.compile import apply_compile
 from mindspeed_mm.parallel.experts import plan_experts, shard_experts, split_experts
 from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_names, materialize
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, own_mesh
@@ -61,6 +63,7 @@ class ShardingOutline:
         towers: paths of the towers whose media are split over context-parallel ranks.
         offloaded: paths of the modules whose activations wait for backward in host memory.
         chunked: paths of the modules that run on chunks of a micro-batch.
+        compiled: paths of the modules whose computation is compiled.
     """
 
     dims: Dims
@@ -73,6 +76,7 @@ class ShardingOutline:
     towers: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     chunked: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
 
 
 class SplitsTokens(Protocol):
@@ -166,6 +170,7 @@ class FSDP2Mixin:
             towers=tuple(towers_with_split_media(module, traits_of(module).towers, config)) if dims.cp > 1 else (),
             offloaded=tuple(memory.offloaded),
             chunked=tuple(memory.chunked),
+            compiled=tuple(modules_to_compile(module, config)),
         )
 
     def _request(self, fsdp2_kwargs: Mapping[str, Any] | None) -> ParallelRequest:
@@ -180,8 +185,8 @@ class FSDP2Mixin:
                 f"size {dims.tp} and expert-parallel size {dims.ep}; call super()._pre_fully_shard, or set both to 1"
             )
         config = self.fsdp2_config or Fsdp2Config()
-        float8 = config.float8_recipe is not None
-        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {}, float8)
+        asked = {"float8": config.float8_recipe is not None, "compiled": bool(config.compile)}
+        return ParallelRequest(self._dims, current_build_context().recompute, fsdp2_kwargs or {}, **asked)
 
     def _pre_fully_shard(
         self, process_group: dist.ProcessGroup | None, fsdp2_config_path: str | None
@@ -282,6 +287,11 @@ class FSDP2Mixin:
         named = None if config.moe_modules is None else listed_modules(module, config, "moe_modules")
         ignored = listed_modules(module, config, "ignored_modules")
         return plan_experts(module, named, ignored, dims, config.file)
+
+    def set_compile(self) -> None:
+        """Compile the computation of the modules that fsdp2.yaml's `compile` names; only called if it does."""
+        config, module = self.fsdp2_config or Fsdp2Config(), self._module()
+        apply_compile(module, modules_to_compile(module, config), config.compile_backend, f"{config.file}: compile")
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward as the flags state, unless fsdp2.yaml has `recompute_modules`.
@@ -393,6 +403,7 @@ def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
     if applies_flags(model):
         return
     refuse_own_float8(type(model).__name__)
+    refuse_own_compile(type(model).__name__)
     for size, key, what in (
         (dims.cp, "--context-parallel-size", "tokens"),
         (dims.tp, "--tensor-model-parallel-size", "layers"),

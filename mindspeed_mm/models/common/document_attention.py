@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.attention import Documents, document_attention
+from mindspeed_mm.models.common.attention_operator import attend_in_graph
 from mindspeed_mm.models.common.packed import PACKING_KEY
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -35,16 +36,23 @@ class DocumentsOfCall:
 
     Attributes:
         documents: of their rows.
-        attended: the attention layers that were called with them.
+        attended: the attention layers that were called with them; None: nobody wants to know.
+        runs: of the documents, as compiled layers take them, once `enter_graph` was called.
     """
 
     def __init__(self, documents: Documents, attended: set[int] | None = None) -> None:
-        self.documents = documents
-        self.attended: set[int] = set() if attended is None else attended
+        self.documents, self.attended = documents, attended
+        self.runs: torch.Tensor | None = None
 
     def of_rows(self, start: int, count: int) -> DocumentsOfCall:
         """Return what the layers are given for some of the rows."""
         return DocumentsOfCall(self.documents.of_rows(start, count), self.attended)
+
+    def enter_graph(self) -> bool:
+        """Make ready for a compiled layer; whether it may be one: a graph can't say which layers were called."""
+        if self.runs is None:
+            self.runs = self.documents.runs
+        return self.attended is None
 
 
 class DocumentAttention:
@@ -75,7 +83,7 @@ class DocumentAttention:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         documents, self._documents = self._documents, None
-        self._call = None if documents is None else DocumentsOfCall(documents)
+        self._call = None if documents is None else DocumentsOfCall(documents, None if self._is_checked else set())
         if self._call is None:
             return args, kwargs
         mask, hidden = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
@@ -85,7 +93,7 @@ class DocumentAttention:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call, self._call = self._call, None
-        if call is None or self._is_checked:
+        if call is None or call.attended is None:
             return
         found, expected = len(call.attended), self._layers
         if found != expected:
@@ -179,14 +187,20 @@ def attend_within_documents(
                 f"{type(module).__name__} calls attention with {name}, which isn't computed document by document; set "
                 f"attn_implementation: {implementation} in model.json, or {PACKING_KEY}"
             )
-    row_documents.attended.add(id(module))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        runs = row_documents.runs
+        assert runs is not None, "enter_graph() comes first"
+        return attend_in_graph(query, key, value, runs, scale=scale, window=sliding_window, sinks=s_aux), None
+    if row_documents.attended is not None:
+        row_documents.attended.add(id(module))
     output = document_attention(
         accelerator.current().attention_kernel(query.transpose(1, 2), value.transpose(1, 2)),
         query,
         key,
         value,
         row_documents.documents,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         sinks=s_aux,
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.accelerator.attention import Documents, document_attention
+from mindspeed_mm.accelerator.attention import document_attention
+from mindspeed_mm.models.common.attention_operator import attend_in_graph, readings
 from mindspeed_mm.models.common.document_attention import use_attention
 
 IMPLEMENTATION = "flash_by_lengths"
@@ -38,33 +38,6 @@ def attend_by_lengths(tower: nn.Module) -> bool:
         return False
     use_attention(tower, IMPLEMENTATION)
     return True
-
-
-class _Readings:
-    """The sequences between offsets that are still in use."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, int, Documents]] = {}
-
-    def of(self, offsets: torch.Tensor) -> Documents:
-        """Return the sequences, all in one row, of `offsets` [sequences + 1]; they are read once.
-
-        In inference mode, where nothing tells whether a tensor has changed, each call reads them.
-        """
-        if offsets.is_inference():
-            return Documents.in_one_row(offsets.diff().tolist())
-        storage = offsets.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is not None and known[1] == offsets._version:
-            return known[2]
-        # a weak reference keeps the address of a storage from being used again
-        self._known = {place: entry for place, entry in self._known.items() if not entry[0].expired()}
-        documents = Documents.in_one_row(offsets.diff().tolist())
-        self._known[storage._cdata] = (StorageWeakRef(storage), offsets._version, documents)
-        return documents
-
-
-_readings = _Readings()
 
 
 def attend_within_sequences(
@@ -101,7 +74,10 @@ def attend_within_sequences(
     given = {**kwargs, "scaling": scaling, "dropout": dropout, "is_causal": is_causal}
     if cu_seq_lens_q is None:
         return own(module, query, key, value, attention_mask, **given)
-    documents = _readings.of(cu_seq_lens_q)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling() and not dropout:
+        return attend_in_graph(query, key, value, cu_seq_lens_q, scale=scale, is_causal=bool(is_causal)), None
+    documents = readings.of(cu_seq_lens_q)
     if dropout:
         parts = zip(*(t.split([length for length, _ in documents.rows[0]], dim=2) for t in (query, key, value)))
         return torch.cat([own(module, *part, None, **given)[0] for part in parts], dim=1), None
@@ -111,7 +87,7 @@ def attend_within_sequences(
         key,
         value,
         documents,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         is_causal=bool(is_causal),
     )
     return output, None

@@ -67,7 +67,12 @@ def load_model(
         model = build_on_meta_device(source, hf_config, described, dtype)
         model.weights_come_later = True
         if sharding is not None:
-            model.fsdp2_overrides = {"param_dtype": None, "output_dtype": None, "recompute_modules": []}
+            model.fsdp2_overrides = {
+                "param_dtype": None,
+                "output_dtype": None,
+                "recompute_modules": [],
+                "compile": False,
+            }
             model.fully_shard(None, None)
         else:
             model._post_fully_shard()  # storage, and the values of buffers that no file holds

@@ -65,6 +65,8 @@ def test_defaults_are_the_published_documents() -> None:
         "float8_all_gather": False,
         "float8_emulate": False,
         "align_fsdp_param_groups": False,
+        "compile": False,
+        "compile_backend": "inductor",
         "ignore_missing_modules": False,
     }
 
@@ -219,3 +221,17 @@ def test_keys_that_have_an_effect_give_no_notice(monkeypatch: pytest.MonkeyPatch
     assert said == []
     Fsdp2Config.from_dict({**keys, "align_fsdp_param_groups": True})
     assert len(said) == 1 and "align_fsdp_param_groups" in said[0]
+
+
+def test_what_is_compiled() -> None:
+    def compiled(**keys: Any) -> Any:
+        return Fsdp2Config.from_dict(keys).with_compile().compile
+
+    assert Fsdp2Config.from_dict({"compile": "True"}).compile is True
+    assert compiled() is True and compiled(compile=["a.{*}"]) == ["a.{*}"]
+    with pytest.raises(ConfigError, match=r"--torch-compile .* fsdp2.yaml: compile is false"):
+        compiled(compile=False)
+    with pytest.raises(ConfigError, match=r"compile.*expected true \(all blocks\), false or a list .*'- a\.b'"):
+        Fsdp2Config.from_dict({"compile": "a.b"})
+    with pytest.raises(ConfigError, match=r"compile_backend.*inductor.*aot_eager"):
+        Fsdp2Config.from_dict({"compile_backend": "eager"})

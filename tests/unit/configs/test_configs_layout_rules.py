@@ -91,6 +91,7 @@ def test_with_fsdp2_all_but_tensor_ranks_are_data_parallel(run_folder: Path) -> 
             8,
             ["--recompute-activations asks for selective"],
         ),
+        ("--torch-compile", 8, ["--torch-compile compiles the blocks of the FSDP2 backend", "add --use-torch-fsdp2"]),
         ("--bf16 --fp16", 8, ["--bf16 and --fp16"]),
         (f"{PP2} --global-batch-size 12", 8, ["--global-batch-size 12 is not divisible by 8", "4 data-parallel ranks"]),
     ],

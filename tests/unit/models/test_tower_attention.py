@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_mm.accelerator.attention import Documents
 from mindspeed_mm.models.common import tower_attention
+from mindspeed_mm.models.common.attention_operator import Readings
 from mindspeed_mm.models.common.tower_attention import IMPLEMENTATION
 from mindspeed_mm.models.transformers_model import TransformersModel
 from mindspeed_mm.parallel.recompute import apply_recompute
@@ -51,7 +52,7 @@ def test_images_see_themselves(reentrant: bool | None, qwen2_5_vl_dir: Path, mon
 
     of = Documents.in_one_row
     monkeypatch.setattr(Documents, "in_one_row", watched)
-    monkeypatch.setattr(tower_attention, "_readings", tower_attention._Readings())
+    monkeypatch.setattr(tower_attention, "readings", Readings())
     found = tower_gradients(qwen2_5_vl_dir, reentrant)
     assert len(read) == 2 and len(read[0]) != len(read[1])
     assert farthest(found, tower_gradients(qwen2_5_vl_dir, **SDPA)) < 1e-5
@@ -64,7 +65,7 @@ def test_lengths_that_are_not_heeded_are_seen(qwen2_5_vl_dir: Path, monkeypatch:
 
 
 def test_offsets_that_changed_are_read_again() -> None:
-    readings, offsets = tower_attention._Readings(), torch.tensor([0, 3, 5])
+    readings, offsets = Readings(), torch.tensor([0, 3, 5])
     first = readings.of(offsets)
     assert readings.of(offsets.detach()) is first and first.packed.queries == (3, 2)
     offsets[1] = 4
@@ -75,7 +76,7 @@ def test_offsets_that_changed_are_read_again() -> None:
 
 def test_in_inference_mode_offsets_are_read_each_time() -> None:
     with torch.inference_mode():
-        readings, offsets = tower_attention._Readings(), torch.tensor([0, 3, 5])
+        readings, offsets = Readings(), torch.tensor([0, 3, 5])
         assert readings.of(offsets).packed.queries == (3, 2)
         offsets[1] = 4
         assert readings.of(offsets).packed.queries == (4, 1)

@@ -101,7 +101,12 @@ def test_lists_follow_the_order() -> None:
         places = [ORDER.index(step.parallelism) for step in steps]
         assert all(first <= second for first, second in pairwise(places))
     asked = {step.parallelism for step in (*MODEL_STEPS, *WRAPPING_STEPS)}
-    assert asked == {"float8", "tensor", "experts", "context", "recompute", "offload", "chunks", "fully_shard"}
+    assert asked == {"float8", "tensor", "experts", "context", "compile"} | {
+        "recompute",
+        "offload",
+        "chunks",
+        "fully_shard",
+    }
     assert ORDER.index(MODEL_STEPS[-1].parallelism) <= ORDER.index(WRAPPING_STEPS[0].parallelism)
 
 

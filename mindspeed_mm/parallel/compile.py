@@ -1,0 +1,120 @@
+"""Regional compile: the computation of each block becomes one function of torch.compile, which all like blocks share.
+
+The `forward` method of the module is replaced, so that state-dict keys stay; the hooks that gather its parameters stay
+outside, as do recompute, offload and chunks, which call the compiled function. Sizes of inputs are symbols: rows of any
+length share a function, but for sizes of 1 and of 0, which torch.compile takes for constants.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch._dynamo
+import torch.fx.experimental._config
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from mindspeed_mm import accelerator
+from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.log import info_rank0, notice
+
+#: kinds of inputs that are compiled for; all blocks of transformers share the code object that they are counted for
+MOST_KINDS = 64
+
+
+@runtime_checkable
+class EntersGraph(Protocol):
+    """An argument of blocks that holds more than tensors."""
+
+    def enter_graph(self) -> bool:
+        """Make the tensors ready that a compiled block reads of it; return whether the block may be a compiled one."""
+
+
+def apply_compile(root: nn.Module, modules: Mapping[str, nn.Module], backend: str, where: str) -> None:
+    """Compile the computation of each of `modules` for training; `forward` is replaced.
+
+    Args:
+        root: the model; in evaluation mode its modules compute as they are.
+        modules: path → module, not wrapped yet.
+        backend: of torch.compile.
+        where: file and key, for messages.
+
+    Raises:
+        ConfigError: the backend's compiler is missing.
+    """
+    if backend == "inductor":
+        why = accelerator.current().why_no_inductor()
+        if why is not None:
+            raise ConfigError(f"{where}: {why}; install it, or leave the key out")
+    _configure()
+    for path, module in modules.items():
+        compiled = torch.compile(module.forward, backend=backend, dynamic=True)
+        module.forward = _in_training(root, path, module.forward, compiled)  # type: ignore[method-assign]
+    info_rank0(f"{where}: {len(modules)} modules are compiled as they are first called{_cache_of(backend)}")
+
+
+def _cache_of(backend: str) -> str:
+    if backend != "inductor":
+        return f", by {backend}"
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return f"; kernels are kept for later runs, and shared by ranks, in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
+
+
+def _configure() -> None:
+    """Set what torch.compile has for a whole process alone."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_KINDS)
+    config.fail_on_recompile_limit_hit = True  # otherwise it would go on without a function, and say so once
+    torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal by chance stay two sizes
+
+
+def _in_training(
+    root: nn.Module, path: str, forward: Callable[..., Any], compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    is_off = False
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_off
+        if is_off or not root.training:
+            return forward(*args, **kwargs)
+        if not all(value.enter_graph() for value in kwargs.values() if isinstance(value, EntersGraph)):
+            return forward(*args, **kwargs)
+        try:
+            return compiled(*_without_bases(args), **{name: _without_bases(value) for name, value in kwargs.items()})
+        except FailOnRecompileLimitHit:
+            is_off = True
+            notice(
+                f"'{path}' and others like it have been compiled for {MOST_KINDS} kinds of inputs, and there are more: "
+                "it computes uncompiled from now on; TORCH_LOGS=recompiles shows what differs"
+            )
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _without_bases(value: Any) -> Any:
+    """Return tensors of an argument as such that are no views: a function is compiled for sizes of their base, too."""
+    if isinstance(value, torch.Tensor):
+        if not value._is_view():
+            return value
+        return _Whole.apply(value) if value.requires_grad else value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_bases, value))
+    return value
+
+
+class _Whole(torch.autograd.Function):
+    """The same memory, and gradient, as a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

@@ -1,0 +1,103 @@
+"""Compiled blocks train what a hand-written transformers loop trains: losses, norms, gradients, weights, in fp32.
+
+Most rows capture graphs and run them operator by operator, which takes little time; `inductor` has kernels of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compiled import compiled_by, run_compiled
+from tests.support.parallel_case import Limits, ParallelCase, differences
+from tests.support.parallel_models import LAYOUTS, MODELS
+
+#: of losses: another order of sums in kernels
+LIMITS = Limits(loss=1e-5)
+WRAPPED = "wrapped modules"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch with compiled blocks.
+
+    Attributes:
+        model, layout, form: of the table of parallelisms.
+        backend: of torch.compile.
+        fsdp2, flags: what differs beside it.
+        in_suite: whether the suite runs it.
+    """
+
+    model: str
+    layout: str
+    form: str
+    backend: str = "aot_eager"
+    fsdp2: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    in_suite: bool = False
+
+
+RECOMPUTED = {"recompute_modules": WRAPPED, "use_reentrant": False}
+REENTRANT = {"recompute_modules": WRAPPED, "use_reentrant": True}
+CASES = [
+    Case("qwen3", "FSDP2", "padded", "inductor"),
+    Case("qwen3", "FSDP2", "packed", fsdp2=RECOMPUTED, in_suite=True),
+    Case("qwen3", "HSDP 2x2", "packed"),
+    Case("qwen2_5_vl", "FSDP2", "packed", fsdp2=RECOMPUTED),
+    Case("qwen2_5_vl", "1 process", "padded"),
+    Case("qwen2_5_vl", "FSDP2", "padded", fsdp2=REENTRANT),
+    Case("qwen3_vl", "1 process", "padded"),
+    Case("qwen3_vl", "FSDP2", "packed"),
+    Case("qwen3_vl", "HSDP 2x2", "padded", fsdp2=RECOMPUTED),
+    Case("qwen3_moe", "FSDP2", "packed"),
+    Case("gpt_oss", "FSDP2", "padded"),
+    Case("deepseek_v3", "FSDP2", "padded"),
+    Case("internvl", "FSDP2", "packed"),
+    Case("qwen3_omni_moe", "1 process", "padded"),
+    Case("glm4v_moe", "1 process", "padded"),
+    Case("qwen3", "CP2 ring", "packed"),
+    Case("qwen3", "CP2 Ulysses", "padded"),
+    Case("qwen3", "TP2 SP", "packed"),
+    Case("qwen3_moe", "EP2", "packed"),
+    Case("qwen3", "1 process", "padded", "inductor"),
+    Case("qwen2_5_vl", "1 process", "packed", "inductor", RECOMPUTED),
+    Case("qwen2_5_vl", "HSDP 2x2", "padded", "inductor"),
+    Case("qwen3_vl", "FSDP2", "padded", "inductor"),
+]
+
+
+@functools.cache
+def workspace() -> Path:
+    return Path(tempfile.mkdtemp(prefix="compile-"))
+
+
+@pytest.fixture(scope="session")
+def cases(pools: dict[int, Any]) -> Any:
+    """Model → its case."""
+    return functools.cache(lambda name: ParallelCase(name, MODELS[name], workspace() / name, pools))
+
+
+def name_of(case: Case) -> str:
+    return ", ".join([case.model, case.layout, case.form, case.backend, *case.fsdp2, *case.flags])
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case.in_suite else [pytest.mark.full], id=name_of(case)) for case in CASES]
+)
+def test_equals_a_hand_written_loop(case: Case, cases: Any, tmp_path: Path) -> None:
+    table = cases(case.model)
+    wrap = list(table.model.family.wrap)
+    fsdp2 = {key: wrap if value is WRAPPED else value for key, value in case.fsdp2.items()}
+    fsdp2 |= {"compile": True, "compile_backend": case.backend}
+    found = table.run(
+        LAYOUTS[case.layout], case.form, tmp_path / "case", runner=run_compiled, fsdp2=fsdp2, **case.flags
+    )
+    assert differences(found, table.plain(case.form)).problems(LIMITS) == []
+    for rank in compiled_by(tmp_path / "case" / "run"):
+        assert rank.graphs > 0
