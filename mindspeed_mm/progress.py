@@ -11,6 +11,7 @@ from mindspeed_mm.backends.protocol import Backend
 from mindspeed_mm.checkpoint.adapter_files import holds_only_adapters
 from mindspeed_mm.checkpoint.adapters import base_of, refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
+from mindspeed_mm.checkpoint.attempts import is_own, note_launch
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
 from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
@@ -67,10 +68,15 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
             start,
             finetune=run.checkpoint.finetune,
             overwrite=run.checkpoint.overwrite,
-            restarts=run.launch.restarts,
+            is_own=is_own(run.checkpoint.save, run.launch.restarts),
             reads=paths_of(files) if run.checkpoint.overwrite else {},
         )
-        on_first_rank(prepare, run.launch.rank, backend.gather_objects)
+
+        def prepare_and_note() -> None:
+            prepare()
+            note_launch(run.checkpoint.save or "")
+
+        on_first_rank(prepare_and_note, run.launch.rank, backend.gather_objects)
     if start.directory is not None:
         refuse_damaged(
             start.directory,

@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed_mm.backends.evaluation import without_fillers
 from mindspeed_mm.backends.protocol import Backend, PendingStep
 from mindspeed_mm.checkpoint.agreement import on_first_rank
+from mindspeed_mm.checkpoint.attempts import continued
 from mindspeed_mm.checkpoint.best import BestCheckpoint
 from mindspeed_mm.checkpoint.changes import run_settings
 from mindspeed_mm.checkpoint.run_folder import ONLY_BEST, RunFolder
@@ -106,7 +107,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
         stop: handler of this process's termination signals.
     """
     prepare_process(run)
-    run = with_adapters_of_load(run)
+    run = with_adapters_of_load(continued(run))
     backend = create_backend(run)
     backend.setup(run)
     batch = backend.world.batch

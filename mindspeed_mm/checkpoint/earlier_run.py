@@ -47,7 +47,7 @@ def prepare_run_folder(
     *,
     finetune: bool = False,
     overwrite: bool = False,
-    restarts: int = 0,
+    is_own: bool = False,
     reads: Mapping[str, str] | None = None,
 ) -> None:
     """Prepare the --save folder so that a run doesn't overwrite another one unless --overwrite is set; rank 0 only.
@@ -57,7 +57,7 @@ def prepare_run_folder(
         start: the starting point that `load` names.
         finetune: --finetune, for the message.
         overwrite: remove the files of an earlier run (--overwrite); `load` is outside of the folder then.
-        restarts: how often torchrun has restarted this run; the files are then its own and are not removed.
+        is_own: whether an earlier attempt of this launch wrote the files: they are not removed.
         reads: key → path in the run's files (`paths_of`); files that the run reads are not removed either.
 
     Raises:
@@ -65,23 +65,25 @@ def prepare_run_folder(
     """
     root = Path(save)
     found = traces_of_run(root)
-    is_own = load is not None and is_same_path(load, root)
-    if not found or (is_own and start.directory is None):
+    goes_on = load is not None and is_same_path(load, root)
+    if not found or ((goes_on or is_own) and start.directory is None):
         return
     if start.resumes and start.directory is not None and is_same_path(start.directory.parent, root):
         _warn_of_later_checkpoints(root, start.directory)
-    elif overwrite and not restarts:
+    elif is_own:
+        return  # it failed before its first checkpoint, and starts once more where it has started
+    elif overwrite:
         _refuse_needed(found, reads or {})
         remove(found)
         logger.warning(f"--overwrite: removed from '{root}' what an earlier run wrote: {_names(found)}")
     else:
         wrote = _names(found)
         sentence = f"--save '{root}' holds what an earlier run wrote ({wrote}), and this run would write over it"
-        if is_own:
+        if goes_on:
             why = f"it starts at iteration 0, with the weights of '{start.directory}'"
             go_on = ", or leave --finetune out to go on with that run" if finetune else ""
             raise ConfigError(f"{sentence}: {why}; give another --save{go_on}")
-        raise ConfigError(sentence + _advice(root, load, restarts if overwrite else 0))
+        raise ConfigError(sentence + _advice(root, load))
 
 
 def remove(found: Sequence[Path]) -> None:
@@ -140,14 +142,8 @@ def _warn_of_later_checkpoints(root: Path, directory: Path) -> None:
         )
 
 
-def _advice(root: Path, load: str | None, restarts: int) -> str:
+def _advice(root: Path, load: str | None) -> str:
     go_on = f"--load '{root}'" + (f" instead of '{load}'" if load else "")
-    if restarts:
-        return (
-            f": torchrun has started it again (restart {restarts}), and --overwrite would remove what the attempt "
-            f"before has saved; give {go_on} instead of --overwrite, which starts where there is nothing and goes on "
-            "where there is something"
-        )
     return f"; give {go_on} to go on with that run, --overwrite to remove that and start anew, or another --save"
 
 

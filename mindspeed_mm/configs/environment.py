@@ -51,7 +51,7 @@ VARIABLES: Mapping[str, Variable] = {
     "LOCAL_RANK": Variable(_LAUNCHER),
     "MASTER_ADDR": Variable(_LAUNCHER),
     "MASTER_PORT": Variable(_LAUNCHER),
-    "TORCHELASTIC_RESTART_COUNT": Variable(f"{_LAUNCHER}: --overwrite removes nothing that the attempt before saved"),
+    "TORCHELASTIC_RESTART_COUNT": Variable(f"{_LAUNCHER}: a restart goes on from its launch's last checkpoint"),
     "TORCHELASTIC_RUN_ID": Variable(f"{_LAUNCHER}: an attempt takes the lock of the one before without a word"),
     "GLOO_SOCKET_IFNAME": Variable("network interface of gloo"),
     "HCCL_SOCKET_IFNAME": Variable("network interface of hccl"),

@@ -97,6 +97,14 @@ def owner_problem(content: Mapping[str, Any], file: str, kind: FileKind = "langu
     return None
 
 
+def describes_generation(content: Mapping[str, Any]) -> bool:
+    """Whether a model.json describes a model that makes images or videos."""
+    for owner in _OWNERS:
+        if any(_has(content, key) for key in owner.any_of) and all(_has(content, key) for key in owner.all_of):
+            return owner.script in _TRAINERS["generation"] or owner.trained_as == "generation"
+    return False
+
+
 def _has(content: Mapping[str, Any], key: str) -> bool:
     name, equals, value = key.partition("=")
     found = content.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mindspeed_mm import accelerator
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.meshes import Meshes, build_meshes
-from mindspeed_mm.utils.launch import be_the_only_process, is_launched
+from mindspeed_mm.utils.launch import be_the_only_process, is_launched, this_launch
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def start_world(
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         _default_rendezvous()
-        dist.init_process_group(backend=accelerator.resolve_backend(backend, needs_cpu_tensors), timeout=timeout)
+        chosen = accelerator.resolve_backend(backend, needs_cpu_tensors)
+        dist.init_process_group(chosen, timeout=timeout, **_of_this_attempt(timeout))
     group = dist.group.WORLD
     assert group is not None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -174,6 +176,19 @@ def limit_waiting(timeout_minutes: float) -> None:
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         change(timedelta(minutes=timeout_minutes), group)
+
+
+def _of_this_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Return what a process group is made with after a restart: keys of its own in the launcher's store.
+
+    The launcher keeps its store, where the attempt before has left the addresses of processes that are gone.
+    """
+    restarts = this_launch().restarts
+    if not restarts:
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return {"store": dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": size}
 
 
 def _default_rendezvous() -> None:

@@ -53,12 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     feature_extraction.add_extraction_arguments(extract)
     commands.add_parser("chat", help="talk to a model: mindspeed-mm chat PATH", add_help=False)
     commands.add_parser("serve", help="answer OpenAI's clients: mindspeed-mm serve PATH", add_help=False)
+    commands.add_parser("train", help="train: mindspeed-mm train run.yaml, or any launch", add_help=False)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["chat"]:  # its flags are those of inference_vlm.py
             from mindspeed_mm.tasks.inference.chat import main as chat
 
             return chat(words[1:])
+        if words[:1] == ["train"]:  # its options are torchrun's
+            from mindspeed_mm.tools.train.command import main as train
+
+            return train(words[1:])
         if words[:1] == ["serve"]:
             from mindspeed_mm.tasks.serving.command import main as serve
 

@@ -7,7 +7,6 @@ logged must be, bit for bit, what an unbroken run logs.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ import pytest
 
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import ROOT, WRAP_TEXT, launch_flags, run_entry, write_run_files
+from tests.support.processes import is_alive, processes_below
 from tests.support.tiny import write_mixed_dataset
 from tests.support.workers import RankError, RankPool
 
@@ -32,30 +32,6 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SAVE_INTERVAL = 8  # the kill comes a few steps after a save, and long before the next
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-
-
-def processes_below(pid: int) -> dict[int, list[int]]:
-    """Process id → ids of its children, for `pid` and all below it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found: dict[int, list[int]] = {}
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        found[one] = children.get(one, [])
-        waiting += found[one]
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @dataclass

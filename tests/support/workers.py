@@ -16,7 +16,6 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.support.processes import free_port
 
 PRELOAD = [
     "torch",
@@ -164,7 +165,7 @@ class _Ranks:
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         # Plain pickle: multiprocessing's own would hand tensors over in shared memory that dies with the worker.
         # The search path goes along, so that a worker finds the module of a test collected after it started.
-        job = pickle.dumps((list(sys.path), _free_port(), pickle.dumps((fn, args))))
+        job = pickle.dumps((list(sys.path), free_port(), pickle.dumps((fn, args))))
         deadline = time.monotonic() + timeout
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -378,9 +379,3 @@ def _server_environment() -> Iterator[None]:
 def _threads(pid: int) -> int:
     tasks = Path(f"/proc/{pid}/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

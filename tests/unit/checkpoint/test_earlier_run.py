@@ -134,10 +134,10 @@ def test_overwrite_removes_what_runs_write_and_nothing_else(tmp_path: Path, said
     assert len(said) == 1
 
 
-def test_a_restart_by_torchrun_removes_nothing(tmp_path: Path) -> None:
+def test_a_restart_of_the_same_launch_removes_nothing(tmp_path: Path) -> None:
     run = used(tmp_path / "run", 2)
-    with pytest.raises(ConfigError, match=r"restart 1\).*what the attempt before has saved; give --load"):
-        settle(run, overwrite=True, restarts=1)
+    settle(run, overwrite=True, is_own=True)
+    settle(run, load=used(tmp_path / "other", 4), is_own=True)
     assert checkpoints(run)
 
 

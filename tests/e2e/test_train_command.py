@@ -1,0 +1,134 @@
+"""`mindspeed-mm train`: it starts, stops and restarts the processes of a run, as launched by each of its doors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.monitor.metrics import read_metrics
+from tests.support.launch import ROOT, WRAP_TEXT, launch_flags, run_entry, write_run_files
+from tests.support.processes import free_port, is_alive, processes_below
+from tests.support.tiny import write_mixed_dataset
+from tests.support.workers import RankPool
+
+TRAIN = [sys.executable, "-m", "mindspeed_mm.tools.cli", "train"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+
+class Command:
+    """A command line of `mindspeed-mm train`, in a session of its own."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        self.log = log
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                [*TRAIN, *words],
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.below: set[int] = set()
+
+    def wait_for(self, run: Path, iteration: int) -> None:
+        """Wait until the run in a folder has logged an iteration."""
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or last_of(run) < iteration:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"ended or hangs:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+        self.below |= set(processes_below(self.process.pid))
+
+    def rank(self, number: int) -> int:
+        """Return the process id of a rank."""
+        variable = f"\0LOCAL_RANK={number}\0".encode()
+        tree = processes_below(self.process.pid)
+        ranks = [pid for pid in tree if variable in Path(f"/proc/{pid}/environ").read_bytes()]
+        return next(pid for pid in ranks if not any(pid in tree[other] for other in ranks))  # no worker of its loader
+
+    def wait(self) -> int:
+        """Wait for the end, and return the status."""
+        return self.process.wait(timeout=120)
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for pid in {*self.below, *(processes_below(self.process.pid) if self.process.poll() is None else ())}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def last_of(run: Path) -> int:
+    """The last iteration that a run has logged."""
+    return max((record["iteration"] for record in read_metrics(run / "metrics.jsonl")), default=0)
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """The loss of each iteration; of those that ran twice, the later one."""
+    return {record["iteration"]: record["loss"] for record in read_metrics(run / "metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def flags(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Those of a run that goes on until it is stopped."""
+    folder = tmp_path_factory.mktemp("train")
+    data = write_mixed_dataset(folder / "data", rows=14, images=False)
+    files = write_run_files(folder, qwen3_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
+    return launch_flags(files, micro_batch_size=1, global_batch_size=4, save_interval=100_000)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Command]]:
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
+        command.kill()
+
+
+def test_two_nodes_have_the_losses_of_one_and_end_on_a_signal_to_either(
+    flags: list[str], ranks2: RankPool, started: list[Command], tmp_path: Path
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    words = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "pair"]
+    words += ["pretrain_transformers.py", *flags, "--train-iters", "100000", "--save", str(run)]
+    started += [Command(words, tmp_path / f"{node}.txt") for node in range(2)]
+    started[0].wait_for(run, 4)
+    os.kill(started[1].process.pid, signal.SIGUSR1)
+    assert [command.wait() for command in started] == [0, 0], [command.log.read_text() for command in started]
+    assert not any(map(is_alive, started[0].below))
+    last = last_of(run)
+    assert (run / f"iter_{last:07d}" / "manifest.json").is_file()
+    ranks2.run(run_entry, [*flags, "--train-iters", str(last), "--save", str(whole)], timeout=120)
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_a_launch_script_goes_on_after_a_rank_is_killed(
+    flags: list[str], ranks2: RankPool, started: list[Command], tmp_path: Path
+) -> None:
+    """The options before the script take the place of its own; tee hides the status of its torchrun."""
+    run, whole, script = tmp_path / "run", tmp_path / "whole", tmp_path / "finetune.sh"
+    flags = [*flags, "--train-iters", "40", "--save-interval", "3"]
+    words = shlex.join([*flags, "--save", str(run), "--overwrite"])
+    script.write_text(
+        f"torchrun --nproc_per_node 8 --nnodes 1 pretrain_transformers.py {words} 2>&1 | tee -a {run}.log\n"
+    )
+    started.append(Command(["--nproc-per-node", "2", "--max-restarts", "1", str(script)], tmp_path / "log.txt"))
+    started[0].wait_for(run, 7)
+    os.kill(started[0].rank(1), signal.SIGKILL)
+    assert started[0].wait() == 0, started[0].log.read_text()[-4000:]
+    assert "(restart 1 of at most 1)" in started[0].log.read_text()
+    ranks2.run(run_entry, [*flags, "--save", str(whole)], timeout=120)
+    assert losses_of(run) == losses_of(whole)
+    assert not any(map(is_alive, started[0].below))

@@ -1,0 +1,53 @@
+"""A restart goes on from the checkpoint of its own launch, and from no other's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.checkpoint.attempts import LAUNCH, continued, is_own, note_launch
+from mindspeed_mm.checkpoint.run_folder import TRACKER
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.utils.launch import Launch
+from tests.support.runs import run_of
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder with the note of this launch, whose id is `mine`."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    note_launch(tmp_path)
+    return tmp_path
+
+
+def restarted(save: Path, restarts: int = 1) -> Run:
+    flags = {"load": "weights", "finetune": True, "overwrite": True, "no_load_optim": True}
+    return replace(run_of(save=str(save), **flags), launch=Launch(restarts=restarts))
+
+
+def test_an_attempt_knows_its_own_launch(noted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_own(noted, 1) and not is_own(noted, 0)
+    found = json.loads((noted / LAUNCH).read_text())
+    (noted / LAUNCH).write_text(json.dumps({**found, "launcher": "1 2"}))
+    assert not is_own(noted, 1)  # an earlier launch of this machine, under the same --rdzv-id
+    (noted / LAUNCH).write_text(json.dumps({**found, "launcher": "1 2", "machine": "another"}))
+    assert is_own(noted, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    assert not is_own(noted, 1)
+    (noted / LAUNCH).write_text("{")
+    assert not is_own(noted, 1)
+
+
+def test_a_restart_goes_on_from_its_own_checkpoint(noted: Path) -> None:
+    run = restarted(noted)
+    assert continued(run) is run  # it failed before its first checkpoint
+    (noted / "iter_0000002").mkdir()
+    (noted / TRACKER).write_text("2")
+    checkpoint = continued(run).checkpoint
+    assert checkpoint.load == str(noted)
+    assert not (checkpoint.finetune or checkpoint.overwrite or checkpoint.no_load_optim)
+    first = restarted(noted, restarts=0)
+    assert continued(first) is first
