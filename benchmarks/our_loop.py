@@ -22,7 +22,14 @@ class OurLoop:
     """
 
     def __init__(
-        self, script: str, words: list[str], batches: list[dict[str, Any]], rows: int, adapter: Any = None
+        self,
+        script: str,
+        words: list[str],
+        batches: list[dict[str, Any]],
+        rows: int,
+        adapter: Any = None,
+        *,
+        prepares: bool = False,
     ) -> None:
         """
         Args:
@@ -31,6 +38,7 @@ class OurLoop:
             batches: collated micro-batches, gone through in a circle.
             rows: of each.
             adapter: knows the media in them.
+            prepares: whether they are prepared once, and copied to a device ahead, as the loader does in a run.
         """
         from mindspeed_mm.configs.describe import describe
         from mindspeed_mm.data.loading.counting import CountingIterator
@@ -44,16 +52,20 @@ class OurLoop:
         prepare_process(self.run)
         self.backend = create_backend(self.run)
         self.backend.setup(self.run)
+        source = endless(batches)
+        if prepares and recipe.preparation is not None:
+            source = prepared(batches, recipe.preparation(self.backend, self.run), adapter)
         self.backend.build_model(recipe.model_of(self.run), load_weights=True)
         self.backend.build_optimizer(self.backend.model, self.run)
         self._forward_step = recipe.forward_step
-        self._data = RunData(CountingIterator(endless(batches), rows, adapter), None, None, None, lambda: None)
+        self._data = RunData(CountingIterator(source, rows, adapter), None, None, None, lambda: None)
 
-    def train(self, before_step: Callable[[int], bool]) -> None:
+    def train(self, before_step: Callable[[int], bool], iteration: int = 0) -> None:
         """Train by `training.train` until `before_step` says no.
 
         Args:
             before_step: called between steps on every rank, with the number of steps done; returns whether to go on.
+            iteration: steps that the run is said to have made before; a run logs its first ten.
         """
         from mindspeed_mm.monitor.profiling import MemorySnapshots
         from mindspeed_mm.training import Progress, train
@@ -63,7 +75,7 @@ class OurLoop:
         backend = _Watched(self.backend, before_step)
         memory = MemorySnapshots(self.run.tools.memory_profile, self.backend.world.batch.rank)
         with suppress(_Over), redirect_stdout(io.StringIO()):
-            train(self._forward_step, self._data, backend, self.run, Progress(), memory)  # type: ignore[arg-type]
+            train(self._forward_step, self._data, backend, self.run, Progress(iteration), memory)  # type: ignore[arg-type]
 
     def blocks(self, steps: int, between: Callable[[list[float]], bool]) -> None:
         """Train in blocks.
@@ -126,6 +138,32 @@ class _Watched:
             raise _Over
         self._steps += 1
         self._backend.forward_backward(*args)
+
+
+def prepared(
+    batches: list[dict[str, Any]], preparation: Callable[[dict[str, Any]], dict[str, Any]] | None, adapter: Any
+) -> Iterator[dict[str, Any]]:
+    """Cycle through micro-batches as a run's loader hands them out.
+
+    They have been counted and prepared once, as its workers do; on a device they are in pinned memory, and one is
+    copied while the one before it is used.
+    """
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    from mindspeed_mm import accelerator
+    from mindspeed_mm.data.loading.counting import COUNTS, HOST_FIELDS, counts_of
+    from mindspeed_mm.data.loading.moving import moved_ahead
+
+    made = []
+    for batch in batches:
+        counts, left = counts_of(batch, adapter), dict(batch)
+        kept = {name: left.pop(name) for name in HOST_FIELDS if name in left}
+        ready = left if preparation is None else preparation(left)
+        made.append({**ready, **kept, COUNTS: counts})
+    if accelerator.current().is_host:
+        return endless(made)
+    made = [{key: value if key in HOST_FIELDS else pin_memory(value) for key, value in one.items()} for one in made]
+    return moved_ahead(dict(batch) for batch in endless(made))
 
 
 def endless(batches: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
