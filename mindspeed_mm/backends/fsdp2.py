@@ -31,7 +31,7 @@ from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
-from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, refuse_own_sharding
+from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, gathered_dtype, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
@@ -313,6 +313,7 @@ class FSDP2Backend:
             world=self.world,
             strict=not self.described.checkpoint.no_strict_load,
             ema=self.ema,
+            frozen=self._frozen_dtype(),
         )
         if schedule:
             self.engine.load_state_dict(extra)
@@ -361,6 +362,11 @@ class FSDP2Backend:
             unsafe = self.described.checkpoint.allow_unsafe_pickle
             load_adapters(self._root, Path(options.start), options, allow_pickle=unsafe)
 
+    def _frozen_dtype(self) -> torch.dtype | None:
+        """Return the dtype of frozen weights in a model that gathers them in 16 bits; None: they stay in float32."""
+        dtype = gathered_dtype(self._root)
+        return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
     def _load_weights_of(self, module: nn.Module, directory: Path) -> None:
         run = self.described
         directory = component_directory(directory, type_without_fsdp(module).__name__)
@@ -368,7 +374,11 @@ class FSDP2Backend:
             self._base = str(directory.absolute())
         source = open_weights(directory, allow_pickle=run.checkpoint.allow_unsafe_pickle)
         plan = load_weights(
-            module, source, strict=not run.checkpoint.no_strict_load, downcast=run.precision.downcast_to_bf16
+            module,
+            source,
+            strict=not run.checkpoint.no_strict_load,
+            downcast=run.precision.downcast_to_bf16,
+            frozen=self._frozen_dtype(),
         )
         report_loaded(source, plan)
         if module is self._root and source.in_hub_layout:

@@ -18,9 +18,11 @@ from mindspeed_mm.checkpoint.dcp_reader import DcpReader, ReadRequest
 from mindspeed_mm.checkpoint.rng import restore_random_state
 from mindspeed_mm.checkpoint.sources import shown
 from mindspeed_mm.checkpoint.tensors import local_part, model_tensors, optimizer_tensors
+from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.optimizer.build import BuiltOptimizer
 from mindspeed_mm.optimizer.eight_bit_state import EightBitTensor
 from mindspeed_mm.optimizer.ema import Ema
+from mindspeed_mm.parallel.frozen import narrow_frozen
 from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import CheckpointError
@@ -36,6 +38,7 @@ def load(
     world: World,
     strict: bool = True,
     ema: Ema | None = None,
+    frozen: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of any layout into `model`, `optimizer` and `ema`; returns `extra`.
 
@@ -45,6 +48,7 @@ def load(
         load_rng: restore the random states.
         strict: raise if a tensor is missing or left over.
         ema: averages of the weights; those that the checkpoint lacks start with its weights.
+        frozen: the dtype that frozen weights are kept in if it holds their values; see `narrow_frozen`. None: float32.
 
     Raises:
         CheckpointError: a file is missing, shapes differ, or with `strict` a tensor is missing or left over; nothing
@@ -60,6 +64,10 @@ def load(
     refuse_state_misfits(
         reader, shapes, with_optimizer=optimizer is not None, with_averages=ema is not None, strict=strict
     )
+    if frozen is not None:
+        stored = {name.removeprefix("model."): reader.dtype(name) for name in reader.tensors if name in wanted}
+        narrow_frozen(model, frozen, stored, as_trainable(model).keeps_in_float32(frozen), str(directory))
+        wanted |= model_tensors(model)
     _read(reader, wanted)
     if ema is not None:
         ema.restart()  # averages that the checkpoint lacks start with its weights

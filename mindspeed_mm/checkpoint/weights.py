@@ -21,6 +21,7 @@ from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.quantized import NF4Linear, packed_layers, quantize
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.models.transformers.meta_model import build_meta_copy, type_without_fsdp
+from mindspeed_mm.parallel.frozen import narrow_frozen
 from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import CheckpointError
 from mindspeed_mm.utils.log import info_rank0, notice
@@ -90,7 +91,14 @@ def plan_weights(model: nn.Module, source: WeightSource) -> WeightPlan:
     return best or WeightPlan(missing=sorted(persistent_tensors(model)))
 
 
-def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True, downcast: bool = False) -> WeightPlan:
+def load_weights(
+    model: nn.Module,
+    source: WeightSource,
+    *,
+    strict: bool = True,
+    downcast: bool = False,
+    frozen: torch.dtype | None = None,
+) -> WeightPlan:
     """Fill the parameters and persistent buffers of `model`, sharded or not, from `source`.
 
     Of a layer in 4 bits, each rank quantises the rows that are its own.
@@ -100,12 +108,16 @@ def load_weights(model: nn.Module, source: WeightSource, *, strict: bool = True,
     Args:
         strict: raise if a tensor is missing or left over; False: log a notice, and missing ones keep their values.
         downcast: round floating-point values through bfloat16 (--downcast-to-bf16).
+        frozen: the dtype that frozen weights are kept in if it holds their values; see `narrow_frozen`. None: float32.
 
     Raises:
         CheckpointError: a shape differs, or with `strict` a tensor is missing or left over; nothing has been changed.
     """
     plan = plan_weights(model, source)
     refuse_misfits(plan, model, source, strict=strict)
+    if frozen is not None:
+        stored = {name: torch.bfloat16 if downcast else node.dtype for name, node in plan.values.items()}
+        narrow_frozen(model, frozen, stored, as_trainable(model).keeps_in_float32(frozen), str(source.path))
     work = []
     packed = packed_layers(model)
     adopted: dict[int, torch.Tensor] = {}

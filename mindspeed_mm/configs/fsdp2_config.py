@@ -93,7 +93,9 @@ class Fsdp2Config(Section):
     chunk_mbs_kwargs: list[str] = Field([], description="ours: chunk_mbs_modules: names of arguments that are split")
     use_reentrant: Bool = Field(True, description="recompute with the reentrant autograd engine")
     param_dtype: DtypeName | None = Field(
-        None, description="dtype of gathered parameters and of the computation; null = --bf16/--fp16, else fp32"
+        None,
+        description="dtype of gathered parameters and of the computation; null = --bf16/--fp16, else fp32; frozen "
+        "weights are stored in it, too, if files or checkpoint hold them in no wider one",
     )
     reduce_dtype: DtypeName | None = Field(
         None, description="dtype that gradients are summed in, over ranks and deferred micro-batches; null = fp32"

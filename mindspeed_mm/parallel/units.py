@@ -107,7 +107,7 @@ def refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole
 
     def watch(unit: str, path: str, child: nn.Module) -> None:
         def check(module: nn.Module, args: tuple[object, ...]) -> None:
-            if any(_is_sharded(p) for p in module._parameters.values()):
+            if any(is_sharded(p) for p in module._parameters.values()):
                 raise ConfigError(
                     f"fsdp2.yaml: '{path}' is called by the model while '{unit}', the unit that holds its parameters, "
                     f"is not running; add '{path}' to {'ignored_modules' if unit in whole else 'sub_modules_to_wrap'}"
@@ -125,7 +125,7 @@ def refuse_calls_inside(root: nn.Module, modules: Mapping[str, nn.Module], whole
         handles.append(root.register_forward_hook(lambda *_: _remove(handles)))
 
 
-def _is_sharded(parameter: nn.Parameter | None) -> bool:
+def is_sharded(parameter: nn.Parameter | None) -> bool:
     """Whether fully_shard has not gathered a parameter; a gathered one may still be a part of a whole one.
 
     Such parts, of tensor and of expert parallelism, are DTensors on a mesh without fully_shard's dimensions.

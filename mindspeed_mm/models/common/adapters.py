@@ -192,8 +192,11 @@ def prepare_adapters(
                 "no base model to quantise"
             )
         quantize_base(module, frozen or torch.float32)
-    for param in module.parameters():
-        if frozen is not None and not param.requires_grad and param.is_floating_point():
+    if frozen is None:
+        return
+    is_kept = as_trainable(module).keeps_in_float32(frozen)
+    for name, param in module.named_parameters():
+        if not param.requires_grad and param.is_floating_point() and not is_kept(stored_name(name)):
             param.data = param.data.to(frozen)
 
 

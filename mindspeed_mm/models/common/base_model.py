@@ -394,6 +394,15 @@ def applies_flags(model: nn.Module) -> bool:
     return isinstance(model, FSDP2Mixin) and type(model).fully_shard is FSDP2Mixin.fully_shard
 
 
+def gathered_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype in which the units of a sharded model gather parameters; None: not known, or as they are."""
+    if not isinstance(model, FSDP2Mixin) or model._fsdp2_plan is None:
+        return None
+    steps = ("fully_shard", "_fully_shard", "set_fullyshard_modules_to_wrap")
+    is_own = any(getattr(type(model), step) is not getattr(FSDP2Mixin, step) for step in steps)
+    return None if is_own else model._fsdp2_plan.mp_policy.param_dtype
+
+
 def refuse_own_sharding(model: nn.Module, dims: Dims) -> None:
     """Refuse parallelisms for a model with a `fully_shard` of its own, which doesn't apply them.
 

@@ -9,12 +9,21 @@ import torch
 from torch import nn
 
 from mindspeed_mm.configs.lora import LoraOptions
-from mindspeed_mm.models.common.adapters import AdapterPlan, draw_adapters, inject_adapters, plan_adapters
+from mindspeed_mm.models.common.adapters import (
+    AdapterPlan,
+    draw_adapters,
+    inject_adapters,
+    plan_adapters,
+    prepare_adapters,
+)
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.megatron_names import MEGATRON_LAYERS
+from mindspeed_mm.models.contract import as_shardable
 from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape, decoder_tensor
 from mindspeed_mm.models.megatron.vision.names import tower_tensor
 from mindspeed_mm.optimizer.muon import matrix_names
 from mindspeed_mm.utils.errors import ConfigError
+from tests.support.tiny_diffusers import diffusers_class, diffusers_config
 
 
 class Block(nn.Module):
@@ -219,3 +228,15 @@ def test_first_magnitudes_are_pefts() -> None:
     assert len(magnitudes) == 3
     for name, magnitude in magnitudes.items():
         torch.testing.assert_close(magnitude, theirs[name])
+
+
+def test_frozen_weights_are_stored_as_they_compute() -> None:
+    """In 16 bits, but what the model's library keeps in float32, and what is trained."""
+    model = adapt_class(diffusers_class("wan")).from_config(diffusers_config("wan"))
+    prepare_adapters(as_shardable(model), LoraOptions(("to_q",)), torch.bfloat16)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    wide = {"condition_embedder.time_embedder.linear_1.weight", "scale_shift_table", "blocks.0.norm2.weight"}
+    wide |= {f"blocks.0.attn1.to_q.lora_{side}.default.weight" for side in "AB"}
+    assert {dtypes[name] for name in wide} == {torch.float32}
+    narrow = {"blocks.0.attn1.to_q.base_layer.weight", "blocks.0.attn1.to_k.weight", "proj_out.weight"}
+    assert {dtypes[name] for name in narrow} == {torch.bfloat16}
