@@ -34,10 +34,10 @@ def dry_run(recipe: Recipe, words: Sequence[str]) -> int:
     """Print one JSON object about a launch; returns the exit status.
 
     The object has `accepted` and `notices`; of an accepted launch `model` (class, numbers of parameters, in all and
-    trained), `layout` (backend, world_size, sizes of the kinds of parallelism), `batch`, `units` (FSDP2) or `stages`
-    (Megatron), what parallelisms split (`experts`, `columns` and `rows` of linear layers, media of `towers`), and
-    `steps_per_epoch`, null where the data or what reads them are not there, with the reason in
-    `why_no_steps_per_epoch`; of a refused one `refusal`, and the status is 1.
+    trained), `layout` (backend, world_size, sizes of the kinds of parallelism), `batch`, `units` and `prefetch`, how
+    many are gathered ahead (FSDP2), or `stages` (Megatron), what parallelisms split (`experts`, `columns` and `rows` of
+    linear layers, media of `towers`), and `steps_per_epoch`, null where the data or what reads them are not there, with
+    the reason in `why_no_steps_per_epoch`; of a refused one `refusal`, and the status is 1.
 
     Args:
         recipe: what the script trains.
@@ -133,7 +133,10 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     split = {"experts": outline.experts, "columns": outline.columns, "rows": outline.rows, "towers": outline.towers}
     split |= {"offloaded": outline.offloaded, "chunked": outline.chunked, "compiled": outline.compiled}
     parts |= {name: paths for name, paths in split.items() if paths}
-    return {**answer, "layout": _layout(run, outline.dims), **{name: list(paths) for name, paths in parts.items()}}
+    forward, backward = run.fsdp2.num_to_forward_prefetch, run.fsdp2.num_to_backward_prefetch
+    prefetch = {"forward": "1 on devices, 0 on the host" if forward is None else forward, "backward": backward}
+    lists = {name: list(paths) for name, paths in parts.items()}
+    return {**answer, "layout": _layout(run, outline.dims), **lists, "prefetch": prefetch}
 
 
 def _megatron_outline(run: Run) -> dict[str, object]:

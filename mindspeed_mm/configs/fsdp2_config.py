@@ -113,7 +113,9 @@ class Fsdp2Config(Section):
     )
     offload_to_cpu: Bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     pin_memory: Bool = Field(False, description="pin that host memory (only with offload_to_cpu)")
-    num_to_forward_prefetch: Size = Field(0, description="units prefetched in forward")
+    num_to_forward_prefetch: Size | None = Field(
+        None, description="units prefetched in forward; null = 1 on devices, 0 on the host"
+    )
     num_to_backward_prefetch: Size = Field(1, description="units prefetched in backward")
     defer_gradient_sync: Bool = Field(
         False,

@@ -41,7 +41,7 @@ class FsdpPlan(Section):
     output_dtype: DtypeName | None = Field(None, description="output_dtype")
     cast_forward_inputs: Bool = Field(True, description="cast_forward_inputs")
     reshard_after_forward: Bool = Field(True, description="reshard_after_forward")
-    num_to_forward_prefetch: OptionalSize = Field(0, description="num_to_forward_prefetch")
+    num_to_forward_prefetch: OptionalSize | None = Field(None, description="num_to_forward_prefetch")
     num_to_backward_prefetch: OptionalSize = Field(0, description="num_to_backward_prefetch")
     cpu_offload: Bool = Field(False, description="offload_to_cpu")
 

@@ -372,12 +372,16 @@ def ahead(order: list[str], number: int) -> dict[str, list[str]]:
 
 @covers("num_to_forward_prefetch", "num_to_backward_prefetch")
 def test_prefetch_follows_the_order_of_execution(ranks: Ranks) -> None:
-    """Without the keys torch's own: none forward, one backward."""
+    """Without the keys none forward on the host and one on a device, and torch's own one backward."""
     numbers = {(None, None): (0, 1), **{given: given for given in [(0, 0), (1, 0), (2, 0), (0, 2), (2, 3)]}}
     keys = [{"num_to_forward_prefetch": forward, "num_to_backward_prefetch": backward} for forward, backward in numbers]
     seen = ranks.first(toy.prefetched, *({"sub_modules_to_wrap": BLOCKS, **content} for content in keys))
     for found, (forward, backward) in zip(seen, numbers.values(), strict=True):
         assert found == (ahead(IN_ORDER_OF_EXECUTION, forward), ahead(IN_ORDER_OF_EXECUTION[::-1], backward))
+    blocks = {"sub_modules_to_wrap": BLOCKS}
+    keys = [{**blocks, "num_to_forward_prefetch": forward} for forward in (None, 0, 2)]
+    for found, forward in zip(ranks.first(toy.gathers_in_forward, *keys), (1, 0, 2), strict=True):
+        assert found == [1 + min(i + 1 + forward, len(IN_ORDER_OF_EXECUTION)) for i in range(4)]  # and the model itself
 
 
 @covers("defer_gradient_sync")

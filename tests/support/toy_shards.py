@@ -28,6 +28,7 @@ from mindspeed_mm.optimizer.clip import sum_plain_gradients
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import logger
+from tests.support.fake_accelerator import fake_accelerator
 from tests.support.tiny_steps import TinySteps
 from tests.support.workers import forget_globals
 
@@ -382,6 +383,20 @@ def prefetched(path: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         for _ in range(2):
             model(torch.ones(SIZE)).sum().backward()
     return told
+
+
+def gathers_in_forward(path: str) -> list[int]:
+    """Gathers that a second step has begun when each unit begins to compute, on a stand-in for a device."""
+    with fake_accelerator():
+        model = sharded(path)
+        model(torch.ones(SIZE)).sum().backward()
+        found: list[int] = []
+        with CommDebugMode() as counted:
+            for unit in model.modules():
+                if isinstance(unit, FSDPModule) and unit is not model:
+                    unit.register_forward_pre_hook(lambda *_: found.append(counted.get_total_counts()))
+            model(torch.ones(SIZE)).sum().backward()
+    return found
 
 
 def collectives_of_a_step(path: str, micro_batches: int) -> tuple[int, int, float]:

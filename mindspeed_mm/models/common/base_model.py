@@ -376,9 +376,15 @@ class FSDP2Mixin:
     def set_modules_to_prefetch(
         self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None
     ) -> None:
-        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's."""
+        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's.
+
+        If the file has none for forward, a device gathers the next unit while one runs; on the host, where gathering
+        and computing share the cores, none is.
+        """
         config = self.fsdp2_config or Fsdp2Config()
         forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
+        if forward is None:
+            forward = 0 if accelerator.current().is_host else 1
         backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
         module = self._module()
         self._prefetch_recorder = PrefetchRecorder(module, list(module.modules()), forward, backward)

@@ -50,7 +50,7 @@ def test_defaults_are_the_published_documents() -> None:
         "reshard_after_forward": True,
         "offload_to_cpu": False,
         "pin_memory": False,
-        "num_to_forward_prefetch": 0,
+        "num_to_forward_prefetch": None,
         "num_to_backward_prefetch": 1,
         "defer_gradient_sync": False,
         "expert_parallel_size": 1,
