@@ -86,6 +86,9 @@ class InferenceFlags:
         Literal["bf16", "fp16", "fp32"] | None,
         flag("of the predictor; absent = model.json's, --bf16's, else bf16 on an accelerator, fp32 on the host"),
     ] = None
+    allow_tf32: Annotated[
+        bool, flag("compute float32 products and convolutions in TF32 (HF32 on an NPU), as in training")
+    ] = False
     seed: Annotated[int | None, flag("noise of a sample comes from it, the prompt's line and the sample's number")] = (
         None
     )

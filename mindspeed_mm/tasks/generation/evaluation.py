@@ -34,6 +34,9 @@ class EvaluationFlags:
     ] = None
     clip: Annotated[str | None, flag("directory of a CLIP model of transformers", path="directory")] = None
     frames: Annotated[int, flag("frames of a video that are looked at", minimum=1)] = 8
+    allow_tf32: Annotated[
+        bool, flag("compute float32 products and convolutions in TF32 (HF32 on an NPU), as in training")
+    ] = False
     neighbours: Annotated[int, flag("neighbours that precision and recall look at", minimum=1)] = 3
     subset: Annotated[int, flag("samples of each draw of the kernel distance", minimum=2)] = 1000
     subsets: Annotated[int, flag("draws of the kernel distance", minimum=1)] = 100
@@ -50,6 +53,9 @@ class FeatureFlags:
     ] = None
     output: Annotated[str | None, flag("file that is written, ends in .safetensors", path="output")] = None
     frames: Annotated[int, flag("frames of a video that are looked at", minimum=1)] = 8
+    allow_tf32: Annotated[
+        bool, flag("compute float32 products and convolutions in TF32 (HF32 on an NPU), as in training")
+    ] = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +105,7 @@ def evaluate_generation(flags: EvaluationFlags) -> dict[str, Any]:
             )
     if flags.features_a is None and flags.samples is None:
         raise ConfigError("nothing to do: give --features-a and --features-b, or --samples and --clip, or both")
+    _set_precision(flags)
     figures: dict[str, Any] = {}
     if flags.features_a is not None and flags.features_b is not None:
         figures |= _distances(flags.features_a, flags.features_b, flags)
@@ -109,6 +116,13 @@ def evaluate_generation(flags: EvaluationFlags) -> dict[str, Any]:
         figures["clip_score"] = sum(score["clip_score"] for score in scores) / len(scores)
         figures["clip_scores"] = scores
     return figures
+
+
+def _set_precision(flags: EvaluationFlags | FeatureFlags) -> None:
+    from mindspeed_mm import accelerator
+
+    if flags.allow_tf32:
+        accelerator.current().allow_tf32()
 
 
 def _distances(real: str, generated: str, flags: EvaluationFlags) -> dict[str, Any]:
@@ -147,6 +161,7 @@ def _write_features(words: Sequence[str]) -> int:
         raise ConfigError(f"--output is '{output}'; expected a file that ends in .safetensors")
     files = list_media(needed(flags.media, "--media", "a folder of pictures and videos"))
     refuse_unwritable(output.parent, "--output")
+    _set_precision(flags)
     features = media_features(VisionModel(directory), files, frames=flags.frames)
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file({_FEATURES: features}, working_file(output))

@@ -84,11 +84,14 @@ def _outline(launch: _Launch) -> dict[str, object]:
 
 def _run(launch: _Launch) -> None:
     """Open the pipeline and generate the samples."""
+    from mindspeed_mm import accelerator
     from mindspeed_mm.tasks.generation.outputs import SampleFolder
     from mindspeed_mm.tasks.generation.sampling import check_size
 
     _quiet()
     flags, images, options = launch.flags, launch.images, launch.options
+    if flags.allow_tf32:
+        accelerator.current().allow_tf32()
     pipeline = _open(launch.config, flags)
     check_size(options.size, pipeline.rule)
     if pipeline.needs_image != (images is not None):

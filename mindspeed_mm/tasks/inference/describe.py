@@ -42,6 +42,7 @@ _SHARED = (
         "fsdp2_config_path",
         "trust_remote_code",
         "micro_batch_size",
+        "allow_tf32",
         "dry_run",
         "dry_run_world_size",
     ),
@@ -69,6 +70,7 @@ class AnswerRun:
         overwrite: whether an earlier run's answers are replaced.
         system: system text of prompts without one.
         dtype: bf16, fp16 or fp32; None: the directory's, or fp32 on the host.
+        allow_tf32: whether float32 products are computed in the device's shorter format.
         sharding: how parameters are sharded over the processes; None: each process holds the model.
         averaged: whether the averages of a checkpoint are taken.
         merge_adapter: whether a PEFT adapter is added to its base's weights.
@@ -88,6 +90,7 @@ class AnswerRun:
     overwrite: bool = False
     system: str | None = None
     dtype: str | None = None
+    allow_tf32: bool = False
     sharding: Fsdp2Config | None = None
     averaged: bool = False
     merge_adapter: bool = False
@@ -166,6 +169,7 @@ def answer_run(
         overwrite=flags.overwrite,
         system=flags.system,
         dtype=flags.dtype or keys.dtype or ("bf16" if shared.get("bf16") else "fp16" if shared.get("fp16") else None),
+        allow_tf32=bool(shared.get("allow_tf32")),
         sharding=_sharding(shared),
         averaged=flags.ema,
         merge_adapter=flags.merge_adapter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.configs.plugins import import_plugins
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
@@ -44,6 +45,8 @@ def open_generator(run: AnswerRun, prompts: PromptEncoder) -> AnswerGenerator:
             f"'{run.source.adapter}' is a PEFT adapter, which is not sharded; leave --use-torch-fsdp2 out, or shard a "
             "directory that holds the merged weights"
         )
+    if run.allow_tf32:
+        accelerator.current().allow_tf32()
     model = load_model(
         run.source,
         hf_config_of(run),

@@ -19,7 +19,7 @@ from mindspeed_mm.tasks.serving.guard import AsgiApp, RequestGuard
 from mindspeed_mm.tasks.serving.media import check_media
 from mindspeed_mm.tasks.serving.metrics import ServeMetrics
 from mindspeed_mm.utils.errors import ConfigError
-from mindspeed_mm.utils.log import info_rank0
+from mindspeed_mm.utils.log import info_rank0, notice
 
 #: environment variable by which the guard gets what the launch says; a command line would show the key
 GUARD_VARIABLE = "MM_SERVE_GUARD"
@@ -35,6 +35,8 @@ def serve_with_vllm(run: ServeRun) -> NoReturn:
     Raises:
         CheckpointError: the checkpoint doesn't belong to its model, or the export can't be written.
     """
+    if run.answers.allow_tf32:
+        notice("--allow-tf32 has no effect here: vLLM chooses how it computes; --engine transformers honours it")
     directory = exported(run)
     command = command_of(run, directory)
     info_rank0(f"starting {' '.join(command[1:])}")
