@@ -97,7 +97,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     """Build the model on meta, and expand the paths of fsdp2.yaml."""
     import torch
 
-    from mindspeed_mm.backends.fsdp2 import call_provider, with_precision
+    from mindspeed_mm.backends.fsdp2 import block_recompute, call_provider, with_precision
     from mindspeed_mm.models.common.adapters import prepare_adapters
     from mindspeed_mm.models.common.base_model import refuse_own_sharding
     from mindspeed_mm.models.common.build_context import BuildContext, build_context
@@ -116,6 +116,8 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         fsdp2_config_path=path,
         fsdp2=with_precision(run.fsdp2, run.precision),
         dims=run.dims,
+        recompute=block_recompute(run.parallel),
+        swap_attention=run.parallel.swap_attention,
         lora=run.lora,
         sequence_parallel=run.parallel.sequence_parallel,
     )

@@ -29,6 +29,7 @@ from mindspeed_mm.configs.flags.model import PrecisionArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.run_sections import Parallel
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
 from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, gathered_dtype, refuse_own_sharding
@@ -103,9 +104,8 @@ class FSDP2Backend:
             loss=run.loss,
             seq_length=run.batch.seq_length,
             fsdp2_config_path=run.parallel.fsdp2_config_path,
-            recompute=BlockRecompute(
-                run.parallel.recompute_granularity, run.parallel.recompute_method, run.parallel.recompute_num_layers
-            ),
+            recompute=block_recompute(run.parallel),
+            swap_attention=run.parallel.swap_attention,
             fsdp2=self.config,
             lora=run.lora,
             dims=run.dims,
@@ -390,6 +390,11 @@ def call_provider(provider: ModelProvider) -> Any:
     parameters = inspect.signature(provider).parameters
     named = {k: True for k in ("pre_process", "post_process") if k in parameters}
     return provider(**named)
+
+
+def block_recompute(parallel: Parallel) -> BlockRecompute:
+    """Return the flags' recompute settings."""
+    return BlockRecompute(parallel.recompute_granularity, parallel.recompute_method, parallel.recompute_num_layers)
 
 
 def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2Config:

@@ -35,6 +35,7 @@ from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.contract import Staged, as_staged
+from mindspeed_mm.models.megatron.memory import swap_attention
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_from_meta
 from mindspeed_mm.monitor.flops import flops_model
@@ -133,6 +134,8 @@ class PTDBackend:
             if self._meta_model is not None:
                 materialize_chunk(stage.model, self.world.device)
             check_packing(stage.model, run.batch)
+            if run.parallel.swap_attention:
+                swap_attention(stage.model)
         report_modules_trained_in_eval_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:

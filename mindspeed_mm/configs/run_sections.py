@@ -43,6 +43,7 @@ class Parallel:
     recompute_granularity: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
+    swap_attention: bool
 
 
 @dataclass(frozen=True)

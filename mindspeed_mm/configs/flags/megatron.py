@@ -250,7 +250,13 @@ class MegatronMemoryArguments:
 
     recompute_skip_core_attention: Annotated[bool, _RECOMPUTE("keep attention's output")] = False
     recompute_num_layers_skip_core_attention: Annotated[int, _RECOMPUTE("in how many layers")] = 0
-    swap_attention: Annotated[bool, _MEMORY("activations of attention to the host")] = False
+    swap_attention: Annotated[
+        bool,
+        flag(
+            "what attention keeps for backward waits for it in host memory, and is back a layer ahead; of layers that "
+            "are recomputed whole there is nothing to wait"
+        ),
+    ] = False
     reuse_fp32_param: Annotated[
         bool,
         no_effect(

@@ -151,7 +151,7 @@ class FSDP2Mixin:
         split = self._planned_tensor(config, dims)[0] if dims.tp > 1 else None
         if dims.cp > 1 and type(self).set_context_parallel is FSDP2Mixin.set_context_parallel:
             self._require_context_parallel(dims.cp)
-        memory = plan_memory(module, config, current_build_context().recompute, dims)
+        memory = self._memory_modules(config, dims)
         patterns = config.sub_modules_to_wrap
         if patterns is None and as_trainable(module).is_transformers:
             patterns = default_wrap_list(module, traits_of(module))
@@ -334,15 +334,16 @@ class FSDP2Mixin:
 
     def set_activation_offload(self) -> None:
         """Keep what the modules that fsdp2.yaml names save for backward in host memory until then."""
-        apply_offload(self._memory_modules().offloaded)
+        apply_offload(self._memory_modules(self.fsdp2_config or Fsdp2Config(), self._dims).offloaded)
 
     def set_chunk_mbs(self) -> None:
         """Run the modules that fsdp2.yaml names on chunks of a micro-batch."""
-        apply_chunks(self._memory_modules().chunked, chunk_plan(self.fsdp2_config or Fsdp2Config()))
-
-    def _memory_modules(self) -> MemoryModules:
         config = self.fsdp2_config or Fsdp2Config()
-        return plan_memory(self._module(), config, current_build_context().recompute, self._dims)
+        apply_chunks(self._memory_modules(config, self._dims).chunked, chunk_plan(config))
+
+    def _memory_modules(self, config: Fsdp2Config, dims: Dims) -> MemoryModules:
+        context = current_build_context()
+        return plan_memory(self._module(), config, context.recompute, dims, swap_attention=context.swap_attention)
 
     def set_fullyshard_modules_to_wrap(
         self, module: nn.Module | None = None, sub_modules_to_wrap: list[str] | None = None, **fsdp2_kwargs: Any

@@ -9,12 +9,14 @@ from torch import nn
 
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common.block_parts import block_parts
 from mindspeed_mm.models.common.paths import listed_modules
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.parallel.chunk_mbs import ChunkPlan
 from mindspeed_mm.parallel.patterns import containing_path
 from mindspeed_mm.parallel.recompute import BlockRecompute, chosen_blocks
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
+from mindspeed_mm.utils.log import notice
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,17 @@ class MemoryModules:
     chunked: dict[str, nn.Module]
 
 
-def plan_memory(root: nn.Module, config: Fsdp2Config, blocks: BlockRecompute, dims: Dims) -> MemoryModules:
-    """Return the modules that `activation_offload_modules` and `chunk_mbs_modules` name.
+def plan_memory(
+    root: nn.Module, config: Fsdp2Config, blocks: BlockRecompute, dims: Dims, *, swap_attention: bool = False
+) -> MemoryModules:
+    """Return the modules that `activation_offload_modules`, --swap-attention and `chunk_mbs_modules` name.
 
     Args:
         root: the model; it may be on the meta device.
         config: content of fsdp2.yaml.
         blocks: recompute flags.
         dims: sizes of the parallelisms.
+        swap_attention: --swap-attention: offload the attention of all blocks, too.
 
     Raises:
         ConfigError: a path matches nothing, a module with offload is a part of a recomputed one, one that runs on
@@ -47,10 +52,12 @@ def plan_memory(root: nn.Module, config: Fsdp2Config, blocks: BlockRecompute, di
         listed_modules(root, config, key)
         for key in ("activation_offload_modules", "chunk_mbs_modules", "recompute_modules")
     )
-    if offloaded or chunked:
+    if offloaded or chunked or swap_attention:
         recomputed = {**recomputed, **chosen_blocks(root, block_lists(root), config, blocks)}
     _require_recompute(chunked, recomputed, f"{config.file}: chunk_mbs_modules")
     _refuse_parts_of_recomputed(offloaded, recomputed, f"{config.file}: activation_offload_modules")
+    if swap_attention:
+        offloaded |= _swapped_attention(root, recomputed)
     if chunked and dims.cp > 1:
         raise ConfigError(
             f"{config.file}: chunk_mbs_modules splits the rows of a micro-batch, whose tokens --context-parallel-size "
@@ -58,6 +65,23 @@ def plan_memory(root: nn.Module, config: Fsdp2Config, blocks: BlockRecompute, di
         )
     outermost = {path: m for path, m in offloaded.items() if not _parts_of(path, offloaded)}
     return MemoryModules(outermost, chunked)
+
+
+def _swapped_attention(root: nn.Module, recomputed: Collection[str]) -> dict[str, nn.Module]:
+    """Return the attention of the blocks that aren't recomputed; where there is none, say why."""
+    attention = block_parts(root, "attention")
+    swapped = {path: module for path, module in attention.items() if not _parts_of(path, recomputed)}
+    if not attention:
+        notice(
+            f"--swap-attention has no effect here: no attention was found in the blocks of {type(root).__name__}; name "
+            "it in fsdp2.yaml's activation_offload_modules"
+        )
+    elif not swapped:
+        notice(
+            "--swap-attention has no effect here: all blocks are recomputed, and keep nothing of their attention; name "
+            "them in fsdp2.yaml's activation_offload_modules, for their inputs"
+        )
+    return swapped
 
 
 def _parts_of(path: str, paths: Collection[str]) -> str | None:

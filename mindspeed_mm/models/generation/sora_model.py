@@ -240,7 +240,10 @@ class SoRAModel(MultiModalModule):
 
         Paths of frozen parts, which aren't sharded, are left out. One error lists all paths without a match.
         """
-        keys = ("sub_modules_to_wrap", "recompute_modules", "ignored_modules", "float8_modules")
+        keys = (
+            *("sub_modules_to_wrap", "recompute_modules", "ignored_modules", "float8_modules"),
+            *("activation_offload_modules", "chunk_mbs_modules"),
+        )
         found: dict[str, Any] = dict.fromkeys(keys)
         problems: list[str] = []
         for key in keys:

@@ -59,11 +59,11 @@ def test_published_paths_are_those_of_the_predictor(
 
 def test_published_paths_of_hunyuanvideo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = ["predictor.double_blocks.{*}"]
-    file = fsdp2_file(tmp_path, sub_modules_to_wrap=blocks, recompute_modules=blocks)
+    keys = ("sub_modules_to_wrap", "recompute_modules", "activation_offload_modules", "chunk_mbs_modules")
+    file = fsdp2_file(tmp_path, **dict.fromkeys(keys, blocks))
     found = overrides(tiny("hunyuanvideo15-t2v"), monkeypatch, file)
-    assert (
-        found["sub_modules_to_wrap"] == found["recompute_modules"] == ["transformer_blocks.0", "transformer_blocks.1"]
-    )
+    for key in keys:
+        assert found[key] == ["transformer_blocks.0", "transformer_blocks.1"], key
 
 
 def test_paths_outside_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

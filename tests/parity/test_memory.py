@@ -1,0 +1,107 @@
+"""Runs that save the memory of activations against the same runs without: losses and gradient norms, bit for bit.
+
+The real entry scripts run in the workers: images through both backends, videos through FSDP2.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.test_generation_layouts import Case as GenerationCase
+from tests.parity.test_generation_layouts import files_of
+from tests.support.launch import WRAP, launch_flags, metrics_of, run_entry, write_run_files
+from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
+
+ROWS, STEPS = 8, 3
+PARTS = ("vision_encoder", "vision_projector")
+TRAINED = {"image_encoder": {part: {"freeze": False} for part in PARTS}}
+BLOCKS = ["predictor.blocks.{*}"]
+SWAP: Mapping[str, Any] = {"swap_attention": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+MEGATRON = {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A launch, and what saves memory in it.
+
+    Attributes:
+        kind: "images" with FSDP2, "megatron" or "videos".
+        flags, fsdp2: what saves memory.
+        layout: flags of both runs.
+        base: keys of fsdp2.yaml of both runs.
+    """
+
+    kind: str
+    world: int
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    fsdp2: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALL = {"activation_offload_modules": WRAP}
+CASES = {
+    "images, 2 processes, attention and tower": Saved("images", 2, SWAP, {"activation_offload_modules": [WRAP[0]]}),
+    "Megatron PP2, attention": Saved("megatron", 2, SWAP, layout=PP2),
+    "videos, 2 processes, blocks": Saved("videos", 2, fsdp2={"activation_offload_modules": BLOCKS}),
+}
+FURTHER = {
+    "images, 1 process": Saved("images", 1, fsdp2=ALL),
+    "images, bf16": Saved("images", 2, fsdp2=ALL, layout={"bf16": True}),
+    "images, parameters kept": Saved("images", 2, fsdp2=ALL, base={"reshard_after_forward": False}),
+    "images, parameters in host memory": Saved("images", 2, fsdp2=ALL, base={"offload_to_cpu": True}),
+    "images, TP2": Saved("images", 2, SWAP, ALL, layout={"tensor_model_parallel_size": 2}),
+    "images, CP2": Saved("images", 2, SWAP, layout={"context_parallel_size": 2}),
+    "images, attention beside recomputed towers": Saved(
+        "images", 2, SWAP, base={"recompute_modules": [WRAP[0]], "use_reentrant": False}
+    ),
+    "Megatron, 1 process": Saved("megatron", 1, SWAP),
+    "Megatron TP2 SP": Saved("megatron", 2, SWAP, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "Megatron PP2 VPP2": Saved("megatron", 2, SWAP, layout=VPP2),
+    "Megatron, core of attention recomputed": Saved("megatron", 1, SWAP, layout={"recompute_activations": True}),
+    "videos, attention": Saved("videos", 1, SWAP),
+}
+
+
+@functools.cache
+def rows_with_images() -> tuple[Path, Path]:
+    folder = Path(tempfile.mkdtemp(prefix="memory-"))
+    hf_dir = tiny_qwen2_5_vl_dir(folder / "hf", seed=3, tie=False, deep=True)
+    return hf_dir, write_mixed_dataset(folder / "data", rows=ROWS, seed=5)
+
+
+def run(case: Saved, flags: Mapping[str, Any], fsdp2: Mapping[str, Any], pools: Any, folder: Path) -> Any:
+    """Losses and gradient norms of a launch."""
+    settings = {"micro_batch_size": 1, "global_batch_size": ROWS, "train_iters": STEPS, "save": folder / "run"}
+    settings |= {"no_save_optim": True, **case.layout, **flags}
+    fsdp2 = {"sub_modules_to_wrap": BLOCKS if case.kind == "videos" else WRAP, **case.base, **fsdp2}
+    if case.kind == "videos":
+        files = files_of(GenerationCase(fsdp2=fsdp2), folder / "files")
+        pools[case.world].run(run_entry, launch_flags(files, **settings), "pretrain_sora.py", timeout=120)
+        return metrics_of(folder / "run")
+    model: dict[str, Any] = {"loss_cfg": {"loss_type": "per_token_loss"}, **TRAINED}
+    if case.kind == "megatron":
+        model |= {"model_id": "qwen2_5_vl"}
+        settings = {**MEGATRON, "seq_length": 256, **settings}
+    files = write_run_files(folder / "files", *rows_with_images(), model=model, fsdp2=fsdp2)
+    script = "pretrain_vlm.py" if case.kind == "megatron" else "pretrain_transformers.py"
+    pools[case.world].run(run_entry, launch_flags(files, **settings), script, timeout=120)
+    return metrics_of(folder / "run")
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)])
+def test_no_bit_changes(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    case = {**CASES, **FURTHER}[name]
+    pools = request.getfixturevalue("megatron_pools" if case.kind == "megatron" else "pools")
+    plain = run(case, {}, {}, pools, tmp_path / "plain")
+    losses, norms = run(case, case.flags, case.fsdp2, pools, tmp_path / "saved")
+    assert len(losses) == STEPS and (losses, norms) == plain
