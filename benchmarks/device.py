@@ -23,11 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-from device_runner import Part, Runner, Table  # noqa: E402
+from device_runner import NOT_RUN, Part, Runner, Table  # noqa: E402
 
 OURS = ("torch", "transformers", "pydantic", "xxhash")
 GENERATION = (*OURS, "diffusers", "ftfy")
 PACKAGES = ("torch", "transformers", "diffusers", "megatron-core", "accelerate", "numpy", "flash-attn", "flash-attn-3")
+MAKING = "model and rows"
 CASE_FOLDERS = {"dense text": "dense", "images": "images", "experts": "experts", "Wan": "wan"}
 
 
@@ -38,8 +39,7 @@ def parts(smallest: bool = False) -> list[Part]:
         smallest: nothing is timed, so that parts may run at once, and one compiled contender stands for all.
     """
     made = {
-        case: Part(case, "model and rows", GENERATION if case == "Wan" else OURS, alone=False, least=10)
-        for case in CASE_FOLDERS
+        case: Part(case, MAKING, GENERATION if case == "Wan" else OURS, alone=False, least=10) for case in CASE_FOLDERS
     }
 
     def timed(case: str, contender: str, *needs: str, seconds: float = 75) -> Part:
@@ -48,6 +48,9 @@ def parts(smallest: bool = False) -> list[Part]:
 
     further = [timed(case, "ours compiled", seconds=120) for case in ("Wan", "images", "experts")]
     return [
+        Part("kernels of attention", "", OURS, alone=False, seconds=60, least=10),
+        Part("parity with plain transformers", "FSDP2", OURS, alone=False, seconds=120),
+        Part("parity with plain transformers", "Megatron", (*OURS, "megatron"), alone=False, seconds=120),
         *made.values(),
         timed("dense text", "ours"),
         timed("dense text", "Trainer packed", "accelerate"),
@@ -56,9 +59,9 @@ def parts(smallest: bool = False) -> list[Part]:
         timed("Wan", "ours"),
         timed("Wan", "diffusers"),
         timed("experts", "ours"),
-        timed("experts", "Trainer packed", "accelerate"),
+        *(timed("experts", "Trainer packed", "accelerate") for _ in range(not smallest)),
         timed("dense text", "ours on Megatron", "megatron"),
-        timed("dense text", "Trainer", "accelerate"),
+        *(timed("dense text", "Trainer", "accelerate") for _ in range(not smallest)),
         timed("dense text", "ours compiled", seconds=120),
         *([] if smallest else further),
     ]
@@ -113,7 +116,7 @@ def lead(options: argparse.Namespace, folder: Path) -> None:
         return [*words, *(["--smallest"] if options.smallest else [])]
 
     set_environment(folder, options.smallest)
-    table = Table(out, head_of(options.smallest) + brought)
+    table = Table(out, head_of(options.smallest) + brought, [part.name for part in wanted])
     deadline = began + options.minutes * 60
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     runner = Runner(table, command, deadline, together=max(1, min(6, cores // 2 + 1)), folder=folder)
@@ -132,7 +135,7 @@ def is_wanted(part: Part, words: list[str] | None) -> bool:
         not words
         or any(word in part.name for word in words)
         or (
-            part.contender == "model and rows"
+            part.contender == MAKING
             and any(
                 part.case in word or word in other.name
                 for word in words
@@ -147,7 +150,8 @@ def set_environment(folder: Path, smallest: bool) -> None:
     """Set what all workers shall find in their environment; what is set already stays."""
     path = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
-    values = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    threads = 1 if smallest else max(1, min(8, (os.cpu_count() or 1) // 2))
+    values = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     # one process, on a machine that may have no name and no network
     values |= {"MM_DEVICE_PEAK_TFLOPS": "0.1"} if smallest else {}  # so that the column is filled on a host, too
     values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
@@ -170,12 +174,12 @@ def head_of(smallest: bool) -> str:
 
 
 def unexpected(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows that the smallest form must not have: of parts that failed, and not for want of a device or a key."""
-    allowed = ("has no key", "needs CUDA", "is not installed", "are not installed")
+    """Rows that the smallest form must not have: of parts that failed, and not for want of a device or a library."""
+    allowed = ("needs CUDA", "is not installed", "are not installed")
     return [
         f"{row['part']}: {row['contender']}: {row['note']}"
         for row in rows
-        if "not run" in str(row.get("note")) and not any(word in row["note"] for word in allowed)
+        if NOT_RUN in str(row.get("note")) and not any(word in row["note"] for word in allowed)
     ]
 
 
@@ -201,13 +205,12 @@ def work(name: str, folder: Path, results: Path, smallest: bool, out: Path) -> N
             tell(row)
     except BaseException as error:
         traceback.print_exc()
-        from device_contenders import NotRun, innermost
+        from device_contenders import said
 
-        said = (str(error).strip().splitlines() or [""])[0][:300]
-        where = "" if isinstance(error, NotRun) else f" ({type(error).__name__} at {innermost(error)})"
-        tell({"note": f"not run: {said}{where}"})
-        sys.stdout.flush()
-        os._exit(0)  # the row says it; threads of collectives may hang at a regular end
+        tell({"note": f"{NOT_RUN}{said(error)}"})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the rows say it all; threads of collectives may hang at a regular end
 
 
 def prepare(part: Part) -> None:
@@ -215,10 +218,14 @@ def prepare(part: Part) -> None:
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    import mindspeed_mm.training  # noqa: F401
+    import mindspeed_mm.accelerator
 
     if part.contender.startswith("Trainer"):
         from transformers import Trainer  # noqa: F401
+    elif part.contender == MAKING:
+        import mindspeed_mm.data
+    elif part.contender.startswith("ours"):
+        import mindspeed_mm.training  # noqa: F401
     if part.case == "Wan":
         import diffusers  # noqa: F401
     import device_cases  # noqa: F401
@@ -227,9 +234,16 @@ def prepare(part: Part) -> None:
 
 def found_by(part: Part, folder: Path, smallest: bool, out: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a part."""
+    import device_checks
+
+    if part.case == "kernels of attention":
+        yield from device_checks.attention(smallest)
+    if part.case == "parity with plain transformers":
+        own = folder / f"parity_{part.contender}"
+        yield from device_checks.parity(own, smallest, fsdp2=part.contender == "FSDP2")
     if part.case in CASE_FOLDERS:
         own = folder / CASE_FOLDERS[part.case]
-        if part.contender == "model and rows":
+        if part.contender == MAKING:
             from device_cases import CASES
 
             from mindspeed_mm import accelerator

@@ -179,11 +179,12 @@ def make_tokenizer(folder: Path) -> Any:
     return build_byte_bpe_tokenizer([" ".join(rng.choices(WORDS, k=20)) for _ in range(200)], 384, folder)
 
 
-def save_random(config: Any, tokenizer: Any, folder: Path, device: torch.device) -> None:
-    """Write a model with random bf16 weights, drawn where it is fast."""
+def save_random(
+    config: Any, tokenizer: Any, folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write a model with random weights, drawn where it is fast."""
     import transformers
 
-    dtype = torch.bfloat16
     torch.manual_seed(0)
     with torch.device(device):
         model = getattr(transformers, config.architectures[0])._from_config(config, dtype=dtype)
@@ -197,22 +198,32 @@ def make_batches(folder: Path, smallest: bool, packs: int, images: bool = False)
     """Write packs as our loader makes them (packed.pt), and padded micro-batches of the rows (padded.pt)."""
     from samples_per_second import padded
 
-    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+    from mindspeed_mm.data import build_mm_dataset
 
-    capacity = 256 if smallest else 8192
-    packs = 2 if smallest else packs
-    rows = write_rows(folder, smallest, images, tokens=int(packs * capacity * 1.2))
-    param = data_param(folder, capacity)["dataset_param"]
-    dataset = build_mm_dataset(param)
-    loader = build_mm_dataloader(
-        dataset, {"shuffle": False}, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1
-    )
-    torch.save([dict(batch) for batch in take(iter(loader), packs)], folder / "packed.pt")
-    loader.close()
-    plain = build_mm_dataset({**param, "basic_parameters": {**param["basic_parameters"], "packing": False}})
+    capacity, packs = (256, 2) if smallest else (8192, packs)
+    rows = make_rows_and_packs(folder, capacity, packs, smallest, images)
+    plain = build_mm_dataset(data_param(folder, None)["dataset_param"])
     samples = [dict(plain[number]) for number in range(rows - rows % MICRO_ROWS)]
     groups = [samples[first : first + MICRO_ROWS] for first in range(0, len(samples), MICRO_ROWS)]
     torch.save([padded(group) for group in groups], folder / "padded.pt")
+
+
+def make_rows_and_packs(folder: Path, capacity: int, packs: int, smallest: bool, images: bool = False) -> int:
+    """Write rows.json and packs of it (packed.pt); returns the number of rows."""
+    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+
+    rows = write_rows(folder, smallest, images, tokens=int(packs * capacity * 1.2))
+    loader = build_mm_dataloader(
+        build_mm_dataset(data_param(folder, capacity)["dataset_param"]),
+        {"shuffle": False},
+        micro_batch_size=1,
+        global_batch_size=1,
+        dp_rank=0,
+        dp_size=1,
+    )
+    torch.save([dict(batch) for batch in take(iter(loader), packs)], folder / "packed.pt")
+    loader.close()
+    return rows
 
 
 def take(batches: Iterator[Any], count: int) -> Iterator[Any]:

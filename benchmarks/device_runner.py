@@ -54,10 +54,12 @@ class Table:
     Args:
         folder: receives device.md and rows.jsonl.
         head: what the figures hold for; lines above the table.
+        order: names of the parts, in the order of their rows.
     """
 
-    def __init__(self, folder: Path, head: str) -> None:
+    def __init__(self, folder: Path, head: str, order: Sequence[str]) -> None:
         self.folder, self.head, self.rows = folder, head, []
+        self._places = {name: place for place, name in enumerate(order)}
         folder.mkdir(parents=True, exist_ok=True)
 
     rows: list[dict[str, Any]]
@@ -65,6 +67,7 @@ class Table:
     def add(self, part: Part, cells: Mapping[str, Any]) -> None:
         """Add a row."""
         self.rows.append({"part": part.case, "contender": part.contender, **cells})
+        self.rows.sort(key=lambda row: self._places[Part(row["part"], row["contender"]).name])
         self.write()
 
     def not_run(self, part: Part, reason: str) -> None:
