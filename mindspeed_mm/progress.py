@@ -11,10 +11,11 @@ from mindspeed_mm.backends.protocol import Backend
 from mindspeed_mm.checkpoint.adapter_files import holds_only_adapters
 from mindspeed_mm.checkpoint.adapters import base_of, refuse_other_kind
 from mindspeed_mm.checkpoint.agreement import on_first_rank
-from mindspeed_mm.checkpoint.attempts import is_own, note_launch
+from mindspeed_mm.checkpoint.attempts import is_own
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
 from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
+from mindspeed_mm.checkpoint.launch_record import record_launch
 from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.start import Start, find_start, has_state, refuse_damaged
 from mindspeed_mm.configs.global_args import report_progress
@@ -71,12 +72,7 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
             is_own=is_own(run.checkpoint.save, run.launch.restarts),
             reads=paths_of(files) if run.checkpoint.overwrite else {},
         )
-
-        def prepare_and_note() -> None:
-            prepare()
-            note_launch(run.checkpoint.save or "")
-
-        on_first_rank(prepare_and_note, run.launch.rank, backend.gather_objects)
+        on_first_rank(prepare, run.launch.rank, backend.gather_objects)
     if start.directory is not None:
         refuse_damaged(
             start.directory,
@@ -85,7 +81,7 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
             backend.gather_objects,
             checksums=not run.checkpoint.no_verify_checkpoint,
         )
-    progress, improvement = Progress(), None
+    progress, improvement, changed = Progress(), None, []
     saved = read_state(start.directory) if start.directory is not None and has_state(start.directory) else {}
     if start.directory is not None:
         refuse_other_kind(saved, run.lora, start.directory, start.resumes)
@@ -99,8 +95,10 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
         progress.last_saved = progress.iteration
         progress.data_state = saved.get("data")
         improvement = saved.get("improvement")
-        report_changes(saved.get("settings", {}), run_settings(run))
+        changed = report_changes(saved.get("settings", {}), run_settings(run))
     progress.improvement = Improvement.of(run, improvement)
+    if run.checkpoint.save and run.launch.rank == 0:
+        record_launch(run.checkpoint.save, run, iteration=progress.iteration, changed=changed)
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     return start, progress
 

@@ -1,29 +1,18 @@
 """Attempts of one launch: after a failure its launcher starts all processes again, and the run goes on by itself.
 
-The first attempt notes in the run folder which launch it belongs to. A later one that finds the note of its own launch
-knows that the folder's files are its own, and goes on from the last checkpoint there, whatever --load names.
+The record of the launch in the run folder tells which launch its files belong to. An attempt that finds its own launch
+there goes on from the last checkpoint in the folder, whatever --load names.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.launch_record import read_record, this_launch_id
 from mindspeed_mm.checkpoint.run_folder import checkpoints, has_checkpoint
-from mindspeed_mm.checkpoint.run_lock import Holder
 from mindspeed_mm.configs.run import Run
-from mindspeed_mm.utils.files import write_json
 from mindspeed_mm.utils.log import info_rank0
-
-#: the note, in the run folder
-LAUNCH = "launch.json"
-
-
-def note_launch(save: str | Path) -> None:
-    """Write into a run folder which launch its files belong to; rank 0 only."""
-    write_json(Path(save) / LAUNCH, _this_launch())
 
 
 def is_own(save: str | Path, restarts: int) -> bool:
@@ -35,12 +24,8 @@ def is_own(save: str | Path, restarts: int) -> bool:
     """
     if not restarts:
         return False
-    try:
-        found = json.loads((Path(save) / LAUNCH).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    own = _this_launch()
-    if not isinstance(found, dict) or found.get("run_id") != own["run_id"]:
+    found, own = read_record(save).get("launch", {}), this_launch_id()
+    if found.get("run_id") != own["run_id"]:
         return False
     # rank 0 may be on another machine than before, whose launcher is another process
     return found.get("machine") != own["machine"] or found.get("launcher") == own["launcher"]
@@ -63,12 +48,3 @@ def continued(run: Run) -> Run:
         no_load_rng=checkpoint.no_save_rng,
     )
     return replace(run, checkpoint=own, lora=None if run.lora is None else replace(run.lora, start=None))
-
-
-def _this_launch() -> dict[str, str]:
-    process = Holder.this_process()
-    return {
-        "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        "machine": process.machine,
-        "launcher": process.launcher,
-    }

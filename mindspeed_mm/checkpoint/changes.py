@@ -46,8 +46,8 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {name: found[name] for name in _RECORDED}
 
 
-def report_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log a notice with the settings that differ from those of the checkpoint."""
+def report_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Log a notice with the settings that differ from those of the checkpoint; returns these."""
     changed = []
     for name, meaning in _RECORDED.items():
         if name in before and before[name] != now.get(name):
@@ -55,3 +55,4 @@ def report_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             changed.append(f"{flag} {before[name]} → {now.get(name)}" + (f" ({meaning})" if meaning else ""))
     if changed:
         notice(f"changed since the checkpoint, the flags given now count: {'; '.join(changed)}")
+    return changed

@@ -99,6 +99,7 @@ def parse_args(
         places[name] = described.places[name]
     given = described.values | given
     vars(args).update(described.values | vars(parsed))
+    args.given = given | _own_flags_given(parser, vars(parsed))
     if not own_model:
         imply_fsdp2(args)
     _read_environment(args, given)
@@ -196,6 +197,12 @@ def _lower_own_flags(parser: argparse.ArgumentParser, described: TypedFlags) -> 
     for action in parser._actions:
         if action.dest in described.values and action.default is not argparse.SUPPRESS:
             action.default, action.required = described.values[action.dest], False
+
+
+def _own_flags_given(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a script's own flags that differ from their defaults."""
+    own = {action.dest: action.default for action in parser._actions if action.default is not argparse.SUPPRESS}
+    return {name: values[name] for name, default in own.items() if name in values and values[name] != default}
 
 
 def _copy(value: object) -> object:

@@ -25,7 +25,7 @@ from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import check_versions
 
 #: attributes that `parse_args` adds to the flags
-_OF_THE_LAUNCH = ("backends", "rank", "world_size", "restarts", "params_dtype")
+_OF_THE_LAUNCH = ("backends", "given", "rank", "world_size", "restarts", "params_dtype")
 
 
 def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mindspeed_mm.configs.argument_rules import ScheduleLengths, check_schedule, schedule_lengths
@@ -53,6 +54,7 @@ class Run:
         trust_remote_code: whether code that comes with a directory may run, for model, processor and tokenizer alike.
         lora: the adapters that are trained; None: weights are.
         own_flags: attribute → value of the flags that the script has added.
+        given: attribute → value of the flags that the launch gives; all others have their defaults.
     """
 
     launch: Launch
@@ -75,6 +77,7 @@ class Run:
     trust_remote_code: bool
     lora: LoraOptions | None
     own_flags: Mapping[str, object]
+    given: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def uses_fsdp2(self) -> bool:
@@ -149,4 +152,5 @@ def build_run(
         trust_remote_code=args.trust_remote_code,
         lora=lora_options(args),
         own_flags=own_flags,
+        given=MappingProxyType(dict(getattr(args, "given", {}))),
     )

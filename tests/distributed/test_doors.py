@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -14,12 +13,12 @@ import pytest
 import yaml
 
 from mindspeed_mm.configs.describe import describe
-from mindspeed_mm.configs.run import Run
-from mindspeed_mm.configs.sections import Section
+from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.tasks.train.language import TRANSFORMERS
 from tests.support.families import families
 from tests.support.family_case import FamilyCase
 from tests.support.launch import launch_flags, metrics_of, run_entry
+from tests.support.runs import without_origin
 from tests.support.workers import RankPool
 
 STEPS = 3
@@ -118,29 +117,21 @@ DOORS: dict[str, tuple[Door, str]] = {
 MODELS = ["qwen3_vl", pytest.param("qwen3", marks=pytest.mark.full)]
 
 
-def plain(run: Run) -> dict[str, Any]:
-    """A Run without its origin: names of files, and the files as they are written."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(run):
-        value = getattr(run, field.name)
-        if isinstance(value, Section):
-            found[field.name] = value.model_dump()
-        elif field.name == "parallel":
-            found[field.name] = dataclasses.replace(value, fsdp2_config_path=None)
-        elif field.name not in ("files", "launch"):
-            found[field.name] = value
-    found["fsdp2"]["sub_modules_to_wrap"] = [path for path in found["fsdp2"]["sub_modules_to_wrap"] if path != "mtp"]
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_doors_describe_one_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     case = case_of(name)
-    runs = {door: plain(describe(words(case, tmp_path, "run"), TRANSFORMERS)) for door, (words, _) in DOORS.items()}
+    described = {door: describe(words(case, tmp_path, "run"), TRANSFORMERS) for door, (words, _) in DOORS.items()}
+    runs = {door: without_origin(run) for door, run in described.items()}
+    for run in runs.values():
+        run["fsdp2"]["sub_modules_to_wrap"] = [path for path in run["fsdp2"]["sub_modules_to_wrap"] if path != "mtp"]
     for door in ("gpt_args", "multimodal"):
         for section, value in runs["flags"].items():
             assert runs[door][section] == value, (door, section)
+    file = tmp_path / "run.yaml"
+    for door, run in described.items():
+        file.write_text(written_run(run, door))
+        assert without_origin(describe([str(file)], TRANSFORMERS)) == without_origin(run), door
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -150,6 +141,9 @@ def test_doors_train_to_the_same_losses(name: str, ranks2: RankPool, tmp_path: P
         save = tmp_path / door
         ranks2.run(run_entry, words(case_of(name), tmp_path, str(save)), script, timeout=180)
         found[door] = metrics_of(save)
+    again = [str(tmp_path / "multimodal" / "run.yaml"), "--save", str(tmp_path / "again")]
+    ranks2.run(run_entry, again, TRAINER, timeout=180)
+    found["run.yaml"] = metrics_of(tmp_path / "again")
     losses, norms = found["flags"]
     assert len(losses) == STEPS and len(set(losses)) == STEPS and min(norms) > 0
-    assert found["gpt_args"] == found["multimodal"] == found["flags"]
+    assert found["gpt_args"] == found["multimodal"] == found["flags"] == found["run.yaml"]

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.fsdp2_config import load_fsdp2_config
 from mindspeed_mm.configs.lora import lora_options
+from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.dry_run import dry_run
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.train.generation import SORA
@@ -27,7 +29,7 @@ from tests.support import published_launches
 from tests.support.families import families
 from tests.support.launch import ROOT, run_entry
 from tests.support.published_launches import Launch
-from tests.support.runs import described_args
+from tests.support.runs import described_args, without_origin
 from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
 from tests.support.workers import RankPool
 
@@ -75,6 +77,15 @@ def test_it_is_described(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         config = load_fsdp2_config(args.fsdp2_config_path)
         assert (config.param_dtype, config.reduce_dtype) == ("bf16", launch.fsdp2["reduce_dtype"])
     assert bool(lora_options(args)) == name.partition(" LoRA")[1].startswith(" LoRA")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_its_run_file_describes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = published_launches.launch(name)
+    words = prepared(name, launch, tmp_path, monkeypatch)
+    run, file = describe(words, RECIPES[launch.entry]), tmp_path / "run.yaml"
+    file.write_text(written_run(run, name), encoding="utf-8")
+    assert without_origin(describe([str(file)], RECIPES[launch.entry])) == without_origin(run)
 
 
 def test_it_is_planned_at_its_own_world_size(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.global_args import get_args
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
+from mindspeed_mm.configs.sections import Section
 from mindspeed_mm.utils.launch import Launch
 
 
@@ -55,3 +57,19 @@ def run_of(*, world_size: int = 1, model: Any = None, data: Any = None, files: A
     args = Namespace(**{**defaults, **usual, **flags}, backends=("fsdp2", "ptd"), world_size=world_size)
     validate_args(args, world_size)
     return run_of_args(args, model=model, data=data, files=files)
+
+
+def without_origin(run: Run) -> dict[str, Any]:
+    """A Run as values to compare, without its origin: names of files, the files as they are written, the launch."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if isinstance(value, Section):
+            found[field.name] = value.model_dump()
+        elif field.name == "parallel":
+            found[field.name] = dataclasses.replace(value, fsdp2_config_path=None)
+        elif field.name == "checkpoint":
+            found[field.name] = dataclasses.replace(value, overwrite=False)
+        elif field.name not in ("files", "launch", "given"):
+            found[field.name] = value
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed_mm.configs.flags.spec import BackendName
@@ -46,6 +47,7 @@ class ParsedFlags(_Flags):
 
     Attributes:
         backends: those that the script can train with.
+        given: the flags that the launch gives, the script's own included, as they were typed.
         rank, restarts: this process's place in the launch, and how often the launcher has restarted it.
         world_size: number of processes.
         params_dtype: of the computation, by `bf16` and `fp16`.
@@ -57,6 +59,7 @@ class ParsedFlags(_Flags):
     """
 
     backends: tuple[BackendName, ...]
+    given: Mapping[str, Any]
     rank: int
     world_size: int
     restarts: int

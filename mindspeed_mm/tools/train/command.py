@@ -25,6 +25,7 @@ _OPTIONS = "MINDSPEED_MM_LAUNCHER_OPTIONS"
 #: the file in which that launcher leaves its process id and, at last, its status
 _STATE = "MINDSPEED_MM_LAUNCHER_STATE"
 _SEPARATOR = "\x1f"
+_NUMBERS = ("--nproc-per-node", "--nproc_per_node")
 _USAGE = """usage: mindspeed-mm train [options of torchrun] WHAT [its words]
 
 WHAT is a run's YAML file (section.key=value after it changes values), an entry script with its flags, a launch
@@ -56,6 +57,8 @@ def main(words: Sequence[str]) -> int:
     target = find_target(options.training_script, options.training_script_args)
     if target.bash is not None:
         return _run_bash(target, before)
+    if target.processes is not None and not any(word.startswith(_NUMBERS) for word in before):
+        options.nproc_per_node = str(target.processes)
     return _run(options, target.words)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.checkpoint.launch_record import RUN_FILE, read_record
 from mindspeed_mm.configs.files import YAML_SUFFIXES, read_yaml
 from mindspeed_mm.configs.other_scripts import describes_generation
 from mindspeed_mm.configs.scalars import read_bool
@@ -21,8 +22,6 @@ ENTRY_MODULES: Mapping[str, str] = {
     "train_fsdp2.py": "mindspeed_mm.entry.train_fsdp2",
     "mindspeed_mm/fsdp/train/trainer.py": "mindspeed_mm.entry.trainer",
 }
-#: the file of a run folder that starts its run again
-RUN_FILE = "run.yaml"
 _SUFFIXES = ("a run's .yaml file", "an entry script (.py)", "a launch script (.sh)", "a run folder")
 
 
@@ -33,10 +32,12 @@ class LaunchTarget:
     Attributes:
         words: what every process runs, after the Python interpreter: `-m` and a module, or a script, and its words.
         bash: a launch script, which names the processes' program itself; None: it isn't one.
+        processes: of this machine, as the run of a run folder had them; None: nothing says.
     """
 
     words: tuple[str, ...] = ()
     bash: str | None = None
+    processes: int | None = None
 
 
 def find_target(name: str, words: Sequence[str]) -> LaunchTarget:
@@ -51,7 +52,7 @@ def find_target(name: str, words: Sequence[str]) -> LaunchTarget:
     """
     path = Path(name)
     if path.is_dir() and (path / RUN_FILE).is_file():
-        path = path / RUN_FILE
+        return _of_run_folder(path, words)
     if path.suffix.lower() in YAML_SUFFIXES:
         return LaunchTarget(("-m", ENTRY_MODULES[entry_of_yaml(str(path), words)], str(path), *words))
     if path.suffix == ".sh" and path.is_file():
@@ -64,6 +65,15 @@ def find_target(name: str, words: Sequence[str]) -> LaunchTarget:
         raise ConfigError(f"'{name}' is a folder without {RUN_FILE}, so it is no run folder; expected {_expected()}")
     hint = did_you_mean(name, ENTRY_MODULES) or f"; expected {_expected()}"
     raise ConfigError(f"'{name}' is no file that starts a run{'' if path.exists() else ', and is not there'}{hint}")
+
+
+def _of_run_folder(folder: Path, words: Sequence[str]) -> LaunchTarget:
+    """What started a run, with its description, on as many processes of this machine."""
+    record = read_record(folder)
+    start = (record.get("starts") or [{}])[-1]
+    file = str(folder / RUN_FILE)
+    program = start.get("program") or ["-m", ENTRY_MODULES[entry_of_yaml(file, words)]]
+    return LaunchTarget((*program, file, *words), processes=start.get("processes_per_machine"))
 
 
 def entry_of_yaml(path: str, words: Sequence[str] = ()) -> str:

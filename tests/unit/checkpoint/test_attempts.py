@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.checkpoint.attempts import LAUNCH, continued, is_own, note_launch
+from mindspeed_mm.checkpoint.attempts import continued, is_own
+from mindspeed_mm.checkpoint.launch_record import LAUNCH, record_launch
 from mindspeed_mm.checkpoint.run_folder import TRACKER
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.launch import Launch
@@ -19,7 +20,7 @@ from tests.support.runs import run_of
 def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with the note of this launch, whose id is `mine`."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    note_launch(tmp_path)
+    record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
     return tmp_path
 
 
@@ -31,9 +32,11 @@ def restarted(save: Path, restarts: int = 1) -> Run:
 def test_an_attempt_knows_its_own_launch(noted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_own(noted, 1) and not is_own(noted, 0)
     found = json.loads((noted / LAUNCH).read_text())
-    (noted / LAUNCH).write_text(json.dumps({**found, "launcher": "1 2"}))
+    changed = {**found, "launch": {**found["launch"], "launcher": "1 2"}}
+    (noted / LAUNCH).write_text(json.dumps(changed))
     assert not is_own(noted, 1)  # an earlier launch of this machine, under the same --rdzv-id
-    (noted / LAUNCH).write_text(json.dumps({**found, "launcher": "1 2", "machine": "another"}))
+    changed["launch"]["machine"] = "another"
+    (noted / LAUNCH).write_text(json.dumps(changed))
     assert is_own(noted, 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
     assert not is_own(noted, 1)

@@ -1,0 +1,103 @@
+"""What started a run, kept in its folder: `run.yaml` starts it again, `launch.json` tells how it was started."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.run_lock import Holder
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.written_run import written_run
+from mindspeed_mm.utils.files import replace_file, write_json
+from mindspeed_mm.utils.versions import installed_version
+
+#: the files, in the run folder
+LAUNCH = "launch.json"
+RUN_FILE = "run.yaml"
+_PACKAGES = ("mindspeed_mm", "torch", "torchvision", "transformers", "diffusers", "megatron-core", "peft", "torch_npu")
+_GIT_SECONDS = 5
+
+
+def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequence[str] = ()) -> None:
+    """Write into a run folder what starts its run; rank 0 only.
+
+    Of a run that goes on, `run.yaml` becomes what was given now, and `launch.json` keeps the earlier starts.
+
+    Args:
+        save: the folder.
+        run: the described run.
+        iteration: at which it starts; 0 unless it goes on.
+        changed: what differs from the run that it goes on with.
+    """
+    start = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "iteration": iteration,
+        "restart": run.launch.restarts,
+        "command": [sys.executable, *sys.orig_argv[1:]],
+        "program": _program(),
+        "working_directory": os.getcwd(),
+        "processes": run.launch.world_size,
+        "processes_per_machine": run.launch.local_world_size,
+        "changed": list(changed),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "git": _git_state(),
+    }
+    earlier = read_record(save).get("starts", []) if iteration or run.launch.restarts else []
+    write_json(Path(save) / LAUNCH, {"launch": this_launch_id(), "starts": [*earlier, start]})
+    heading = (
+        f"Started on {run.launch.world_size} processes in {os.getcwd()}. The same run again, into another folder:\n"
+        f"mindspeed-mm train {save} --save FOLDER"
+    )
+    replace_file(Path(save) / RUN_FILE, written_run(run, heading))
+
+
+def read_record(save: str | Path) -> dict[str, Any]:
+    """Return the content of `launch.json` of a run folder; {}: it has none that can be read."""
+    try:
+        found = json.loads((Path(save) / LAUNCH).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def this_launch_id() -> dict[str, str]:
+    """Return what the processes of one launch on a machine have in common, those that it has restarted included."""
+    process = Holder.this_process()
+    return {
+        "run_id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        "machine": process.machine,
+        "launcher": process.launcher,
+    }
+
+
+def _program() -> list[str]:
+    """What Python runs: `-m` and a module, or the path of a script."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec is not None else [sys.argv[0]]
+
+
+def _versions() -> dict[str, str]:
+    return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the working directory's checkout, and whether files differ from it; None: it is none."""
+    commit = _git("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "is_changed": bool(_git("status", "--porcelain"))}
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], capture_output=True, text=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
