@@ -34,8 +34,10 @@ from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
+from mindspeed_mm.monitor.records import EvaluationRecord
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
+from mindspeed_mm.monitor.sinks import open_sinks
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.progress import Progress, load_start, resume_point, with_adapters_of_load
@@ -252,7 +254,7 @@ def evaluate(
     loss_sum, denominator = backend.evaluate(forward_step, iterator, batches * run.batch.num_microbatches)
     loss = loss_sum / denominator if denominator else float("nan")
     generated = None if valid.scorer is None else valid.scorer(backend)
-    watch.log_evaluation(iteration, batches, loss, generated)
+    watch.log_evaluation(EvaluationRecord(iteration, batches, loss, generated))
     if run.process.manual_gc and run.process.manual_gc_eval:
         gc.collect()
     return {"loss": loss} if generated is None else {"loss": loss, **generated.figures}
@@ -413,14 +415,11 @@ def _open_watch(backend: Backend, run: Run, iteration: int) -> Watch:
     if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
         rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
     return Watch(
-        is_writer=backend.world.is_logging_rank,
-        save=run.checkpoint.save,
-        resumed=iteration > 0,
+        sinks=open_sinks(run, resumed=iteration > 0, is_logging_rank=backend.world.is_logging_rank),
         row_log=rows,
         log_interval=run.logging.log_interval,
         train_iters=run.train_iters,
         global_batch_size=run.batch.global_batch_size,
-        tensorboard_dir=run.logging.tensorboard_dir,
         world_size=run.launch.world_size,
         compute_dtype=backend.compute_dtype,
     )

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.checkpoint.run_folder import METRICS
+from mindspeed_mm.checkpoint.run_folder import ANSWERS, METRICS
+from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 from mindspeed_mm.utils.log import logger
 
 
@@ -70,6 +71,40 @@ class MetricsWriter(LineWriter):
             else:
                 set_aside(path)
         super().__init__(path)
+
+
+class MetricsSink:
+    """Writes a run's records to metrics.jsonl, and the answers of its evaluations to a file beside it."""
+
+    def __init__(self, save: str, *, resumed: bool) -> None:
+        """
+        Args:
+            save: run folder.
+            resumed: whether the folder's run is continued.
+        """
+        self._save, self._resumed = save, resumed
+        self._metrics = MetricsWriter(save, resumed=resumed)
+        self._answers: MetricsWriter | None = None
+
+    def step(self, record: StepRecord) -> None:
+        """Write a step; its line is in the file when this returns."""
+        self._metrics.write(record.line)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Write an evaluation, and each answer that it shows."""
+        samples = () if record.generated is None else record.generated.samples
+        if samples and self._answers is None:
+            self._answers = MetricsWriter(self._save, resumed=self._resumed, name=ANSWERS)
+        if self._answers is not None:
+            for sample in samples:
+                self._answers.write({"iteration": record.iteration, **sample})
+        self._metrics.write(record.line)
+
+    def close(self) -> None:
+        """Force the files to disk and close them."""
+        self._metrics.close()
+        if self._answers is not None:
+            self._answers.close()
 
 
 def repair_last_line(path: Path) -> None:

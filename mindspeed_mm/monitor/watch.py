@@ -1,22 +1,16 @@
-"""Log a run while it runs: log line, metrics.jsonl, tensorboard."""
+"""Collect the steps of a run, and hand records of them on to what logs them: console, metrics.jsonl, tensorboard."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mindspeed_mm import accelerator
-from mindspeed_mm.checkpoint.run_folder import ANSWERS
-from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.monitor.console import format_evaluation, format_step
-from mindspeed_mm.monitor.metrics import MetricsWriter
+from mindspeed_mm.monitor.records import EvaluationRecord, Sink, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 #: The first steps of a run are all logged: they show soonest that a run is set up wrongly.
 FIRST_STEPS = 10
@@ -35,44 +29,35 @@ class LoggedOutcome(Protocol):
 
 
 class Watch:
-    """Collects steps and logs them; only the logging rank writes.
+    """Collects steps, and hands the figures of those that are logged on to sinks.
 
     The first ten steps of a run, every `log_interval`-th one, and the last one are logged.
     """
 
     _flops: float | None  # of the interval; None: unknown
     _imbalance: float
-    _answers: MetricsWriter | None
 
     def __init__(
         self,
         *,
-        is_writer: bool,
-        save: str | None,
-        resumed: bool,
+        sinks: Sequence[Sink],
         log_interval: int,
         train_iters: int,
         global_batch_size: int,
-        tensorboard_dir: str | None = None,
         world_size: int = 1,
         compute_dtype: str = "fp32",
         row_log: RowLog | None = None,
     ) -> None:
         """
         Args:
-            is_writer: whether this rank logs.
-            save: run folder; None: no metrics.jsonl.
-            resumed: whether the folder's run is continued.
+            sinks: what takes the records on this rank; none on a rank that writes nothing.
             world_size: devices that share a step's FLOPs.
             compute_dtype: bf16, fp16 or fp32: its peak is the reference of MFU.
             row_log: writes the rows of this rank, whether or not the rank logs anything else.
         """
         self._row_log = row_log
         self._world_size, self._compute_dtype = world_size, compute_dtype
-        self._is_writer = is_writer
-        self._metrics = MetricsWriter(save, resumed=resumed) if is_writer and save else None
-        self._save, self._resumed, self._answers = save, resumed, None
-        self._tensorboard = _open_tensorboard(tensorboard_dir) if is_writer and tensorboard_dir else None
+        self._sinks = tuple(sinks)
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
@@ -125,76 +110,41 @@ class Watch:
         counts = self._counts
         per_device = self._flops / elapsed / self._world_size if self._flops and elapsed else None
         peak = accelerator.current().peak_flops(self._compute_dtype)
-        record: dict[str, Any] = {
-            "iteration": iteration,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "loss_scale": loss_scale,
-            "consumed_samples": consumed_samples,
-            "consumed_tokens": consumed_tokens,
-            "global_batch_size": self._global_batch_size,
-            "step_ms": step_seconds * 1000,
-            "tokens_per_second": counts.tokens / elapsed if counts.tokens and elapsed else None,
-            "media_per_second": {kind: number / elapsed for kind, number in counts.media.items()} if elapsed else {},
-            "data_wait_ms": counts.wait_seconds / max(1, self._steps) * 1000,
-            "data_wait_fraction": counts.wait_seconds / elapsed if elapsed else None,
-            "padding_fraction": 1 - counts.tokens / counts.positions if counts.positions else None,
-            "imbalance": self._imbalance / self._steps if self._imbalance else None,
-            "rows_left_out": self.rows_left_out,
-            "tflops_per_device": per_device / 1e12 if per_device else None,
-            "mfu": per_device / peak if per_device and peak else None,
-            "memory_bytes": accelerator.current().max_memory_allocated(),
-            "skipped_iterations": self.skipped_iterations,
-            "nan_iterations": self.nan_iterations,
-            "iterations_without_targets": self.iterations_without_targets,
-            **metrics,
-        }
-        if self._metrics is not None:
-            self._metrics.write(record)
-        if self._tensorboard is not None:
-            for name, value in _flat(record).items():
-                if isinstance(value, (int, float)) and name != "iteration":
-                    self._tensorboard.add_scalar(name, value, iteration)
-        if self._is_writer:
-            line = {
-                **record,
-                "metrics": metrics,
-                "train_iters": self._train_iters,
-                "eta_seconds": step_seconds * (self._train_iters - iteration),
-            }
-            print(format_step(line), flush=True)
+        record = StepRecord(
+            iteration=iteration,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_tokens,
+            global_batch_size=self._global_batch_size,
+            step_ms=step_seconds * 1000,
+            tokens_per_second=counts.tokens / elapsed if counts.tokens and elapsed else None,
+            media_per_second={kind: number / elapsed for kind, number in counts.media.items()} if elapsed else {},
+            data_wait_ms=counts.wait_seconds / max(1, self._steps) * 1000,
+            data_wait_fraction=counts.wait_seconds / elapsed if elapsed else None,
+            padding_fraction=1 - counts.tokens / counts.positions if counts.positions else None,
+            imbalance=self._imbalance / self._steps if self._imbalance else None,
+            rows_left_out=self.rows_left_out,
+            tflops_per_device=per_device / 1e12 if per_device else None,
+            mfu=per_device / peak if per_device and peak else None,
+            memory_bytes=accelerator.current().max_memory_allocated(),
+            skipped_iterations=self.skipped_iterations,
+            nan_iterations=self.nan_iterations,
+            iterations_without_targets=self.iterations_without_targets,
+            metrics=metrics,
+            train_iters=self._train_iters,
+            eta_seconds=step_seconds * (self._train_iters - iteration),
+        )
+        for sink in self._sinks:
+            sink.step(record)
         self._start_interval()
 
-    def log_evaluation(
-        self, iteration: int, batches: int, loss: float, generated: GeneratedFigures | None = None
-    ) -> None:
-        """Log an evaluation after `iteration`.
-
-        Args:
-            generated: figures of what the model has generated; None: it has generated nothing.
-        """
-        figures = {"eval_loss": loss}
-        record: dict[str, Any] = {"iteration": iteration, **figures, "eval_batches": batches}
-        if generated is not None:
-            figures |= {f"eval_{name}": value for name, value in generated.figures.items()}
-            record |= {**figures, "eval_rows": generated.rows}
-            self._write_answers(iteration, generated)
-        if self._metrics is not None:
-            self._metrics.write(record)
-        if self._tensorboard is not None:
-            for name, value in figures.items():
-                self._tensorboard.add_scalar(name, value, iteration)
-        if self._is_writer:
-            print(format_evaluation(iteration, batches, loss, generated), flush=True)
-
-    def _write_answers(self, iteration: int, generated: GeneratedFigures) -> None:
-        if not self._is_writer or self._save is None or not generated.samples:
-            return
-        if self._answers is None:
-            self._answers = MetricsWriter(self._save, resumed=self._resumed, name=ANSWERS)
-        for sample in generated.samples:
-            self._answers.write({"iteration": iteration, **sample})
+    def log_evaluation(self, record: EvaluationRecord) -> None:
+        """Log an evaluation."""
+        for sink in self._sinks:
+            sink.evaluation(record)
 
     def restart_clock(self) -> None:
         """Exclude the time since `pause_clock` (evaluation, a save) from the step time."""
@@ -206,12 +156,8 @@ class Watch:
 
     def close(self) -> None:
         """Flush and close all files."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._answers is not None:
-            self._answers.close()
+        for sink in self._sinks:
+            sink.close()
         if self._row_log is not None:
             self._row_log.close()
 
@@ -234,17 +180,3 @@ class Watch:
         self._counts = BatchCounts()
         self._flops = 0.0
         self._imbalance = 0.0
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a record: figures by kind get names such as media_per_second/image."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        flat.update({f"{name}/{kind}": v for kind, v in value.items()} if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def _open_tensorboard(directory: str) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(directory)

@@ -5,32 +5,12 @@ from __future__ import annotations
 import re
 
 from mindspeed_mm.monitor.console import format_evaluation, format_step
-
-RECORD = {
-    "iteration": 7,
-    "train_iters": 100,
-    "consumed_samples": 224,
-    "step_ms": 1234.56,
-    "learning_rate": 1e-5,
-    "global_batch_size": 32,
-    "loss": 2.5,
-    "grad_norm": 1.25,
-    "skipped_iterations": 1,
-    "nan_iterations": 0,
-    "tokens_per_second": 1000.0,
-    "eta_seconds": 3700.0,
-    "media_per_second": {"image": 2.0, "video": 0.5},
-    "data_wait_ms": 12.5,
-    "data_wait_fraction": 0.01,
-    "imbalance": 1.25,
-    "rows_left_out": 3,
-    "padding_fraction": 0.25,
-    "memory_bytes": 2**30,
-}
+from mindspeed_mm.monitor.records import EvaluationRecord
+from tests.support.records import step_record
 
 
 def test_the_published_fields_come_first_in_their_order() -> None:
-    line = format_step(RECORD)
+    line = format_step(step_record())
     assert re.match(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +7/ +100 \| consumed samples: +224 \| "
         r"elapsed time per iteration \(ms\): 1234\.6 \| learning rate: 1\.000000E-05 \| global batch size: +32 \| "
@@ -42,17 +22,17 @@ def test_the_published_fields_come_first_in_their_order() -> None:
 
 def test_a_loss_scale_stands_in_front_of_the_norm() -> None:
     assert "| loss: 2.500000E+00 | loss scale: 4096.0 | grad norm: 1.250 |" in format_step(
-        {**RECORD, "loss_scale": 4096}
+        step_record(loss_scale=4096.0)
     )
-    assert "loss scale" not in format_step({**RECORD, "loss_scale": 1.0})
+    assert "loss scale" not in format_step(step_record(loss_scale=1.0))
 
 
 def test_the_time_is_the_fifth_field_between_colons() -> None:
-    assert float(format_step(RECORD).split(":")[4].split("|")[0]) == 1234.6
+    assert float(format_step(step_record()).split(":")[4].split("|")[0]) == 1234.6
 
 
 def test_new_figures_hold_no_surplus_colon() -> None:
-    tail = format_step(RECORD).split("number of nan iterations:")[1]
+    tail = format_step(step_record()).split("number of nan iterations:")[1]
     assert all(len(field.split(":")) == 2 for field in tail.split("|")[1:-1])
     assert "| media per second: 2.5 | data wait (ms): 12.5 | data wait: 1.0% | padding: 25.0% |" in tail
     assert "| imbalance: 1.25 | rows left out: 3 |" in tail
@@ -61,5 +41,5 @@ def test_new_figures_hold_no_surplus_colon() -> None:
 
 def test_evaluation_line() -> None:
     assert "validation loss at iteration 7 | validation batches: 5 | loss: 1.500000E+00 |" in format_evaluation(
-        7, 5, 1.5
+        EvaluationRecord(7, 5, 1.5)
     )
