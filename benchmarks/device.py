@@ -23,11 +23,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-from device_runner import NOT_RUN, Part, Runner, Table  # noqa: E402
+from device_runner import DEVICE, NOT_RUN, Part, Runner, Table  # noqa: E402
 
 OURS = ("torch", "transformers", "pydantic", "xxhash")
 GENERATION = (*OURS, "diffusers", "ftfy")
 PACKAGES = ("torch", "transformers", "diffusers", "megatron-core", "accelerate", "numpy", "flash-attn", "flash-attn-3")
+KERNELS, PARITY = "kernels of attention", "parity with plain transformers"
 MAKING = "model and rows"
 CASE_FOLDERS = {"dense text": "dense", "images": "images", "experts": "experts", "Wan": "wan"}
 
@@ -42,15 +43,16 @@ def parts(smallest: bool = False) -> list[Part]:
         case: Part(case, MAKING, GENERATION if case == "Wan" else OURS, alone=False, least=10) for case in CASE_FOLDERS
     }
 
-    def timed(case: str, contender: str, *needs: str, seconds: float = 75) -> Part:
+    def timed(case: str, contender: str, *needs: str, seconds: float = 75, least: float = 15) -> Part:
         all_needs = (*made[case].needs, *needs)
-        return Part(case, contender, all_needs, (made[case].name,), seconds=seconds, alone=not smallest)
+        return Part(case, contender, all_needs, (made[case].name,), seconds, least, alone=not smallest)
 
-    further = [timed(case, "ours compiled", seconds=120) for case in ("Wan", "images", "experts")]
+    further = [timed(case, "ours compiled", seconds=120, least=40) for case in ("Wan", "images", "experts")]
+    further.insert(1, Part(PARITY, "FSDP2 compiled", OURS, seconds=120, least=40))
     return [
-        Part("kernels of attention", "", OURS, alone=False, seconds=60, least=10),
-        Part("parity with plain transformers", "FSDP2", OURS, alone=False, seconds=120),
-        Part("parity with plain transformers", "Megatron", (*OURS, "megatron"), alone=False, seconds=120),
+        Part(KERNELS, "", OURS, alone=False, seconds=90, least=10),
+        Part(PARITY, "FSDP2", OURS, alone=False, seconds=120),
+        Part(PARITY, "Megatron", (*OURS, "megatron"), alone=False, seconds=120),
         *made.values(),
         timed("dense text", "ours"),
         timed("dense text", "Trainer packed", "accelerate"),
@@ -62,7 +64,7 @@ def parts(smallest: bool = False) -> list[Part]:
         *(timed("experts", "Trainer packed", "accelerate") for _ in range(not smallest)),
         timed("dense text", "ours on Megatron", "megatron"),
         *(timed("dense text", "Trainer", "accelerate") for _ in range(not smallest)),
-        timed("dense text", "ours compiled", seconds=120),
+        timed("dense text", "ours compiled", seconds=120, least=5 if smallest else 40),
         *([] if smallest else further),
     ]
 
@@ -236,11 +238,13 @@ def found_by(part: Part, folder: Path, smallest: bool, out: Path) -> Iterator[di
     """Yield the rows of a part."""
     import device_checks
 
-    if part.case == "kernels of attention":
+    if part.case == KERNELS:
+        yield {DEVICE: device_checks.device_line()}
         yield from device_checks.attention(smallest)
-    if part.case == "parity with plain transformers":
-        own = folder / f"parity_{part.contender}"
-        yield from device_checks.parity(own, smallest, fsdp2=part.contender == "FSDP2")
+    if part.case == PARITY:
+        compiled = (False, True) if smallest and part.contender == "FSDP2" else ("compiled" in part.contender,)
+        own = folder / f"parity_{part.contender.replace(' ', '_')}"
+        yield from device_checks.parity(own, smallest, fsdp2=part.contender != "Megatron", compiled=compiled)
     if part.case in CASE_FOLDERS:
         own = folder / CASE_FOLDERS[part.case]
         if part.contender == MAKING:
@@ -249,6 +253,7 @@ def found_by(part: Part, folder: Path, smallest: bool, out: Path) -> Iterator[di
             from mindspeed_mm import accelerator
 
             own.mkdir(exist_ok=True)
+            yield {DEVICE: device_checks.device_line()}
             CASES[part.case].make(own, accelerator.current().device(), smallest)
             return
         from device_contenders import speed

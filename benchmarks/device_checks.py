@@ -29,8 +29,26 @@ def make_parity(folder: Path, device: torch.device, smallest: bool) -> None:
 PARITY = Case(make_parity, TEXT, micro_batches=1, capacity=2048)
 
 
-def parity(folder: Path, smallest: bool, *, fsdp2: bool) -> Iterator[dict[str, Any]]:
-    """Losses of the first steps of ours against plain transformers' on the same weights and rows."""
+def device_line() -> str:
+    """The device and its libraries."""
+    from mindspeed_mm import accelerator
+
+    device = accelerator.current()
+    line = f"{device.model_name()}, collectives by {device.collective_backend}"
+    if device.name == "cuda":
+        memory = torch.cuda.get_device_properties(device.device()).total_memory
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        line += f" {nccl}, {memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return line
+
+
+def parity(folder: Path, smallest: bool, *, fsdp2: bool, compiled: Sequence[bool]) -> Iterator[dict[str, Any]]:
+    """Losses of the first steps of ours against plain transformers' on the same weights and rows.
+
+    Args:
+        fsdp2: on FSDP2, else on Megatron-core.
+        compiled: without `compile: true`, with it, or both.
+    """
     from mindspeed_mm import accelerator
 
     device = accelerator.current().device()
@@ -39,14 +57,14 @@ def parity(folder: Path, smallest: bool, *, fsdp2: bool) -> Iterator[dict[str, A
     packs = torch.load(folder / "packed.pt", weights_only=False)
     plain = {dtype: plain_losses(folder / "hf", packs, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
     exact = plain[torch.float32]
-    for compiled in (False, True) if fsdp2 else (False,):
+    for is_compiled in compiled:
         for dtype, expected in plain.items():
             name = str(dtype).removeprefix("torch.")
-            what = f"{name}{', compiled' if compiled else ''}: losses of {STEPS} steps"
-            own = folder / f"{name}{compiled}"
+            what = f"{name}{', compiled' if is_compiled else ''}: losses of {STEPS} steps"
+            own = folder / f"{name}{is_compiled}"
             own.mkdir()
             try:
-                found = our_losses(folder, own, packs, smallest, dtype, fsdp2=fsdp2, compiled=compiled)
+                found = our_losses(folder, own, packs, smallest, dtype, fsdp2=fsdp2, compiled=is_compiled)
             except Exception as error:  # the other precisions are still to be compared
                 yield {"what": what, "note": f"not run: {said(error)}"}
                 continue

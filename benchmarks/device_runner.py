@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_RUN = "not run: "
+DEVICE = "device"
+"""Key of what is no row of the table, but says which device the figures are of."""
 COLUMNS = ("part", "contender", "speed", "step", "MFU", "peak memory", "hidden", "device busy", "host waits", "loss")
 """Titles; what was found or why nothing was comes last."""
 
@@ -55,7 +57,12 @@ class Table:
         folder: receives device.md and rows.jsonl.
         head: what the figures hold for; lines above the table.
         order: names of the parts, in the order of their rows.
+
+    Attributes:
+        device: the device, once a part has said which it is.
     """
+
+    device = ""
 
     def __init__(self, folder: Path, head: str, order: Sequence[str]) -> None:
         self.folder, self.head, self.rows = folder, head, []
@@ -81,7 +88,13 @@ class Table:
 
     def markdown(self) -> str:
         """The head and the table."""
-        lines = [self.head, "", f"| {' | '.join((*COLUMNS, 'found'))} |", "|---|---|" + "---:|" * 8 + "---|"]
+        of_device = f"{self.device}; " if self.device else ""
+        lines = [
+            f"{of_device}{self.head}",
+            "",
+            f"| {' | '.join((*COLUMNS, 'found'))} |",
+            "|---|---|" + "---:|" * 8 + "---|",
+        ]
         return "\n".join([*lines, *map(line_of, self.rows)]) + "\n"
 
 
@@ -263,7 +276,10 @@ class Runner:
         status = worker.process.poll()
         rows = worker.new_rows()
         for row in rows:
-            self.table.add(worker.part, row)
+            if DEVICE in row:
+                self.table.device = row[DEVICE]
+            else:
+                self.table.add(worker.part, row)
         reason = None
         if status is None:
             if time.monotonic() < worker.deadline:

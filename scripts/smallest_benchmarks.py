@@ -1,6 +1,6 @@
 """Run every benchmark of benchmarks/ at its smallest, so that none stops working unseen.
 
-    python scripts/smallest_benchmarks.py                 # about four minutes on two cores
+    python scripts/smallest_benchmarks.py                 # about five minutes on two cores
     python scripts/smallest_benchmarks.py step_cost       # one of them
 
 Stops at the first that fails, and names it. A file with a `__main__` part is a benchmark, and must accept --smallest.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = 300  # seconds, on a busy machine too; alone on two cores each takes less than 40
+LONGEST = 300  # seconds, on a busy machine too; alone on two cores each takes less than 60
 
 
 def benchmarks() -> list[Path]:
@@ -29,12 +29,15 @@ def failure(program: Path) -> str | None:
     if "add_smallest(" not in program.read_text():
         return "has no smallest form: give its parser --smallest (`add_smallest` of benchmarks/common.py)"
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables["PYTHON"] = sys.executable
+    script = program.with_suffix(".sh")  # which starts the program, where there is one
+    command = ["bash", str(script)] if script.exists() else [sys.executable, "-W", "ignore", str(program)]
     with tempfile.TemporaryDirectory(prefix="smallest-") as folder:
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "TMPDIR": folder}
         with open(Path(folder) / "output.txt", "w+") as output:
             try:
                 status = subprocess.run(
-                    [sys.executable, "-W", "ignore", str(program), "--smallest"],
+                    [*command, "--smallest"],
                     cwd=ROOT,
                     env=environment,
                     stdin=subprocess.DEVNULL,

@@ -13,6 +13,8 @@ in the order of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,8 +58,14 @@ def plan_experts(
         file: name of fsdp2.yaml, for messages.
 
     Raises:
-        ConfigError: there are no experts to split, or sizes that don't divide.
+        ConfigError: there are no experts to split, sizes don't divide, or transformers is too old to split them.
     """
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        raise ConfigError(
+            f"expert_parallel_size is {dims.ep}, but transformers {version('transformers')} can't split experts over "
+            f"ranks; install the release that constraints.txt names, or write 1 in {file}, or leave out "
+            "--expert-model-parallel-size"
+        )
     found = {(path := stored_name(inner)): root.get_submodule(path) for inner in find_experts(root)}
     if not found:
         raise ConfigError(

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from mindspeed_mm import accelerator
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import device  # noqa: E402
 import device_wheels  # noqa: E402
+from device_contenders import Meter, innermost, watched_row  # noqa: E402
 from device_runner import Part, Runner, Table, line_of  # noqa: E402
 from device_trace import STEP, merged, read_trace, step_figures  # noqa: E402
 
@@ -67,6 +74,36 @@ def test_unions_of_spans() -> None:
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (7, 7)]) == [(0, 4), (5, 6)]
 
 
+# --- the meter
+
+
+def test_waits_for_the_device_are_listed_and_then_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA, whose modes a step obeys as PyTorch's operators do."""
+    modes = ["default"]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = SimpleNamespace(name="cuda", synchronize=lambda: None, activities=lambda: activities)
+    monkeypatch.setattr(accelerator, "current", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    meter, done = Meter(tmp_path, 2, watches=True), 0
+    with pytest.raises(RuntimeError) as caught:
+        while meter.before_step(done):
+            if modes[-1] == "warn":
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+                warnings.warn("another one", stacklevel=1)
+            elif modes[-1] == "error":
+                raise RuntimeError("called a synchronizing CUDA operation")
+            done += 1
+    assert meter.is_strict and done == 3 + 2 + 1 + 2  # warm, timed, profiled and listed
+    meter.close()
+    assert modes == ["default", "warn", "default", "error", "default"] and not meter.is_strict
+    (place,) = meter.waits
+    assert re.fullmatch(r"tests/unit/benchmarks/test_device_benchmark.py:\d+", place)
+    raised = innermost(caught.value)
+    assert re.fullmatch(r"tests/unit/benchmarks/test_device_benchmark.py:\d+", raised) and raised != place
+    assert watched_row(meter, f"waits at {raised}")["note"] == f"waits at {raised}; places in mode “warn”: {place}"
+    assert 0 < meter.seconds < 5 and read_trace(tmp_path / "trace.json").waits == 0
+
+
 # --- the runner
 
 WORKER = """
@@ -84,6 +121,7 @@ elif "hangs" in name:
     tell(step_ms=2.0)
     time.sleep(60)
 else:
+    tell(device="a device of its own")
     tell(tokens_per_s=1000.0, note="fine")
 """
 
@@ -106,7 +144,8 @@ def run(folder: Path, parts: Sequence[Part], seconds: float = 30.0, together: in
     )
     runner.run(parts)
     assert [json.loads(line) for line in (folder / "out/rows.jsonl").read_text().splitlines()] == table.rows
-    assert (folder / "out/device.md").read_text() == table.markdown()
+    assert (written := (folder / "out/device.md").read_text()) == table.markdown()
+    assert written.startswith("a device of its own; head\n" if len(parts) > 2 else "head\n")
     return table.rows
 
 
@@ -116,7 +155,7 @@ def test_nothing_ends_the_others(tmp_path: Path) -> None:
         Part("a", "after it", after=("a: refuses",), least=0.1),
         Part("b", "fails", least=0.1),
         Part("c", "lacks", needs=("os", "absent"), least=0.1),
-        Part("d", "hangs", seconds=0.3, least=0.1),
+        Part("d", "hangs", seconds=0.7, least=0.1),
         Part("e", "late", least=1000.0),
         Part("f", "works", least=0.1),
     ]
@@ -128,17 +167,18 @@ def test_nothing_ends_the_others(tmp_path: Path) -> None:
     assert rows["b fails"] == [1.0, "not run: ended with status 1: RuntimeError: out of memory"]
     assert rows["c lacks"] == ["not run: absent is not installed"]
     assert rows["d hangs"] == [2.0, "not run: ended, its time was over"]
-    assert rows["e late"] == ["not run: 30 s are left, and it takes at least 1000 s"]
+    assert re.fullmatch(r"not run: \d\d s are left, and it takes at least 1000 s", *rows["e late"])
     assert rows["f works"] == ["fine"]
 
 
 def test_the_budget_ends_what_runs(tmp_path: Path) -> None:
     began = time.monotonic()
     parts = [Part("a", "hangs", least=0.1), Part("b", "works", least=2)]
-    rows = run(tmp_path, parts, seconds=0.6)
-    assert time.monotonic() - began < 3
-    late = "not run: 1 s are left, and it takes at least 2 s"
-    assert [row.get("note") for row in rows] == [None, "not run: ended, its time was over", late]
+    rows = run(tmp_path, parts, seconds=0.8)
+    assert time.monotonic() - began < 10
+    *first, late = (row.get("note") for row in rows)
+    assert first == [None, "not run: ended, its time was over"]
+    assert re.fullmatch(r"not run: [01] s are left, and it takes at least 2 s", late)
 
 
 def test_a_line_of_the_table() -> None:

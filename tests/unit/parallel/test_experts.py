@@ -110,6 +110,12 @@ def test_what_does_not_fit(fields: Any, world_size: int, fsdp2: Any, parts: list
         assert part in str(error.value)
 
 
+def test_a_transformers_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_mm.parallel.experts.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size is 2, but transformers [0-9.]+ can't split"):
+        outline(model(), world_size=2, expert_parallel_size=2)
+
+
 def test_a_parameter_of_all_experts_can_not_be_split() -> None:
     planned = model()
     planned.model.layers[2].mlp.experts.norm = torch.nn.RMSNorm(24, device="meta")
