@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
+from mindspeed_mm.accelerator.fused import FusedKernels
 from mindspeed_mm.utils.log import notice
 
 CopyT = TypeVar("CopyT")
@@ -184,6 +185,14 @@ class Accelerator(ABC):
             query, value: tensors `[batch, tokens, heads, head size]` of the dtype and the head sizes to come.
         """
         return PlainAttention()
+
+    def fused_kernels(self) -> FusedKernels | None:
+        """Return this device's fused kernels of norms, gated activations and rotary positions; None: it has none."""
+        return None
+
+    def why_no_fused_kernels(self) -> str:
+        """Return why `fused_kernels` returns None."""
+        return f"this machine computes on {self.name}, with transformers' own kernels"
 
     def prepare_megatron(self) -> None:  # noqa: B027 (CUDA is what megatron-core is written for)
         """Prepare this process for megatron-core on this kind of device, before its first import."""

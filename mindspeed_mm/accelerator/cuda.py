@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,9 +12,16 @@ import torch
 
 from mindspeed_mm.accelerator.attention import cuda as flash
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
+from mindspeed_mm.accelerator.fused import FusedKernels, LigerKernels
 from mindspeed_mm.accelerator.queued import QueuedAccelerator
+from mindspeed_mm.utils.extras import has_extra
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
+
+
+@functools.cache
+def _liger() -> LigerKernels:
+    return LigerKernels()
 
 
 class CUDAAccelerator(QueuedAccelerator):
@@ -46,6 +54,12 @@ class CUDAAccelerator(QueuedAccelerator):
         found = {"FlashAttention-3": why} if (why := flash.why_not_flash_3()) is not None else {}
         found["FlashAttention of PyTorch"] = f"takes bf16 and fp16 only, and heads of up to {flash.LARGEST_HEAD}"
         return {**found, "npu_fusion_attention": "it runs on Ascend devices"}
+
+    def fused_kernels(self) -> FusedKernels | None:
+        return _liger() if has_extra("liger") else None
+
+    def why_no_fused_kernels(self) -> str:
+        return "liger-kernel is not installed: pip install 'mindspeed_mm[liger]'"
 
     def device(self) -> torch.device:
         return torch.device("cuda", this_launch().local_rank % torch.cuda.device_count())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -12,10 +13,16 @@ import torch
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.attention.npu import NPUFusionAttention
+from mindspeed_mm.accelerator.fused import FusedKernels, NPUFusedKernels
 from mindspeed_mm.accelerator.queued import QueuedAccelerator
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.launch import this_launch
 from mindspeed_mm.utils.log import notice
+
+
+@functools.cache
+def _kernels() -> NPUFusedKernels:
+    return NPUFusedKernels()
 
 
 class NPUAccelerator(QueuedAccelerator):
@@ -41,6 +48,9 @@ class NPUAccelerator(QueuedAccelerator):
 
     def kernels_not_taken(self) -> dict[str, str]:
         return {"FlashAttention-2, FlashAttention-3": "they run on CUDA"}
+
+    def fused_kernels(self) -> FusedKernels | None:
+        return _kernels()
 
     def device(self) -> torch.device:
         return torch.device("npu", this_launch().local_rank % self._npu.device_count())

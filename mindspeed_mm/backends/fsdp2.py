@@ -37,6 +37,7 @@ from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import Shardable, as_shardable, as_trainable
+from mindspeed_mm.models.transformers.fused import use_fused_kernels
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
@@ -150,6 +151,7 @@ class FSDP2Backend:
             refuse_own_sharding(contract.sharded_module, run.dims)
             if run.lora is not None:
                 self._prepare_adapters(contract, run.lora, draws=load_weights)
+            use_fused_kernels(contract.sharded_module, run.kernels)
             check_packing(model, run.batch)
             report_modules_trained_in_eval_mode([model])
             waits = contract.weights.pending is not None

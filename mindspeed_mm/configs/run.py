@@ -15,7 +15,7 @@ from mindspeed_mm.configs.config import MMConfig
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.flags.checkpoint import CheckpointArguments
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
-from mindspeed_mm.configs.flags.model import LossArguments, PrecisionArguments, ProcessArguments
+from mindspeed_mm.configs.flags.model import FusedKernelArguments, LossArguments, PrecisionArguments, ProcessArguments
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
 from mindspeed_mm.configs.flags.training import TrainingArguments
@@ -71,6 +71,7 @@ class Run:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     loss: LossArguments
+    kernels: FusedKernelArguments
     precision: PrecisionArguments
     checkpoint: CheckpointArguments
     logging: LoggingArguments
@@ -146,6 +147,7 @@ def build_run(
         optimizer=pick(OptimizerConfig, args),
         schedule=pick(ScheduleConfig, args),
         loss=pick(LossArguments, args),
+        kernels=pick(FusedKernelArguments, args),
         precision=pick(PrecisionArguments, args),
         checkpoint=pick(CheckpointArguments, args),
         logging=pick(LoggingArguments, args),

@@ -99,7 +99,7 @@ def doctor() -> int:
         print(f"  {torch.accelerator.device_count()} devices")
     peak = device.peak_flops("bf16")
     print(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")
-    _print_attention(device)
+    _print_kernels(device)
     problems = _problems(device.name)
     for problem in problems:
         print(f"problem: {problem}")
@@ -108,8 +108,8 @@ def doctor() -> int:
     return 1 if problems else 0
 
 
-def _print_attention(device: Accelerator) -> None:
-    """Print which kernel computes attention where, why others aren't taken, and what model.json may state instead."""
+def _print_kernels(device: Accelerator) -> None:
+    """Print which kernel computes attention where, why others aren't taken, and what flags and model.json may state."""
     from mindspeed_mm.accelerator.attention.table import attention_table
     from mindspeed_mm.configs.model_rules import ATTENTION_NAMES
 
@@ -121,6 +121,12 @@ def _print_attention(device: Accelerator) -> None:
     for name in ATTENTION_NAMES:
         why_not = device.why_no_attention(name)
         print(f"  attn_implementation {name}: {'runs' if why_not is None else why_not}")
+    fused = device.fused_kernels()
+    print("fused kernels of language models:" + ("" if fused else f" none; {device.why_no_fused_kernels()}"))
+    if fused is not None:
+        print(f"  norms (--use-fused-rmsnorm): {fused.rms_norm_name}")
+        print(f"  gated MLPs (--use-fused-swiglu): {fused.silu_mul_name}")
+        print(f"  rotary positions (--use-fused-rotary-pos-emb): {fused.rotary_name}")
 
 
 def _problems(device: str) -> list[str]:

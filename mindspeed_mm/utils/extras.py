@@ -18,6 +18,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "speech": {"whisper-normalizer": "whisper_normalizer"},
     "lora": {"peft": "peft"},
     "quantization": {"torchao": "torchao"},
+    "liger": {"liger-kernel": "liger_kernel"},
     "tables": {"pyarrow": "pyarrow"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},

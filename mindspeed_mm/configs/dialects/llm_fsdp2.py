@@ -77,7 +77,7 @@ NO_EFFECT = (
     NoEffect(r"training\.profile_export_type", "traces are text"),
     NoEffect(r"training\.profile_.*", "training.profile is false"),
     NoEffect(r"training\.use_flash_attn", "transformers chooses the attention kernel by device and model"),
-    NoEffect(r"training\.(use_fused_.*|moe_grouped_gemm)", "the kernels are transformers' own"),
+    NoEffect(r"training\.moe_grouped_gemm", "the kernels are transformers' own"),
     NoEffect(r"training\.dataloader_(prefetch_factor|persistent_workers)", "training.dataloader_num_workers is 0"),
     NoEffect(r"inference\..*", "this script trains"),
 )
@@ -111,6 +111,8 @@ _TRAINING_FLAGS = {
     "resume_from_checkpoint": "load",
     "logging_steps": "log_interval",
     "dataloader_num_workers": "num_workers",
+    "use_fused_rmsnorm": "use_fused_rmsnorm",
+    "use_fused_rotary_pos_emb": "use_fused_rotary_pos_emb",
 }
 #: name in our messages → key of this file
 NAMES = {
@@ -208,7 +210,7 @@ def _idle(config: LlmConfig, given: Mapping[str, Any]) -> list[str]:
     profiles = [key for key in given if key.startswith("training.profile_")]
     is_corpus = data.data_manager_type == "mg"
     corpus = [f"data.{key}" for key in _OF_A_CORPUS]
-    switches = ("use_flash_attn", "use_fused_rmsnorm", "use_fused_rotary_pos_emb", "moe_grouped_gemm")
+    switches = ("use_flash_attn", "moe_grouped_gemm")
     idle = {
         "model.cache_dir": model.cache_dir is not None,
         "model.model_revision": model.model_revision not in (None, "main"),

@@ -17,7 +17,13 @@ from mindspeed_mm.configs.flags.megatron import (
     MegatronParallelArguments,
     MegatronStructureArguments,
 )
-from mindspeed_mm.configs.flags.model import LossArguments, ModelArguments, PrecisionArguments, ProcessArguments
+from mindspeed_mm.configs.flags.model import (
+    FusedKernelArguments,
+    LossArguments,
+    ModelArguments,
+    PrecisionArguments,
+    ProcessArguments,
+)
 from mindspeed_mm.configs.flags.not_yet import PreferenceArguments, SearchArguments
 from mindspeed_mm.configs.flags.optimizer import OptimizerArguments, ScheduleArguments
 from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArguments
@@ -33,6 +39,7 @@ GROUPS: tuple[type, ...] = (
     ScheduleArguments,
     LossArguments,
     PrecisionArguments,
+    FusedKernelArguments,
     LoraArguments,
     DistributedArguments,
     MegatronBackendArguments,

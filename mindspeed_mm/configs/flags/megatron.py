@@ -117,9 +117,6 @@ class MegatronKernelArguments:
     use_flash_attn: Annotated[bool, _ATTENTION("flash attention")] = False
     attention_mask_type: Annotated[Literal["general", "causal"], _ATTENTION("kind of mask")] = "causal"
     attention_softmax_in_fp32: Annotated[bool, _ATTENTION("softmax of attention in fp32")] = False
-    use_fused_rmsnorm: Annotated[bool, _KERNELS("fused RMSNorm")] = False
-    use_fused_swiglu: Annotated[bool, _KERNELS("fused SwiGLU")] = False
-    use_fused_rotary_pos_emb: Annotated[bool, _KERNELS("fused rotary positions")] = False
     use_fused_ring_attention_update: Annotated[bool, _KERNELS("fused ring update")] = False
     use_fused_moe_token_permute_and_unpermute: Annotated[bool, _KERNELS("fused permutation of tokens")] = False
     gradient_accumulation_fusion: Annotated[

@@ -64,6 +64,18 @@ class LossArguments:
     calculate_token_loss: Annotated[bool, flag("loss_type token_loss")] = False
 
 
+_FUSED = no_effect(ptd="the kernels are megatron-core's and PyTorch's own")
+
+
+@dataclass(frozen=True)
+class FusedKernelArguments:
+    """Fused kernels of language models, by Liger on CUDA and torch_npu on Ascend (docs/performance.md)."""
+
+    use_fused_rmsnorm: Annotated[bool, _FUSED("a norm in one kernel")] = False
+    use_fused_swiglu: Annotated[bool, _FUSED("the activation of a gated MLP, and its product, in one kernel")] = False
+    use_fused_rotary_pos_emb: Annotated[bool, _FUSED("queries and keys rotated in one kernel")] = False
+
+
 @dataclass(frozen=True)
 class PrecisionArguments:
     """Precision (fsdp2.yaml's param_dtype takes precedence)."""

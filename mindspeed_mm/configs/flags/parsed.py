@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         flags.ScheduleArguments,
         flags.LossArguments,
         flags.PrecisionArguments,
+        flags.FusedKernelArguments,
         flags.LoraArguments,
         flags.DistributedArguments,
         flags.MegatronBackendArguments,
