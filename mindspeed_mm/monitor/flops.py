@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.data.media.media import MediaKind, MediaSize
@@ -26,6 +28,7 @@ from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.common.quantized import NF4Linear, packed_layers
 from mindspeed_mm.models.contract import as_trainable
+from mindspeed_mm.models.transformers.meta_model import build_meta_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,18 +47,20 @@ class TowerFlops:
     Attributes:
         per_patch: of a patch or an audio frame, with attention within windows.
         per_squared_patch: of attention, per (patches of a picture or sound)².
-        per_token: of what comes after patches were merged to the tokens of a row.
+        per_token: of what comes after patches were merged to the tokens of a row; of encoders whose pictures have one
+            size, of all their matrices.
+        attention_per_token: of attention in encoders whose pictures have one size.
     """
 
     per_patch: float = 0.0
     per_squared_patch: float = 0.0
     per_token: float = 0.0
+    attention_per_token: float = 0.0
 
     def of(self, size: MediaSize) -> float:
         """Return the FLOPs of media."""
-        return (
-            self.per_patch * size.patches + self.per_squared_patch * size.squared_patches + self.per_token * size.tokens
-        )
+        per_token = self.per_token + self.attention_per_token
+        return self.per_patch * size.patches + self.per_squared_patch * size.squared_patches + per_token * size.tokens
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,8 @@ def _tower(
     after = [path for part in _PROJECTORS for path in traits.parts.get(part, ())] + list(tower.beside)
     named = [(name, p) for name, p in model.named_parameters() if _is_in(name, (tower.path, *tower.beside))]
     flows = _is_trained(p for _, p in named)
+    if tower.has_one_size and tower.run_dummy is not None:
+        return _counted(model, tower.run_dummy, 3 if flows else 1)
     config: Any = as_trainable(model).config
     part = "audio_config" if tower.modalities == ("audio",) else "vision_config"
     try:
@@ -145,6 +152,24 @@ def _tower(
         whole * positions**2 * passes,
         sum(weights.cost(p, flows) for name, p in named if _is_in(name, after)),
     )
+
+
+def _counted(model: nn.Module, run: Callable[[Any, torch.device], torch.Tensor], passes: int) -> TowerFlops:
+    """Return the FLOPs of encoders of one picture, by torch's formulas for what they run on the meta device.
+
+    Args:
+        run: runs them on one picture → [tokens, hidden].
+        passes: forward, and two as costly ones backward where they are trained.
+    """
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        tokens = len(run(build_meta_copy(model), torch.device("meta")))
+    attention, matrices = 0, 0
+    for operator, count in counter.get_flop_counts()["Global"].items():
+        if "attention" in str(operator) or "bmm" in str(operator):
+            attention += count
+        else:
+            matrices += count
+    return TowerFlops(per_token=matrices * passes / tokens, attention_per_token=attention * passes / tokens)
 
 
 def _layers_of(tower: nn.Module) -> list[Any]:

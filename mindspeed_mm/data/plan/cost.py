@@ -103,6 +103,8 @@ class CostModel:
         try:
             per_token, attention = _text_cost(text), attention_cost(text)
             first, per_patch, per_squared_patch = _tower_cost(tower, text["hidden_size"]) if tower else (0.0, 0.0, 0.0)
+            if tower and whole.get("high_res_vision_config"):
+                per_patch += _second_tower_cost(whole["high_res_vision_config"], tower)
         except (KeyError, TypeError) as error:
             notice(f"{file}: what a row costs can't be computed from it ({error!r} not found); its tokens are counted")
             return cls()
@@ -176,6 +178,26 @@ def _tower_cost(config: Mapping[str, Any], text_hidden: int) -> tuple[float, flo
     merger = hidden**2 * merge**2 + hidden * output
     per_patch += 2.0 * (layers * (4 * hidden**2 + matrices * hidden * width) + merger)
     return 2.0 * embedding, per_patch, per_squared_patch
+
+
+def _second_tower_cost(config: Mapping[str, Any], first: Mapping[str, Any]) -> float:
+    """Forward FLOPs of SAM's encoder for the same picture in high resolution, for a patch of the first encoder.
+
+    Both have one size of pictures. Windows at the edges are padded to whole ones (Kirillov et al., "Segment Anything",
+    arXiv 2304.02643); two outputs pass a neck each, and then two convolutions with strides of 2 that end at the first
+    encoder's patches.
+    """
+    hidden, out, layers = config["hidden_size"], config["output_channels"], config["num_hidden_layers"]
+    side, window = config["image_size"] // config["patch_size"], config["window_size"]
+    patches, padded = side**2, (-(-side // window) * window) ** 2
+    whole = len(config["global_attn_indexes"])
+    pixels = (config.get("num_channels") or 3) * config["patch_size"] ** 2
+    width = config.get("mlp_dim") or int(hidden * config["mlp_ratio"])
+    flops = 2.0 * patches * (pixels * hidden + layers * 2 * hidden * width + 2 * (hidden * out + 9 * out**2))
+    for rows, seen, number in ((patches, patches, whole), (padded, window**2, layers - whole)):
+        flops += number * rows * (8.0 * hidden**2 + 4.0 * hidden * seen)
+    of_first = (first["image_size"] // first["patch_size"]) ** 2
+    return flops / of_first + 2 * 2.0 * 9 * (4 * 2 * out**2 + 8 * out**2)
 
 
 def tower_attention_cost(config: Mapping[str, Any]) -> tuple[float, float]:

@@ -35,6 +35,8 @@ class Tower:
         grids: batch fields with a grid [time, height, width] for each of its media.
         grid_inputs: (vision configuration, grid [media, 3] int64 on the host) → keyword arguments of the tower that
             follow from it, on the host: tensors for the device, and `OnHost` values. None: the tower computes them.
+        has_one_size: every picture is scaled to one size, that of `run_dummy`, whose output has as many rows as the
+            picture takes tokens.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Tower:
     split: MediaSplit | None = None
     grids: tuple[str, ...] = ()
     grid_inputs: Callable[[Any, torch.Tensor], dict[str, Any]] | None = None
+    has_one_size: bool = False
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the tower and of the modules beside it, which nothing else uses."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DeepseekVLHybridConfig
 
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.data.media.media import SampleSize
+from mindspeed_mm.data.media.media import MediaSize, SampleSize
 from mindspeed_mm.data.plan.cost import AttentionCost, CostModel
 from mindspeed_mm.models.common.family import freeze_parts
 from mindspeed_mm.models.common.modelzoo import ModelHub
@@ -59,6 +59,16 @@ def test_pictures_and_frozen_parts(qwen2_5_vl_dir: Path, frozen: tuple[str, ...]
     whole = image.per_patch + image.per_token / config["spatial_merge_size"] ** 2
     assert costs.per_patch == pytest.approx(whole, rel=1e-6)
     assert costs.per_squared_patch == pytest.approx(image.per_squared_patch)
+
+
+def test_pictures_in_two_resolutions(tmp_path: Path) -> None:
+    """Of the published sizes of DeepSeek-VL 7B, whose second encoder costs most of a picture."""
+    config = DeepseekVLHybridConfig(tie_word_embeddings=False)
+    config.save_pretrained(tmp_path)
+    costs, image = CostModel.from_config(tmp_path), counter_of(tmp_path).towers["image"]
+    patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    counted = image.of(MediaSize(tokens=patches))
+    assert costs.cost(SampleSize(0, patches, patches**2)) == pytest.approx(counted, rel=0.03)
 
 
 def write(folder: Path, config: Any) -> Path:

@@ -33,6 +33,7 @@ TRAITS = dataclasses.replace(
             TRAITS.towers[0],
             run_dummy=_run_one_picture,
             beside=("model.aligner", *_HIGH, "model.high_res_vision_alpha"),
+            has_one_size=True,
         ),
     ),
 )

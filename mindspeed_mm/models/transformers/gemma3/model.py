@@ -10,10 +10,16 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.transformers.gemma3.batches import packed_masks
+from mindspeed_mm.models.transformers.llava.traits import TOWER
 from mindspeed_mm.models.transformers.llava.traits import TRAITS as LLAVA
 from mindspeed_mm.utils.errors import ConfigError
 
-TRAITS = dataclasses.replace(LLAVA, packed_masks=packed_masks, attention=None)  # images see themselves whole
+TRAITS = dataclasses.replace(
+    LLAVA,
+    towers=(dataclasses.replace(TOWER, has_one_size=True),),
+    packed_masks=packed_masks,
+    attention=None,  # images see themselves whole
+)
 
 
 class Gemma3ForConditionalGeneration(adapt_class(HFGemma3)):  # type: ignore[misc]
