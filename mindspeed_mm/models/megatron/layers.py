@@ -9,7 +9,18 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    RowParallelLinear,
+    custom_fwd,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -40,26 +51,88 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class _AddsBiasExactly:
-    """Adds the bias of a linear layer before its output is rounded, as torch's linear layers do.
+class _LinearOverRanks(LinearWithGradAccumulationAndAsyncCommunication):
+    """Megatron-core's linear function, with its exchanges and its backward pass; the bias is added before rounding."""
 
-    Megatron-core's layers round the product and then the sum, which is half as much error again in bfloat16. With
-    several tensor-parallel ranks, where the product is exchanged or overlapped with an exchange, they stay as they are.
+    @staticmethod
+    @custom_fwd
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[torch.Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: Any,
+    ) -> torch.Tensor:
+        """[rows, batch, in] → [rows, batch, out]; `ctx` gets what `backward` reads."""
+        ctx.save_for_backward(input, weight)
+        ctx.main_grad = getattr(weight, "main_grad", None) if gradient_accumulation_fusion else None
+        ctx.use_bias = True
+        ctx.gradient_accumulation_fusion = gradient_accumulation_fusion
+        ctx.allreduce_dgrad = allreduce_dgrad
+        ctx.sequence_parallel = sequence_parallel
+        ctx.grad_output_buffer = grad_output_buffer
+        ctx.wgrad_deferral_limit = wgrad_deferral_limit
+        ctx.tp_group = tp_group
+        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
+        return F.linear(whole, weight, bias)
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Megatron-core's linear layer whose outputs are split over tensor-parallel ranks.
+
+    It adds its bias before its output is rounded, as torch's linear layers do. Megatron-core rounds the product and
+    then the sum, which is half as much error again in bfloat16, and leaves some biases to the caller to add.
     """
 
-    def forward(self: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[..., in] → [..., out] with the bias, and the bias if it is left to the caller to add."""
-        if self.bias is None or args or kwargs or self.config.tensor_model_parallel_size > 1:
-            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        return F.linear(input_, self.weight, self.bias), None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.skip_bias_add = False
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **how: Any
+    ) -> torch.Tensor:
+        if bias is None:
+            return super()._forward_impl(input, weight, bias=bias, **how)
+        if weight.requires_grad:
+            names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
+            given = [how[name] for name in (*names, "wgrad_deferral_limit", "tp_group")]
+            return _LinearOverRanks.apply(input, weight, bias, *given)
+        if how["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, group=how["tp_group"])
+        elif how["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
+        return F.linear(input, weight, bias)
 
 
-class ColumnLinear(_AddsBiasExactly, ColumnParallelLinear):
-    """Megatron-core's linear layer whose outputs are split over tensor-parallel ranks."""
+class RowLinear(RowParallelLinear):
+    """Megatron-core's linear layer whose inputs are split over tensor-parallel ranks.
 
+    The first rank adds the bias, before its part of the sum over ranks is rounded; see `ColumnLinear`.
+    """
 
-class RowLinear(_AddsBiasExactly, RowParallelLinear):
-    """Megatron-core's linear layer whose inputs are split over tensor-parallel ranks."""
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[rows, batch, in of this rank] → [rows, batch, out], with sequence parallelism this rank's rows; and the
+        bias if it is left to the caller to add."""
+        if self.bias is None or not self.input_is_parallel:
+            return super().forward(input_)
+        output = F.linear(input_, self.weight, self._own_share(self.bias))
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group), None
+        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group), None
+
+    def _own_share(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds, with the gradient that Megatron-core expects of it.
+
+        Under sequence parallelism it sums biases' gradients over ranks; otherwise each rank has the whole gradient.
+        """
+        if self.tp_group.rank() == 0:
+            return bias
+        return bias * 0 if self.sequence_parallel else bias - bias.detach()
 
 
 @dataclass
