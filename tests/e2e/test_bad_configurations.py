@@ -398,7 +398,11 @@ def test_a_number_that_contradicts_the_hf_directory(megatron_run: Run) -> None:
 
 # --- whole commands
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+LAUNCHERS = {
+    "python": [],
+    "early": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "late": ["-m", "mindspeed_mm.tools.cli", "train", "--nproc-per-node", "2"],
+}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -411,7 +415,7 @@ def commands(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
     runs["late"].append("fsdp2.yaml", "recompute_modules:\n  - model.language_model.layers.{0-23}\n")
     started = {}
     for name, run in runs.items():
-        words = [sys.executable, *([] if name == "python" else TORCHRUN), str(ROOT / "pretrain_transformers.py")]
+        words = [sys.executable, *LAUNCHERS[name], str(ROOT / "pretrain_transformers.py")]
         file = run.folder / "stderr.txt"
         with open(file, "wb") as errors:
             process = subprocess.Popen(
@@ -438,21 +442,23 @@ def test_python(commands: dict[str, tuple[Any, Path]]) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("early", ["fsdp2.yaml: unknown key 'param_type'", "'param_dtype'"]),
-        ("late", ["fsdp2.yaml: recompute_modules", "index 2, but 'model.language_model.layers' has 2 elements (0-1)"]),
-    ],
-)
-def test_torchrun(commands: dict[str, tuple[Any, Path]], name: str, said: list[str]) -> None:
+def test_torchrun(commands: dict[str, tuple[Any, Path]]) -> None:
     """torchrun's own summary, which ends its output, holds our sentence as the root cause."""
-    status, errors = end_of(commands[name])
+    status, errors = end_of(commands["early"])
     assert status == 1
     assert errors.count("\nConfigError: ") == 1  # both ranks found it, one says so
     summary = last_lines(errors, LAST_LINES_OF_TORCHRUN)
     assert "Root Cause (first observed failure)" in summary
     root_cause = summary[summary.index("Root Cause") :]
     assert "ConfigError: " in root_cause
-    for part in said:
+    for part in ("fsdp2.yaml: unknown key 'param_type'", "'param_dtype'"):
         assert part in root_cause
+
+
+def test_train(commands: dict[str, tuple[Any, Path]]) -> None:
+    """Of `mindspeed-mm train` the sentence is all there is."""
+    status, errors = end_of(commands["late"])
+    assert status == 1
+    said = errors.strip().splitlines()
+    assert len(said) <= 3 and said[0].startswith("ConfigError: ")
+    assert "index 2, but 'model.language_model.layers' has 2 elements (0-1)" in said[0]

@@ -64,13 +64,28 @@ def test_other_exceptions_keep_their_traceback_on_the_first_rank_only(
     assert capfd.readouterr().err == "rank 0 ended after rank 1 had: RuntimeError: Connection closed by peer\n"
 
 
+class DistNetworkError(RuntimeError):
+    """By its name one of torch's, which nothing here imports."""
+
+
+GLOO = "[/w/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:6: Connection reset by peer. This is typically …"
+LOST = "this rank lost another one, which has ended, or answers no more"
+ABOVE = "what ended it is above, or in the log of its machine"
+
+
 @pytest.mark.parametrize(
     "error, status, line",
     [
         (DataError("row 3"), 1, "DataError: row 3"),
+        (
+            RuntimeError(GLOO),
+            1,
+            f"{LOST} (RuntimeError: Read error [127.0.0.1]:6: Connection reset by peer); {ABOVE}",
+        ),
+        (DistNetworkError("closed"), 1, f"{LOST} (DistNetworkError: closed); {ABOVE}"),
         (KeyboardInterrupt(), 130, "interrupted by SIGINT (Ctrl-C)"),
     ],
-    ids=["a sentence", "Ctrl-C"],
+    ids=["a sentence", "gloo", "torch.distributed", "Ctrl-C"],
 )
 def test_exit_status(
     error: BaseException,
