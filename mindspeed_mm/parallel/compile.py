@@ -37,7 +37,7 @@ def apply_compile(root: nn.Module, modules: Mapping[str, nn.Module], backend: st
     """Compile the computation of each of `modules` for training; `forward` is replaced.
 
     Args:
-        root: the model; in evaluation mode its modules compute as they are.
+        root: the model; in evaluation mode, and in its first pass, its modules compute as they are.
         modules: path → module, not wrapped yet.
         backend: of torch.compile.
         where: file and key, for messages.
@@ -50,9 +50,10 @@ def apply_compile(root: nn.Module, modules: Mapping[str, nn.Module], backend: st
         if why is not None:
             raise ConfigError(f"{where}: {why}; install it, or leave the key out")
     _configure()
+    passes = _Passes(root)
     for path, module in modules.items():
         compiled = torch.compile(module.forward, backend=backend, dynamic=True)
-        module.forward = _in_training(root, path, module.forward, compiled)  # type: ignore[method-assign]
+        module.forward = _in_training(passes, path, module.forward, compiled)  # type: ignore[method-assign]
     info_rank0(f"{where}: {len(modules)} modules are compiled as they are first called{_cache_of(backend)}")
 
 
@@ -72,15 +73,34 @@ def _configure() -> None:
     torch.fx.experimental._config.use_duck_shape = False  # sizes that are equal by chance stay two sizes
 
 
+class _Passes:
+    """Says which passes of a model are compiled: those in training mode, but for the first one.
+
+    The first one has hooks that look at what is called, and are gone after it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root, self._count = root, 0
+        root.register_forward_pre_hook(self._begin)
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...]) -> None:
+        self._count += root.training
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the current pass is; a recompute belongs to the last one that has begun."""
+        return self._root.training and self._count > 1
+
+
 def _in_training(
-    root: nn.Module, path: str, forward: Callable[..., Any], compiled: Callable[..., Any]
+    passes: _Passes, path: str, forward: Callable[..., Any], compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
     is_off = False
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_off
-        if is_off or not root.training:
+        if is_off or not passes.is_compiled:
             return forward(*args, **kwargs)
         if not all(value.enter_graph() for value in kwargs.values() if isinstance(value, EntersGraph)):
             return forward(*args, **kwargs)

@@ -58,15 +58,23 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def compiled_model() -> Model:
+    """A model after its first pass."""
+    model = Model()
+    apply_compile(model, blocks(model), "aot_eager", WHERE)
+    model(torch.randn(2, 3, 4))
+    assert graphs() == 0
+    return model
+
+
 def blocks(model: nn.Module, **keys: Any) -> dict[str, nn.Module]:
     return modules_to_compile(model, Fsdp2Config.from_dict({"compile": True, **keys}))
 
 
 def test_all_blocks_share_a_function_for_rows_of_any_length() -> None:
     torch.manual_seed(0)
-    model, plain = Model(), Model()
+    model, plain = compiled_model(), Model()
     plain.load_state_dict(model.state_dict())
-    apply_compile(model, blocks(model), "aot_eager", WHERE)
     assert model.state_dict().keys() == plain.state_dict().keys()
     for rows, tokens in ((2, 3), (5, 7), (3, 3), (4, 4), (7, 4)):
         hidden = torch.randn(rows, tokens, 4, requires_grad=True)
@@ -83,8 +91,7 @@ def test_all_blocks_share_a_function_for_rows_of_any_length() -> None:
 
 
 def test_in_evaluation_blocks_compute_as_they_are() -> None:
-    model = Model()
-    apply_compile(model, blocks(model), "aot_eager", WHERE)
+    model = compiled_model()
     model.eval()
     model(torch.randn(2, 3, 4))
     assert graphs() == 0
@@ -105,9 +112,10 @@ class Extra:
 
 
 def test_an_argument_may_keep_a_call_out_of_graphs() -> None:
-    model = Model()
-    apply_compile(model, blocks(model), "aot_eager", WHERE)
+    model = compiled_model()
     watched, entering = Extra(False), Extra(True)
+    model(torch.randn(2, 3, 4))
+    counters.clear()
     for extra in (watched, entering, Extra(True)):
         model.layers[0](torch.randn(2, 3, 4), extra=extra)
     assert (watched.plain, entering.plain, graphs()) == (1, 0, 1)
@@ -116,9 +124,9 @@ def test_an_argument_may_keep_a_call_out_of_graphs() -> None:
 def test_too_many_kinds_of_inputs_are_said(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setattr(compiled, "MOST_KINDS", 2)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    model = Model()
-    apply_compile(model, blocks(model), "aot_eager", WHERE)
-    for shape in ((2, 4), (2, 3, 4), (2, 3, 3, 4), (2, 4)):
+    model = compiled_model()
+    model(torch.randn(2, 4))
+    for shape in ((2, 3, 4), (2, 3, 3, 4), (2, 4)):
         assert model.layers[0](torch.randn(*shape)).shape == shape
     (line,) = [line for line in said if "uncompiled" in line]
     assert "'layers.0'" in line and "TORCH_LOGS=recompiles" in line and graphs() == 2
