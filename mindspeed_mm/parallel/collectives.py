@@ -61,6 +61,7 @@ def copy(x: torch.Tensor, ranks: RankSet) -> torch.Tensor:
     return _Copy.apply(x, ranks)
 
 
+@torch.compiler.disable  # parts may differ in length from rank to rank
 def gather(x: torch.Tensor, ranks: RankSet, dim: int, *, is_partial: bool) -> torch.Tensor:
     """Return the parts of all ranks, joined in `dim` in the order of the ranks.
 
@@ -74,6 +75,7 @@ def gather(x: torch.Tensor, ranks: RankSet, dim: int, *, is_partial: bool) -> to
     return _Gather.apply(x, ranks, dim, is_partial)
 
 
+@torch.compiler.disable  # parts may differ in length from rank to rank
 def reduce_scatter(x: torch.Tensor, ranks: RankSet, dim: int) -> torch.Tensor:
     """Return this rank's part, in `dim`, of the sum of `x` over the ranks.
 

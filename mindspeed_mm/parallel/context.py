@@ -196,6 +196,7 @@ class ContextCall:
         return {**given, "max_length_q": longest, "max_length_k": longest}
 
 
+@torch.compiler.disable  # collectives, and a shard of this length
 def attend(
     module: nn.Module,
     query: torch.Tensor,

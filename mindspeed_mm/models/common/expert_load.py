@@ -80,6 +80,7 @@ class ExpertLoad:
             return None
         return RoutedTokens(torch.cat([counts[key] for key in self._experts])) if counts else None
 
+    @torch.compiler.disable  # in a graph it would be of one layer, and of the forward pass alone
     @torch.no_grad()
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._counts is None:  # a layer that runs again in backward

@@ -14,7 +14,6 @@ denominator is the token loss's own.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -158,8 +157,8 @@ class RouterLoss:
                 "the key out"
             )
         self._collected: dict[int, list[torch.Tensor]] | None = None
-        for router, index in self._routers.items():
-            router.register_forward_hook(functools.partial(self._keep, index))
+        for router in self._routers:
+            router.register_forward_hook(self._keep)
 
     def expect(self) -> None:
         """Record the routers' outputs in the next forward pass of the model."""
@@ -195,9 +194,10 @@ class RouterLoss:
             )
         return balance_loss(collected, self._top_k, shares, context)
 
-    def _keep(self, index: int, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    @torch.compiler.disable  # in a graph it would be of one layer, and of the forward pass alone
+    def _keep(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._collected is not None:  # None: a layer that runs again in backward
-            logits = output[index] if isinstance(output, tuple) else output
+            logits = output[self._routers[router]] if isinstance(output, tuple) else output
             self._collected.setdefault(id(router), []).append(logits.flatten(0, -2))
 
 
