@@ -35,6 +35,7 @@ from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.contract import Staged, as_staged
+from mindspeed_mm.models.megatron.layers import use_fused_norms
 from mindspeed_mm.models.megatron.memory import swap_attention
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_from_meta
@@ -133,6 +134,8 @@ class PTDBackend:
             stage.set_model_type(ModelType.encoder_or_decoder)
             if self._meta_model is not None:
                 materialize_chunk(stage.model, self.world.device)
+            if run.kernels.use_fused_rmsnorm:
+                use_fused_norms(stage.model)
             check_packing(stage.model, run.batch)
             if run.parallel.swap_attention:
                 swap_attention(stage.model)

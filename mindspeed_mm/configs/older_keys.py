@@ -360,10 +360,11 @@ _FLAGS = (
     Older(
         "flag",
         "",
-        "fp8 fp8_format",
+        "fp8 fp8_format fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather "
+        "no_fp8_wgrad",
         "absent",
-        "layers out of Megatron-core's modules don't compute in 8 bits; with --use-torch-fsdp2 write float8_recipe in "
-        "fsdp2.yaml (tensorwise for hybrid, rowwise for e4m3), and --bf16",
+        "layers out of Megatron-core's modules don't compute in 8 bits, as they aren't Transformer Engine's; with "
+        "--use-torch-fsdp2 write float8_recipe in fsdp2.yaml (tensorwise for hybrid, rowwise for e4m3), and --bf16",
     ),
     Older(
         "flag",

@@ -19,6 +19,11 @@ _TOKENIZER = no_effect("the tokenizer comes from data.json's model_name_or_path"
 _CLASSES = no_effect(
     fsdp2="the model is the HF class itself", ptd="the model is made of megatron-core's classes, and no others"
 )
+_LAYERS = no_effect(
+    fsdp2="the model is the HF class itself",
+    ptd="the layers are megatron-core's local ones: attention to packed rows and adapters are built on them, not on "
+    "Transformer Engine's",
+)
 _ATTENTION = no_effect(
     fsdp2="attention is chosen by model.json's attn_implementation",
     ptd="attention is PyTorch's scaled_dot_product_attention, masked as the family needs it",
@@ -106,7 +111,7 @@ class MegatronStructureArguments:
     moe_aux_loss_coeff: Annotated[float, _of_own_models("weight of the load-balancing loss", _AUX_LOSS)] = 0.0
     use_mcore_models: Annotated[bool, _CLASSES("megatron-core's model classes")] = False
     use_legacy_models: Annotated[bool, _CLASSES("Megatron's older model classes")] = False
-    transformer_impl: Annotated[str, _CLASSES("which layers")] = "transformer_engine"
+    transformer_impl: Annotated[str, _LAYERS("which layers", harmless=("local",))] = "transformer_engine"
     spec: Annotated[list[str] | None, _CLASSES("module and name of a ModuleSpec")] = None
 
 

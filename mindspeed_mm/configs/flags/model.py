@@ -71,7 +71,7 @@ _FUSED = no_effect(ptd="the kernels are megatron-core's and PyTorch's own")
 class FusedKernelArguments:
     """Fused kernels of language models, by Liger on CUDA and torch_npu on Ascend (docs/performance.md)."""
 
-    use_fused_rmsnorm: Annotated[bool, _FUSED("a norm in one kernel")] = False
+    use_fused_rmsnorm: Annotated[bool, flag("a norm in one kernel")] = False
     use_fused_swiglu: Annotated[bool, _FUSED("the activation of a gated MLP, and its product, in one kernel")] = False
     use_fused_rotary_pos_emb: Annotated[bool, _FUSED("queries and keys rotated in one kernel")] = False
 

@@ -31,6 +31,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import nn
 
+from mindspeed_mm import accelerator
+from mindspeed_mm.accelerator.fused import FusedKernels
+from mindspeed_mm.utils.log import notice
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, computed in float32 as in transformers' models.
@@ -49,6 +53,29 @@ class RMSNorm(nn.Module):
         """Normalise [..., hidden]; the result has the same shape and dtype."""
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class FusedRMSNorm(RMSNorm):
+    """`RMSNorm` by the device's fused kernel, which `use_fused_norms` has found."""
+
+    kernels: FusedKernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., hidden]; the result has the same shape and dtype."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def use_fused_norms(chunk: nn.Module) -> None:
+    """Let the norms of a chunk compute by the device's fused kernel; where there is none, that is said once."""
+    device = accelerator.current()
+    kernels = device.fused_kernels()
+    if kernels is None:
+        notice(f"--use-fused-rmsnorm: no effect here: {device.why_no_fused_kernels()}")
+        return
+    for module in chunk.modules():
+        if type(module) is RMSNorm:
+            fused: Any = module
+            fused.__class__, fused.kernels = FusedRMSNorm, kernels
 
 
 class _LinearOverRanks(LinearWithGradAccumulationAndAsyncCommunication):
