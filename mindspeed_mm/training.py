@@ -31,6 +31,7 @@ from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
+from mindspeed_mm.monitor.console.choice import open_console
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
@@ -183,7 +184,7 @@ def train(
     profiler.start()
     with saver or nullcontext():
         while not progress.is_over(run):
-            pending = train_step(forward_step, data.train, backend, run, wants_to_stop)
+            pending = train_step(forward_step, data.train, backend, run, wants_to_stop, watch.asks_to_log)
             _account(pending, progress, watch, backend, run)
             skips.add(progress.iteration, pending.result, pending.counts.row_ids)
             profiler.step()
@@ -229,15 +230,17 @@ def train_step(
     backend: Backend,
     run: Run,
     wants_to_stop: Callable[[], bool],
+    asks_to_log: Callable[[], bool] = lambda: False,
 ) -> PendingStep:
     """Run one optimizer step over one global batch.
 
     Args:
         wants_to_stop: returns whether this rank should stop; called after forward and backward. The step's reduction
             shares the request with all ranks, and this step is then the last one.
+        asks_to_log: returns whether this rank asks for the step to be logged; called and shared likewise.
     """
     backend.forward_backward(forward_step, data_iterator, run.batch.num_microbatches)
-    return backend.step(data_iterator.take(), wants_to_stop())
+    return backend.step(data_iterator.take(), wants_to_stop(), asks_to_log())
 
 
 def evaluate(
@@ -298,7 +301,7 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
     watch.add(progress.iteration, pending.counts, pending.result)
     is_last = pending.stop or _is_due(progress.iteration, run.length.exit_interval)
     is_last |= _is_due(progress.iteration, run.logging.eval_interval) and progress.stopped_early(run, worse=1)
-    if is_last or watch.wants_result(progress.iteration):
+    if is_last or pending.log or watch.wants_result(progress.iteration):
         result = pending.result()
         watch.log_step(
             progress.iteration,
@@ -416,6 +419,7 @@ def _open_watch(backend: Backend, run: Run, iteration: int) -> Watch:
         rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
     return Watch(
         sinks=open_sinks(run, resumed=iteration > 0, is_logging_rank=backend.world.is_logging_rank),
+        console=open_console(run, is_logging_rank=backend.world.is_logging_rank),
         row_log=rows,
         log_interval=run.logging.log_interval,
         train_iters=run.train_iters,

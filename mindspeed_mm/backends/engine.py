@@ -106,7 +106,7 @@ class StepEngine:
             self._backward_factor.observe(self._sums.denominator, is_mean=self._sums.means > 0)
         return loss
 
-    def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
+    def step(self, counts: BatchCounts, stop_requested: bool, log_requested: bool = False) -> LaunchedStep:
         """See the protocol of backends."""
         self.wait()  # the last step's result was copied to the host long ago; the schedule advances if it was applied
         factor = self._backward_factor
@@ -118,7 +118,7 @@ class StepEngine:
         own = counts
         if not self._world.counts_rows:
             own = BatchCounts(wait_seconds=counts.wait_seconds, flops=None if counts.flops is None else 0.0)
-        reduced = self._reducer.reduce(self._take_sums(), squared, own, stop_requested)
+        reduced = self._reducer.reduce(self._take_sums(), squared, own, (stop_requested, log_requested))
         norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
         finite = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets
         pending = LaunchedStep(reduced, norm, self._schedule, self._loss_scale, self._executor)
@@ -178,7 +178,7 @@ class LaunchedStep:
         Args:
             norm: norm of the step's gradient, a float scalar on the device.
         """
-        self.counts, self.stop = reduced.counts, reduced.stop
+        self.counts, self.stop, self.log = reduced.counts, reduced.stop, reduced.log
         self._reduced, self._schedule, self._loss_scale, self._executor = reduced, schedule, loss_scale, executor
         self._read = accelerator.current().read_later(reduced.figures(norm))
         self._result: StepResult | None = None

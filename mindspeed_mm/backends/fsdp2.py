@@ -220,9 +220,9 @@ class FSDP2Backend:
         """See the protocol."""
         self.engine.forward_backward(forward_step, data_iterator, num_microbatches)
 
-    def step(self, counts: BatchCounts, stop_requested: bool) -> LaunchedStep:
+    def step(self, counts: BatchCounts, stop_requested: bool, log_requested: bool = False) -> LaunchedStep:
         """See the protocol."""
-        return self.engine.step(counts, stop_requested)
+        return self.engine.step(counts, stop_requested, log_requested)
 
     def evaluate(
         self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int

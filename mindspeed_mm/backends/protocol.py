@@ -95,10 +95,12 @@ class PendingStep(Protocol):
     Attributes:
         counts: counts of the global batch, available on the host.
         stop: whether any rank requested a stop.
+        log: whether any rank requested that the step is logged.
     """
 
     counts: BatchCounts
     stop: bool
+    log: bool
 
     def result(self) -> StepResult:
         """Wait for the step's loss, gradient norm and metrics (a host sync: on logging steps only)."""
@@ -142,12 +144,13 @@ class Backend(Protocol):
     def forward_backward(self, forward_step: ForwardStep, data_iterator: Iterator[Any], num_microbatches: int) -> None:
         """Run forward and backward of a step's micro-batches; accumulates gradients and sums of losses."""
 
-    def step(self, counts: BatchCounts, stop_requested: bool) -> PendingStep:
+    def step(self, counts: BatchCounts, stop_requested: bool, log_requested: bool = False) -> PendingStep:
         """Reduce the sums once, normalise, clip, guard against non-finite values, step optimizer and schedule.
 
         Args:
             counts: counts of this rank's micro-batches.
             stop_requested: whether this rank requests a stop; the same reduction shares it with all ranks.
+            log_requested: whether this rank requests that the step is logged; shared likewise.
         """
 
     def evaluate(

@@ -101,7 +101,7 @@ class ReducedStep:
         names: names of the metrics.
         metrics: [2 * names] float: sum and denominator of each metric.
         counts: counts of the global batch, on the host.
-        stop: whether any rank requested a stop.
+        stop, log: whether any rank requested a stop, or that the step is logged.
     """
 
     squared_norm: torch.Tensor
@@ -112,6 +112,7 @@ class ReducedStep:
     metrics: torch.Tensor
     counts: BatchCounts
     stop: bool
+    log: bool
 
     def figures(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the values that `result` builds a StepResult from, on the device: [3 + 2 * names].
@@ -146,7 +147,7 @@ class StepReducer:
     the reduction of a step carries a flag for new names, and only if a rank sets it do all ranks gather the new names
     and sum their values. In every other step a rank adds zeros for names that it has not seen.
 
-    Counts on the host (rows, tokens, media, a stop request) must be on the host again at once after the sum, as idle
+    Counts on the host (rows, tokens, media, requests) must be on the host again at once after the sum, as idle
     towers decide which parameters the optimizer steps. If the device is the host, one vector carries everything; on
     accelerators the host's part uses the host group, which runs in parallel to the device's queue instead of waiting
     for it.
@@ -164,7 +165,7 @@ class StepReducer:
         self._experts = 0  # length of the vector of tokens that were sent to each expert
 
     def reduce(
-        self, sums: StepSums, squared_norm: torch.Tensor, counts: BatchCounts, stop_requested: bool
+        self, sums: StepSums, squared_norm: torch.Tensor, counts: BatchCounts, requests: tuple[bool, bool]
     ) -> ReducedStep:
         """Sum losses, metrics and counts of a training step over all ranks.
 
@@ -172,6 +173,7 @@ class StepReducer:
             squared_norm: float scalar on the device: this rank's part of the squared norm.
             counts: counts of this rank. Values that are needed of each rank separately (`wait_seconds`, `cost`) have
                 one element for each rank in the vector, which is zero on the other ranks.
+            requests: whether this rank requests a stop, and that the step is logged.
 
         Raises:
             ConfigError: the loss function returned different forms.
@@ -181,7 +183,7 @@ class StepReducer:
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
         has_new = has_new or len(sums.routed) > self._experts
         ranks, rank = self._sums.size, self._sums.rank
-        values = [sums.sums, self._means(sums), has_new, stop_requested]
+        values = [sums.sums, self._means(sums), has_new, *requests]
         values += [getattr(counts, name) for name in _SUMMED]
         values += [counts.media.get(kind, 0) for kind in self._media]
         waits, costs = [0.0] * ranks, [0.0] * ranks
@@ -194,7 +196,7 @@ class StepReducer:
 
         summed_up = host.tolist()
         waits, costs = summed_up[len(values) : -ranks], summed_up[-ranks:]
-        with_sum, means, with_new, stop, *numbers = map(int, summed_up[: len(values)])
+        with_sum, means, with_new, stop, log, *numbers = map(int, summed_up[: len(values)])
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
         if with_new:
@@ -215,7 +217,7 @@ class StepReducer:
         names = list(self._is_pair)
         if self._experts:
             names, figures = [*names, *FIGURES], torch.cat([figures, load_figures(routed)])
-        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, figures, summed, stop > 0)
+        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, figures, summed, stop > 0, log > 0)
 
     def reduce_loss(self, sums: StepSums) -> tuple[float, float]:
         """Return (loss sum, denominator) of an evaluation over all ranks.

@@ -26,6 +26,8 @@ class Variable(NamedTuple):
     no_effect: str | None = None
 
 
+#: set for the processes that `mindspeed-mm train` starts by itself
+STARTER = "MM_STARTED_BY"
 _LAUNCHER = "set by torchrun"
 _ASCEND = "read by Ascend's own packages; nothing here depends on it"
 _SNAPSHOT = "memory snapshots are described by tools.json's memory_profile"
@@ -34,6 +36,9 @@ VARIABLES: Mapping[str, Variable] = {
     "MM_DEVICE": Variable("cpu, cuda or npu: the device to train on; absent = the best that is there"),
     "MM_DEVICE_PEAK_TFLOPS": Variable("peak of one device in 10^12 operations a second, for MFU"),
     "MM_LOG_LEVEL": Variable("level of log lines: DEBUG, INFO, WARNING, ERROR; absent = INFO"),
+    STARTER: Variable(
+        "set by mindspeed-mm train: --log-format auto then writes for people; absent = the published line"
+    ),
     "MM_API_KEY": Variable("mindspeed-mm serve: the key that requests need; --api-key-file precedes it"),
     "MM_SERVE_GUARD": Variable("set by mindspeed-mm serve for the vLLM that it starts"),
     "MM_ROAD": Variable("fsdp2 or ptd: the backend that examples/env_config.sh sets the environment for"),

@@ -235,6 +235,9 @@ class LlmTraining(Section):
     save_hf_weights: Bool = Field(True, description="export a HF directory at the end")
     resume_from_checkpoint: str | None = Field(None, description="run folder or checkpoint to go on from")
     logging_steps: Count = Field(1, description="steps between two log lines")
+    log_format: Annotated[str, one_of(("auto", "full", "short", "live"))] = Field(
+        "auto", description="ours: form of the log lines, see --log-format"
+    )
     calculate_per_token_loss: Bool = Field(
         False, description="true = sum over all targets of a step ÷ their number; false = mean of micro-batches' means"
     )

@@ -221,6 +221,7 @@ class TrainerTraining(Section):
     no_save_optim: Bool = Field(False, description="--no-save-optim")
     no_save_rng: Bool = Field(False, description="--no-save-rng")
     log_interval: Count = Field(1, description="--log-interval")
+    log_format: Literal["auto", "full", "short", "live"] = Field("auto", description="ours: --log-format")
     val_interval: Size = Field(0, description="--eval-interval")
     val_micro_batch_size: Count | None = Field(None, description="must be micro_batch_size, where there is validation")
     save_best: str | None = Field(None, description="ours: --save-best")

@@ -33,6 +33,7 @@ TRAINING_FLAGS = {
     "no_save_optim": "no_save_optim",
     "no_save_rng": "no_save_rng",
     "log_interval": "log_interval",
+    "log_format": "log_format",
     "val_interval": "eval_interval",
     "save_best": "save_best",
     "early_stop": "early_stop",

@@ -1,16 +1,15 @@
-"""The sinks of a run: which there are, and on which ranks."""
+"""The files that a run's records go to, and on which ranks."""
 
 from __future__ import annotations
 
 from mindspeed_mm.configs.run import Run
-from mindspeed_mm.monitor.console import FullConsole
 from mindspeed_mm.monitor.metrics import MetricsSink
 from mindspeed_mm.monitor.records import Sink
 from mindspeed_mm.monitor.tensorboard import TensorboardSink
 
 
 def open_sinks(run: Run, *, resumed: bool, is_logging_rank: bool) -> list[Sink]:
-    """Return what takes a run's records on this rank, the files before the console.
+    """Return what writes a run's records on this rank.
 
     Args:
         resumed: whether the run in the --save folder is continued.
@@ -23,4 +22,4 @@ def open_sinks(run: Run, *, resumed: bool, is_logging_rank: bool) -> list[Sink]:
         sinks.append(MetricsSink(run.checkpoint.save, resumed=resumed))
     if run.logging.tensorboard_dir:
         sinks.append(TensorboardSink(run.logging.tensorboard_dir))
-    return [*sinks, FullConsole()]
+    return sinks

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.records import EvaluationRecord, Sink, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
 
@@ -31,7 +32,8 @@ class LoggedOutcome(Protocol):
 class Watch:
     """Collects steps, and hands the figures of those that are logged on to sinks.
 
-    The first ten steps of a run, every `log_interval`-th one, and the last one are logged.
+    The first ten steps of a run, every `log_interval`-th one, the last one, and those that the console of a rank asks
+    for are logged.
     """
 
     _flops: float | None  # of the interval; None: unknown
@@ -41,6 +43,7 @@ class Watch:
         self,
         *,
         sinks: Sequence[Sink],
+        console: Console,
         log_interval: int,
         train_iters: int,
         global_batch_size: int,
@@ -50,14 +53,16 @@ class Watch:
     ) -> None:
         """
         Args:
-            sinks: what takes the records on this rank; none on a rank that writes nothing.
+            sinks: what writes the records on this rank; none on a rank that writes nothing.
+            console: what this rank shows.
             world_size: devices that share a step's FLOPs.
             compute_dtype: bf16, fp16 or fp32: its peak is the reference of MFU.
             row_log: writes the rows of this rank, whether or not the rank logs anything else.
         """
         self._row_log = row_log
         self._world_size, self._compute_dtype = world_size, compute_dtype
-        self._sinks = tuple(sinks)
+        self._console = console
+        self._sinks: tuple[Sink, ...] = (*sinks, console)
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
@@ -67,8 +72,15 @@ class Watch:
         self.iterations_without_targets = 0
         self._start_interval()
 
+    def asks_to_log(self) -> bool:
+        """Whether this rank asks for the running step to be logged, as its console has shown nothing for long.
+
+        Ranks have clocks of their own, so they agree: the step's reduction tells all of them (`PendingStep.log`).
+        """
+        return self._console.is_overdue()
+
     def wants_result(self, iteration: int) -> bool:
-        """Whether this step's figures will be read (a host sync on devices with a queue)."""
+        """Whether this step's figures will be read whoever asks (a host sync on devices with a queue)."""
         return iteration <= FIRST_STEPS or iteration % self._log_interval == 0 or iteration == self._train_iters
 
     def add(self, iteration: int, counts: BatchCounts, outcome: Callable[[], LoggedOutcome]) -> None:
@@ -80,6 +92,7 @@ class Watch:
         """
         if self._row_log is not None:
             self._row_log.write(iteration, counts.row_ids)
+        self._console.advance(iteration)
         self._steps += 1
         self._outcomes.append(outcome)
         self._counts.tokens += counts.tokens

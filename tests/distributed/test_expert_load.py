@@ -24,7 +24,7 @@ def reduced_loads() -> list[dict[str, float]]:
             metrics["routed"] = RoutedTokens(torch.tensor([1.0, 0.0, 3.0]))
         for _ in range(2):
             sums.add((torch.tensor(1.0), 1, metrics))
-        step = reducer.reduce(sums, torch.tensor(1.0), BatchCounts(), False)
+        step = reducer.reduce(sums, torch.tensor(1.0), BatchCounts(), (False, False))
         read = step.figures(torch.tensor(1.0, dtype=torch.float64)).tolist()
         found.append(step.result(read, learning_rate=0.0, loss_scale=1.0).metrics)
     return found

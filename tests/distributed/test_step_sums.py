@@ -24,7 +24,7 @@ def new_sums() -> StepSums:
     return StepSums(torch.float64, CPU)
 
 
-def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], bool, dict[str, int]]]:
+def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], tuple[bool, bool], dict[str, int]]]:
     """Three steps: a second kind of media comes with the second one, on one rank only.
 
     Args:
@@ -41,9 +41,9 @@ def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], boo
         own = {"media": media, "row_ids": [rank], "wait_seconds": 0.5 + rank, "flops": 10.0 + 20 * rank}
         counts = BatchCounts(1, 10, 20, 5, 4 * rank, **own)
         with CountedCollectives() as calls:
-            reduced = reducer.reduce(sums, torch.tensor(2.0), counts, rank == 1)
+            reduced = reducer.reduce(sums, torch.tensor(2.0), counts, (rank == 1, number == rank))
         values = torch.stack([reduced.squared_norm, reduced.divisor, reduced.loss]).tolist()
-        found.append((reduced.counts, values, reduced.stop, calls))
+        found.append((reduced.counts, values, (reduced.stop, reduced.log), calls))
     return found
 
 
@@ -54,9 +54,9 @@ def test_one_reduction_tells_sums_and_the_worst_rank(ranks2: RankPool, has_queue
     with_names = {**once, "all_gather_object": 1}
     media = [{"image": 4}, {"image": 2, "video": 2}, {"image": 2, "video": 2}]
     for rank, steps in enumerate(ranks2.run(partial(reduce_steps, has_queue=has_queue))):
-        for number, (counts, values, stop, calls) in enumerate(steps):
+        for number, (counts, values, requests, calls) in enumerate(steps):
             assert calls == (once if number == 2 else with_names)
-            assert (values, stop) == ([4.0, 3.0, 2.0 / 3.0], True)
+            assert (values, requests) == ([4.0, 3.0, 2.0 / 3.0], (True, number < 2))
             expected = {"media": media[number], "row_ids": [rank], "wait_seconds": 1.5, "flops": 40.0}
             assert counts == BatchCounts(2, 20, 40, 10, 4, **expected, imbalance=1.5)
 
@@ -73,7 +73,7 @@ def test_metrics_are_means_of_micro_batches_or_of_what_they_say() -> None:
     sums.add((one, 1, {"plain": torch.tensor([4.0]), "pair": (2.0, 1.0)}))
     sums.add((one, 1, {"plain": 6.0}))
     names = ["pair", "plain", "absent"]
-    reduced = ReducedStep(one, one, one, one > 0, names, sums.figures(names), BatchCounts(), False)
+    reduced = ReducedStep(one, one, one, one > 0, names, sums.figures(names), BatchCounts(), False, False)
     result = reduced.result(reduced.figures(one).tolist(), learning_rate=0.0, loss_scale=1.0)
     assert result.metrics == {"pair": 2.0, "plain": 4.0}
 

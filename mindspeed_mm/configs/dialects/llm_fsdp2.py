@@ -110,6 +110,7 @@ _TRAINING_FLAGS = {
     "save_hf_weights": "save_hf",
     "resume_from_checkpoint": "load",
     "logging_steps": "log_interval",
+    "log_format": "log_format",
     "dataloader_num_workers": "num_workers",
     "use_fused_rmsnorm": "use_fused_rmsnorm",
     "use_fused_rotary_pos_emb": "use_fused_rotary_pos_emb",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, AnswerScoreName, TranscriptLanguage
 from mindspeed_mm.configs.flags.spec import flag, no_effect
@@ -30,6 +30,14 @@ class LoggingArguments:
     log_interval: Annotated[
         int, flag("steps between two log lines; the first ten steps and the last one have a line too", minimum=1)
     ] = 10
+    log_format: Annotated[
+        Literal["auto", "full", "short", "live"],
+        flag(
+            "ours: full = the published log line; short = lines of 120 columns, every 30 s at least and, unless "
+            "log-interval is given, about 25 in all; live = one line that is renewed, on a terminal; auto = full, but "
+            "for what mindspeed-mm train starts other than a bash script: live on a terminal, else short"
+        ),
+    ] = "auto"
     eval_interval: Annotated[
         int | None, flag("steps between two evaluations; 0 or None = no evaluation", minimum=0)
     ] = 1000

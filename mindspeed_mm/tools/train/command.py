@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_mm.configs.environment import STARTER
 from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten
 from mindspeed_mm.tools.train.target import ENTRY_MODULES, LaunchTarget, find_target
 
@@ -59,6 +60,7 @@ def main(words: Sequence[str]) -> int:
         return _run_bash(target, before)
     if target.processes is not None and not any(word.startswith(_NUMBERS) for word in before):
         options.nproc_per_node = str(target.processes)
+    os.environ[STARTER] = "mindspeed-mm train"  # of a bash script the published log lines are expected
     return _run(options, target.words)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mindspeed_mm.monitor.console import format_evaluation, format_step
+from mindspeed_mm.monitor.console.full import format_evaluation, format_step
 from mindspeed_mm.monitor.records import EvaluationRecord
 from tests.support.records import step_record
 

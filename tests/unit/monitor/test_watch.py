@@ -13,7 +13,7 @@ import pytest
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.data.loading.counting import BatchCounts
-from mindspeed_mm.monitor.console import FullConsole
+from mindspeed_mm.monitor.console.full import FullConsole
 from mindspeed_mm.monitor.metrics import MetricsSink, read_metrics
 from mindspeed_mm.monitor.records import EvaluationRecord
 from mindspeed_mm.monitor.row_log import RowLog
@@ -36,7 +36,8 @@ BEFORE = 120
 def lines(folder: Path, steps: list[Step], interval: int, before: int = BEFORE) -> list[dict[str, Any]]:
     """The records of a run's last steps."""
     watch = Watch(
-        sinks=[MetricsSink(str(folder), resumed=False), FullConsole()],
+        sinks=[MetricsSink(str(folder), resumed=False)],
+        console=FullConsole(),
         log_interval=interval,
         train_iters=before + len(steps),
         global_batch_size=4,
@@ -61,7 +62,8 @@ def lines(folder: Path, steps: list[Step], interval: int, before: int = BEFORE) 
 def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rates over the interval, the longest wait of any rank, imbalance as its mean, rows left out over the run."""
     settings = {
-        "sinks": [MetricsSink(str(tmp_path), resumed=False), FullConsole()],
+        "sinks": [MetricsSink(str(tmp_path), resumed=False)],
+        "console": FullConsole(),
         "train_iters": BEFORE + 4,
         "global_batch_size": 4,
     }
@@ -150,8 +152,8 @@ def test_scores_of_answers_are_beside_the_validation_loss(tmp_path: Path, capsys
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "eval_answers.jsonl").write_text('{"iteration": 9}\n')
-    sinks = [MetricsSink(str(tmp_path), resumed=False), TensorboardSink(str(tmp_path / "events")), FullConsole()]
-    watch = Watch(sinks=sinks, log_interval=1, train_iters=9, global_batch_size=1)
+    sinks = [MetricsSink(str(tmp_path), resumed=False), TensorboardSink(str(tmp_path / "events"))]
+    watch = Watch(sinks=sinks, console=FullConsole(), log_interval=1, train_iters=9, global_batch_size=1)
     watch.log_evaluation(EvaluationRecord(2, 5, 1.5))
     samples = [{"index": 0, "prompt": "p", "answer": "a", "reference": "b"}]
     watch.log_evaluation(EvaluationRecord(4, 5, 1.25, GeneratedFigures({"wer": 50.0}, 7, samples)))

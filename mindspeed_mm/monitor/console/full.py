@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import datetime
 
+from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 
 
-class FullConsole:
-    """Prints each record in its published form."""
+class FullConsole(Console):
+    """Prints each record in its published form, and nothing else: scripts read what it prints."""
 
     def step(self, record: StepRecord) -> None:
         """Print the line of a step."""
@@ -20,9 +21,6 @@ class FullConsole:
     def evaluation(self, record: EvaluationRecord) -> None:
         """Print the line of an evaluation."""
         print(format_evaluation(record), flush=True)
-
-    def close(self) -> None:
-        """Nothing is left to do."""
 
 
 def format_step(record: StepRecord) -> str:

@@ -1,0 +1,41 @@
+"""The console of a rank: a sink that may show more than records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
+
+
+class Console:
+    """Shows nothing, as on all ranks but one; others override what they show."""
+
+    def begin(self, header: Sequence[str]) -> None:
+        """Show what is known of the run, before its first step.
+
+        Args:
+            header: lines about it.
+        """
+
+    def advance(self, iteration: int) -> None:
+        """Note that a step has been launched; its figures may still be on the device."""
+
+    def is_overdue(self) -> bool:
+        """Whether so much time has passed since something was shown that the running step should be logged."""
+        return False
+
+    def step(self, record: StepRecord) -> None:
+        """Show a logged step."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Show an evaluation."""
+
+    def finish(self, summary: Sequence[str]) -> None:
+        """Show what has become of the run, at an end that is no error.
+
+        Args:
+            summary: lines about it.
+        """
+
+    def close(self) -> None:
+        """Leave a terminal as it was, whatever ends the run."""
