@@ -2,11 +2,13 @@
 
     python benchmarks/samples_per_second.py                       # text alone and with images, one process and two
     python benchmarks/samples_per_second.py --rows 500 --rounds 3 --ranks 1 --media text
+    python benchmarks/samples_per_second.py --trainer-python llamafactory=PYTHON ms-swift=PYTHON
 
 Every run is processes of its own, which train on every row once after some steps that warm them up; the contenders'
 runs alternate, and medians are compared. Rows are processed before: what is measured is the step, and the choice and
 the joining of rows. Ours pads rows as they come, pads rows of like length, and packs them; the Trainer does so as its
-default is, and grouped by length. Model, weights, optimizer, rows, and rows in a padded micro-batch are the same.
+default is, and grouped by length; LLaMA-Factory and ms-swift, where a Python is given that has them (see
+other_trainers.py), pack too. Model, weights, optimizer, rows, and rows in a padded micro-batch are the same.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -42,6 +45,7 @@ TARGETS = {"Trainer default": 0.8, "Trainer grouped": 0.95}
 def main() -> None:
     """Run the contenders in turn, and print their medians and the ratios of packed steps to the Trainer's."""
     from common import add_smallest, median
+    from other_trainers import WAYS
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=2000)
@@ -49,6 +53,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--media", choices=["text", "images"], nargs="+", default=["text", "images"])
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
+    parser.add_argument("--trainer-python", nargs="+", default=[], metavar="TRAINER=PYTHON", type=other_trainer)
     parser.add_argument("--worker", choices=CONTENDERS)
     parser.add_argument("--folder", type=Path)
     add_smallest(parser)
@@ -59,16 +64,36 @@ def main() -> None:
     if options.smallest:
         options.rows, options.rounds, options.ranks, options.media = 48, 1, [1], ["images"]
         options.contenders = ("ours packed", "Trainer grouped")
+    pythons = dict(options.trainer_python)
+    names = [*options.contenders, *(f"{trainer} {way}" for trainer in pythons for way in WAYS[trainer])]
     folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="samples-per-second-"))
     for media in options.media:
         make_rows(folder / media, options.rows, with_images=media == "images", smallest=options.smallest)
         for ranks in options.ranks:
-            found: dict[str, list[Rates]] = {name: [] for name in options.contenders}
-            for _ in range(options.rounds):
-                for name, rates in found.items():
-                    rates.append(samples_per_second(name, folder / media, options.rows, ranks))
             print(f"{media}, {ranks} process{'es' * (ranks > 1)}, {options.rows} rows:")
+            found: dict[str, list[Rates]] = {name: [] for name in names}
+            for _ in range(options.rounds):
+                for name in list(found):
+                    try:
+                        found[name].append(samples_per_second(name, folder / media, options.rows, ranks, pythons))
+                    except OtherTrainerError as error:
+                        del found[name]
+                        print(f"  {name}: not run: {error}")
             print_medians({name: Rates(*map(median, zip(*rates))) for name, rates in found.items()})
+
+
+def other_trainer(word: str) -> tuple[str, str]:
+    """Read a trainer and the Python that has it."""
+    from other_trainers import WAYS
+
+    trainer, _, python = word.partition("=")
+    if trainer not in WAYS or not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"'{word}': expected TRAINER=PYTHON with a trainer of {', '.join(WAYS)}")
+    return trainer, python
+
+
+class OtherTrainerError(Exception):
+    """A trainer in an environment of its own ended with an error, of which this is the last line."""
 
 
 def print_medians(medians: dict[str, Rates]) -> None:
@@ -106,12 +131,21 @@ def make_rows(folder: Path, count: int, *, with_images: bool, smallest: bool) ->
     data_file.with_name("rows.json").write_text(json.dumps(rows))
 
 
-def samples_per_second(name: str, folder: Path, rows: int, ranks: int) -> Rates:
-    """One run of a contender."""
+def samples_per_second(name: str, folder: Path, rows: int, ranks: int, pythons: Mapping[str, str]) -> Rates:
+    """One run of a contender.
+
+    Raises:
+        OtherTrainerError: it is none of ours, or of transformers, and could not run.
+    """
+    trainer, way = name.split(" ")
     words = [str(Path(__file__).resolve()), "--worker", name, "--folder", str(folder), "--rows", str(rows)]
+    if trainer in pythons:
+        sizes = {"--micro-batch": MICRO_BATCH, "--capacity": CAPACITY, "--warm-up": WARM_UP}
+        words = [str(Path(__file__).with_name("other_trainers.py")), trainer, way, str(folder)]
+        words += [str(word) for pair in sizes.items() for word in pair]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, *words],
+        [pythons.get(trainer, sys.executable), *launcher, *words],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -119,9 +153,19 @@ def samples_per_second(name: str, folder: Path, rows: int, ranks: int) -> Rates:
     )
     found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
     if len(found) != ranks:
+        if trainer in pythons:
+            raise OtherTrainerError(last_error(done.stderr))
         raise RuntimeError(f"{name} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
     samples = sum(each["samples"] for each in found)
     return Rates(*(samples / max(each[of] for each in found) for of in ("seconds", "processor")))
+
+
+def last_error(output: str) -> str:
+    """Return the last line of a process's output that names an exception, else the last line."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
+    return next(
+        (line for line in reversed(lines) if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)), lines[-1]
+    )
 
 
 def run_worker(name: str, folder: Path, rows: int) -> None:
