@@ -284,10 +284,10 @@ class Runner:
         if status is None:
             if time.monotonic() < worker.deadline:
                 return
-            worker.kill()
             reason = "ended, its time was over"
         elif status:
             reason = f"ended with status {status}: {worker.last_words()}"
+        worker.kill()  # what it has started, too: processes that compile outlive it
         self._running.remove(worker)
         told = [
             row

@@ -148,7 +148,8 @@ def prepared(
     They have been counted and prepared once, as its workers do; on a device they are in pinned memory, and one is
     copied while the one before it is used.
     """
-    from torch.utils.data._utils.pin_memory import pin_memory
+    import torch
+    from torch.utils._pytree import tree_map_only
 
     from mindspeed_mm import accelerator
     from mindspeed_mm.data.loading.counting import COUNTS, HOST_FIELDS, counts_of
@@ -160,9 +161,12 @@ def prepared(
         kept = {name: left.pop(name) for name in HOST_FIELDS if name in left}
         ready = left if preparation is None else preparation(left)
         made.append({**ready, **kept, COUNTS: counts})
-    if accelerator.current().is_host:
+    device = accelerator.current()
+    if device.is_host:
         return endless(made)
-    made = [{key: value if key in HOST_FIELDS else pin_memory(value) for key, value in one.items()} for one in made]
+    for batch in made:
+        left = {key: value for key, value in batch.items() if key not in HOST_FIELDS}
+        batch.update(tree_map_only(torch.Tensor, device.pinned, left))
     return moved_ahead(dict(batch) for batch in endless(made))
 
 
