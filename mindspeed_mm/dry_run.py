@@ -171,12 +171,10 @@ def _layout(run: Run, dims: Dims) -> dict[str, object]:
 
 
 def _model_outline(model: nn.Module) -> dict[str, object]:
-    parameters = list(model.parameters())
-    return {
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in parameters),
-        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-    }
+    from mindspeed_mm.models.contract import as_trainable
+
+    outline = as_trainable(model).outline
+    return {"class": outline.name, "parameters": outline.parameters, "trained_parameters": outline.trained}
 
 
 def _steps_per_epoch(run: Run, recipe: Recipe) -> tuple[float | None, str | None]:

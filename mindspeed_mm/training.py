@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.console.choice import open_console
+from mindspeed_mm.monitor.console.header import header_lines
+from mindspeed_mm.monitor.console.summary import Totals, summary_lines
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
@@ -170,7 +173,8 @@ def train(
     """
     epoch_samples = _epoch_samples(data, run)
     saver = _open_saver(run, progress, backend, lock)
-    watch = _open_watch(backend, run, progress.iteration)
+    totals = Totals(progress.iteration, progress.consumed_samples, progress.consumed_tokens)
+    watch = _open_watch(backend, run, progress.iteration, totals)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
     started, stop, why = time.time(), stop or StopSignal(), None
@@ -182,7 +186,8 @@ def train(
         return stop.requested or _time_is_up(started, run) or has_failed
 
     profiler.start()
-    with saver or nullcontext():
+    with watch, saver or nullcontext():
+        watch.begin(partial(header_lines, run, backend.outline, data, progress.iteration, backend.compute_dtype))
         while not progress.is_over(run):
             pending = train_step(forward_step, data.train, backend, run, wants_to_stop, watch.asks_to_log)
             _account(pending, progress, watch, backend, run)
@@ -199,11 +204,10 @@ def train(
                 break
             is_due = _save_is_due(progress, epoch_samples, run)
             if saver and not progress.is_over(run) and (is_due or best is not None):
-                watch.pause_clock()
-                skips.look()
-                if best is not None or _has_something_new(saver, skips, progress):
-                    _save(saver, backend, progress, data, run, best, only_best=not is_due)
-                watch.restart_clock()
+                with watch.paused("saving"):
+                    skips.look()
+                    if best is not None or _has_something_new(saver, skips, progress):
+                        _save(saver, backend, progress, data, run, best, only_best=not is_due)
             if run.process.manual_gc and _is_due(progress.iteration, run.process.manual_gc_interval):
                 gc.collect()
         profiler.stop()
@@ -213,15 +217,11 @@ def train(
                 best = _judge(forward_step, data, backend, run, watch, progress, saver)
         else:
             skips.look()
-        if saver:
-            saver.wait()
-            if best is not None or saver.last_saved != progress.iteration:
-                _save(saver, backend, progress, data, run, best, is_last=True)
-        if progress.is_over(run):
-            _finish(backend, run, progress)
-    watch.close()
+        with watch.paused("saving"):
+            _finish(saver, backend, progress, data, run, best)
     if why is not None and not progress.stopped_early(run):
         info_rank0(ended_early(why, progress.iteration, run))
+    watch.finish(partial(summary_lines, run, totals, watch.seconds, is_over=progress.is_over(run)))
 
 
 def train_step(
@@ -278,9 +278,8 @@ def _judge(
     """
     if data.valid is None:
         return None
-    watch.pause_clock()
-    figures = evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
-    watch.restart_clock()
+    with watch.paused("evaluation"):
+        figures = evaluate(forward_step, data.valid, backend, run, watch, progress.iteration)
     if progress.improvement is None:
         return None
     progress.improvement = progress.improvement.after(progress.iteration, figures)
@@ -315,10 +314,23 @@ def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Ba
         )
 
 
-def _finish(backend: Backend, run: Run, progress: Progress) -> None:
-    if run.checkpoint.save_hf is not None:
-        _export(backend, run, "hf", is_last=True, is_final=True)
-    info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
+def _finish(
+    saver: CheckpointSaver | None,
+    backend: Backend,
+    progress: Progress,
+    data: RunData,
+    run: Run,
+    best: BestCheckpoint | None,
+) -> None:
+    """Save the last checkpoint, and export a run that is over."""
+    if saver:
+        saver.wait()
+        if best is not None or saver.last_saved != progress.iteration:
+            _save(saver, backend, progress, data, run, best, is_last=True)
+    if progress.is_over(run):
+        if run.checkpoint.save_hf is not None:
+            _export(backend, run, "hf", is_last=True, is_final=True)
+        info_rank0(f"done: {progress.iteration} iterations, {progress.consumed_samples} samples")
 
 
 def _save(
@@ -413,12 +425,13 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
     return False
 
 
-def _open_watch(backend: Backend, run: Run, iteration: int) -> Watch:
+def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals) -> Watch:
     rows = None
     if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
         rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
+    files = open_sinks(run, resumed=iteration > 0, is_logging_rank=backend.world.is_logging_rank)
     return Watch(
-        sinks=open_sinks(run, resumed=iteration > 0, is_logging_rank=backend.world.is_logging_rank),
+        sinks=[*files, totals],
         console=open_console(run, is_logging_rank=backend.world.is_logging_rank),
         row_log=rows,
         log_interval=run.logging.log_interval,

@@ -36,7 +36,7 @@ from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, gat
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
 from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
-from mindspeed_mm.models.contract import Shardable, as_shardable, as_trainable
+from mindspeed_mm.models.contract import ModelOutline, Shardable, as_shardable, as_trainable
 from mindspeed_mm.models.transformers.fused import use_fused_kernels
 from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
@@ -66,6 +66,7 @@ class FSDP2Backend:
     """Data parallelism with sharded parameters, gradients and optimizer state."""
 
     world: World
+    outline: ModelOutline | None = None
     model: nn.Module
     optimizer: BuiltOptimizer
     schedule: Schedule
@@ -160,6 +161,7 @@ class FSDP2Backend:
             if not applies_flags(root := contract.sharded_module):
                 recompute_blocks(root, block_lists(root), self.config, context.recompute)
             waiting = list(contract.waiting()) if load_weights else []
+            self.outline = as_trainable(contract.sharded_module).outline
             contract.fully_shard(self.world.gradients.group, run.parallel.fsdp2_config_path)
         limit_waiting(run.parallel.distributed_timeout_minutes)
         accelerator.current().manual_seed(run.process.seed + 100003 * self.world.gradients.rank)

@@ -15,6 +15,7 @@ from mindspeed_mm.checkpoint.snapshot import Snapshot
 from mindspeed_mm.configs.recipe import ForwardStep, ModelProvider, Preparation
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.models.contract import ModelOutline
 from mindspeed_mm.parallel.world import World
 
 Value = TypeVar("Value")
@@ -112,10 +113,12 @@ class Backend(Protocol):
     Attributes:
         world: this process and its rank sets; set by `setup`.
         compute_dtype: "fp32", "bf16" or "fp16".
+        outline: the whole model in a few words, once it is built; None: this rank doesn't know all of it.
     """
 
     world: World
     compute_dtype: str
+    outline: ModelOutline | None
 
     def setup(self, run: Run) -> None:
         """Start process groups and device meshes."""

@@ -34,7 +34,7 @@ from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
-from mindspeed_mm.models.contract import Staged, as_staged
+from mindspeed_mm.models.contract import ModelOutline, Staged, as_staged, as_trainable
 from mindspeed_mm.models.megatron.layers import use_fused_norms
 from mindspeed_mm.models.megatron.memory import swap_attention
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -57,6 +57,7 @@ class PTDBackend:
     """Megatron-core's schedules, DistributedDataParallel and optimizers."""
 
     world: World
+    outline: ModelOutline | None = None
     optimizer: Any
     schedule: Schedule
     engine: StepEngine
@@ -170,6 +171,7 @@ class PTDBackend:
         self._connect_schedule()
         meta_model = self._meta_model
         self._flops_model = None if meta_model is None else flops_model(meta_model, traits_of(meta_model))
+        self.outline = None if meta_model is None else as_trainable(meta_model).outline
         return self.model
 
     def build_optimizer(self, model: list[nn.Module], run: Run) -> Any:

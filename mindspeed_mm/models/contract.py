@@ -49,6 +49,21 @@ class WeightOrigin(NamedTuple):
         return str(Path(self.source).absolute()) if self.source else None
 
 
+class ModelOutline(NamedTuple):
+    """A model in a few words.
+
+    Attributes:
+        name: of its class.
+        parameters, trained: numbers of its parameters' elements, in all and trained.
+        attention: the attention function of the language model, by transformers' name; None: it is none of theirs.
+    """
+
+    name: str
+    parameters: int
+    trained: int
+    attention: str | None
+
+
 class Trainable:
     """Properties of a model for every backend, checkpoint and metric.
 
@@ -102,6 +117,18 @@ class Trainable:
     def is_transformers(self) -> bool:
         """Whether the model has `config`, `get_decoder` and `get_output_embeddings`, as transformers models do."""
         return all(hasattr(self.model, name) for name in ("config", "get_decoder", "get_output_embeddings"))
+
+    @property
+    def outline(self) -> ModelOutline:
+        """The model in a few words; of a whole model, before it is sharded."""
+        numbers = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        attention = None
+        if self.is_transformers:
+            decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+            attention = _stated(decoder.config, "_attn_implementation")
+        return ModelOutline(
+            self.name, sum(n for n, _ in numbers), sum(n for n, is_trained in numbers if is_trained), attention
+        )
 
     @property
     def output_layer(self) -> nn.Module | None:
@@ -289,7 +316,7 @@ def as_staged(chunk: nn.Module) -> Staged:
     return Staged(chunk)
 
 
-def _stated(model: nn.Module, name: str) -> Any:
+def _stated(model: Any, name: str) -> Any:
     return getattr(model, name, None)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from mindspeed_mm import accelerator
@@ -34,6 +35,11 @@ class Watch:
 
     The first ten steps of a run, every `log_interval`-th one, the last one, and those that the console of a rank asks
     for are logged.
+
+    Attributes:
+        seconds: work that is no training step → its time so far, in seconds.
+        skipped_iterations, nan_iterations, iterations_without_targets: numbers of steps so far.
+        rows_left_out: rows that could not be used so far.
     """
 
     _flops: float | None  # of the interval; None: unknown
@@ -66,11 +72,20 @@ class Watch:
         self._log_interval = max(1, log_interval)
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
+        self.seconds: dict[str, float] = {}
         self.rows_left_out = 0
         self.skipped_iterations = 0
         self.nan_iterations = 0
         self.iterations_without_targets = 0
         self._start_interval()
+
+    def begin(self, header: Callable[[], Sequence[str]]) -> None:
+        """Let the console show what is known of the run; see `Console.begin`."""
+        self._console.begin(header)
+
+    def finish(self, summary: Callable[[], Sequence[str]]) -> None:
+        """Let the console show what has become of the run; see `Console.finish`."""
+        self._console.finish(summary)
 
     def asks_to_log(self) -> bool:
         """Whether this rank asks for the running step to be logged, as its console has shown nothing for long.
@@ -159,16 +174,24 @@ class Watch:
         for sink in self._sinks:
             sink.evaluation(record)
 
-    def restart_clock(self) -> None:
-        """Exclude the time since `pause_clock` (evaluation, a save) from the step time."""
-        self._started += time.perf_counter() - self._paused
+    @contextmanager
+    def paused(self, work: str) -> Iterator[None]:
+        """Return a context for work that is no training step: its time is added up by itself.
 
-    def pause_clock(self) -> None:
-        """Pause before work that is no training step."""
-        self._paused = time.perf_counter()
+        Args:
+            work: its name.
+        """
+        begun = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begun
+        self._started += seconds
+        self.seconds[work] = self.seconds.get(work, 0.0) + seconds
 
-    def close(self) -> None:
-        """Flush and close all files."""
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Flush and close all files, and leave the terminal, whatever ends the run."""
         for sink in self._sinks:
             sink.close()
         if self._row_log is not None:
@@ -187,7 +210,6 @@ class Watch:
 
     def _start_interval(self) -> None:
         self._started = time.perf_counter()
-        self._paused = self._started
         self._steps = 0
         self._outcomes: list[Callable[[], LoggedOutcome]] = []
         self._counts = BatchCounts()

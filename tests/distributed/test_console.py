@@ -24,7 +24,7 @@ def printed(words: list[str], silence: float) -> str:
 
 
 def test_the_first_rank_asks_and_all_log(ranks2: RankPool, qwen3_dir: Path, tmp_path: Path) -> None:
-    """Its lines are short, and it has all of them; metrics.jsonl, which the last rank writes, has the same steps."""
+    """It alone prints, header and summary too; metrics.jsonl, which the last rank writes, has the same steps."""
     data = write_mixed_dataset(tmp_path / "data", rows=12, seed=1, images=False)
     files = write_run_files(tmp_path, qwen3_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
     run = tmp_path / "run"
@@ -35,4 +35,11 @@ def test_the_first_rank_asks_and_all_log(ranks2: RankPool, qwen3_dir: Path, tmp_
     shown = [int(line.partition("/")[0]) for line in first.splitlines() if line.lstrip()[:1].isdigit()]
     logged = [record["iteration"] for record in read_metrics(run / "metrics.jsonl")]
     assert shown == logged == [*range(1, 14)]  # the eleventh and twelfth step are logged on request only
+    header, summary = first.splitlines()[:3], first.splitlines()[-4:]
+    assert header[0].startswith("model       Qwen3ForCausalLM, ") and header[0].endswith(" parameters, all trained")
+    assert header[1:] == [
+        "devices     2 processes on the CPU",
+        "layout      FSDP2, data parallel 2, weights sharded over 2",
+    ]
+    assert summary[-1] == f"try it      mindspeed-mm chat {run}"
     assert max(map(len, first.splitlines())) <= 120

@@ -31,6 +31,12 @@ class KernelChoice(NamedTuple):
     kernel: str
 
 
+def attention_of_rows(device: Accelerator, dtype: str) -> str:
+    """Return how rows, plain, padded or packed, are attended to: the first line of the table for a dtype's name."""
+    sample = torch.empty(1, 1, 1, _HEAD, dtype=_DTYPES[dtype])
+    return _by_documents(device.attention_kernel(sample, sample))
+
+
 def attention_table(device: Accelerator) -> list[KernelChoice]:
     """Return the choices of a device, for heads of 128; dtypes with the same choice share a line."""
     found: dict[tuple[str, str], list[str]] = {}

@@ -207,6 +207,11 @@ def attend_within_documents(
     return output, None
 
 
+def keeps_documents_apart(implementation: str) -> bool:
+    """Whether a configuration's attention function is ours, which computes it by the device's kernel."""
+    return implementation in map(_name_of, _INSTEAD_OF)
+
+
 def _name_of(implementation: str) -> str:
     return f"documents_or_{implementation}"
 

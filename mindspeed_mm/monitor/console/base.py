@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 
@@ -10,11 +10,11 @@ from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 class Console:
     """Shows nothing, as on all ranks but one; others override what they show."""
 
-    def begin(self, header: Sequence[str]) -> None:
+    def begin(self, header: Callable[[], Sequence[str]]) -> None:
         """Show what is known of the run, before its first step.
 
         Args:
-            header: lines about it.
+            header: returns lines about it.
         """
 
     def advance(self, iteration: int) -> None:
@@ -30,12 +30,12 @@ class Console:
     def evaluation(self, record: EvaluationRecord) -> None:
         """Show an evaluation."""
 
-    def finish(self, summary: Sequence[str]) -> None:
-        """Show what has become of the run, at an end that is no error.
-
-        Args:
-            summary: lines about it.
-        """
-
     def close(self) -> None:
         """Leave a terminal as it was, whatever ends the run."""
+
+    def finish(self, summary: Callable[[], Sequence[str]]) -> None:
+        """Show what has become of the run, after `close`, at an end that is no error.
+
+        Args:
+            summary: returns lines about it.
+        """

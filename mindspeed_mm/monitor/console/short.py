@@ -36,9 +36,9 @@ class ShortConsole(Console):
         self._stride = _round_stride(train_iters / LINES)
         self._printed = clock()
 
-    def begin(self, header: Sequence[str]) -> None:
+    def begin(self, header: Callable[[], Sequence[str]]) -> None:
         """See `Console`."""
-        self._print(*header)
+        self._print(*header())
 
     def is_overdue(self) -> bool:
         """See `Console`."""
@@ -55,12 +55,13 @@ class ShortConsole(Console):
         """See `Console`."""
         self._print(short_evaluation(record, self._train_iters))
 
-    def finish(self, summary: Sequence[str]) -> None:
+    def finish(self, summary: Callable[[], Sequence[str]]) -> None:
         """See `Console`."""
-        self._print(*summary)
+        self._print(*summary())
 
     def _print(self, *lines: str) -> None:
-        print("\n".join(lines), flush=True)
+        for line in lines:
+            print(line, flush=True)
         self._printed = self._clock()
 
 

@@ -15,6 +15,11 @@ def amount(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else _three_digits(value)
 
 
+def counted(number: int, name: str) -> str:
+    """Return a number of things with their name, whose plural ends in s: 1 step, 1,000 steps."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Return a time to the two largest units: 45s, 12m05s, 1h02m, 3d04h."""
     whole = round(seconds)

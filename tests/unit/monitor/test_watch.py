@@ -55,7 +55,7 @@ def lines(folder: Path, steps: list[Step], interval: int, before: int = BEFORE) 
             watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
         else:
             assert asked == []  # its figures may still be on the device
-    watch.close()
+    watch.__exit__()
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -78,7 +78,7 @@ def test_figures_of_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[st
             watch._started = time.perf_counter() - 2.0  # the interval has taken two seconds
             figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0}
             watch.log_step(iteration, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
-    watch.close()
+    watch.__exit__()
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] == pytest.approx(75, rel=0.05)
     assert second["media_per_second"] == pytest.approx({"image": 10.5, "video": 1.0}, rel=0.05)
@@ -158,7 +158,7 @@ def test_scores_of_answers_are_beside_the_validation_loss(tmp_path: Path, capsys
     samples = [{"index": 0, "prompt": "p", "answer": "a", "reference": "b"}]
     watch.log_evaluation(EvaluationRecord(4, 5, 1.25, GeneratedFigures({"wer": 50.0}, 7, samples)))
     watch.log_evaluation(EvaluationRecord(6, 5, 1.0, GeneratedFigures({"wer": NAN}, 7)))
-    watch.close()
+    watch.__exit__()
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"iteration": 2, "eval_loss": 1.5, "eval_batches": 5},
         {"iteration": 4, "eval_loss": 1.25, "eval_batches": 5, "eval_wer": 50.0, "eval_rows": 7},
