@@ -40,6 +40,10 @@ class Accelerator(ABC):
     def max_memory_allocated(self) -> int:
         """Return the largest number of bytes in use so far (CPU: peak resident set size)."""
 
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Return the bytes of this process's device (CPU: of the machine)."""
+
     def set_device(self) -> None:  # noqa: B027 (the host needs no binding)
         """Bind this process to its device."""
 

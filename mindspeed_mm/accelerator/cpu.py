@@ -55,6 +55,9 @@ class CPUAccelerator(Accelerator):
         except OSError:
             return self.max_memory_allocated()
 
+    def total_memory(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def max_memory_allocated(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

@@ -77,6 +77,9 @@ class CUDAAccelerator(QueuedAccelerator):
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated()
 
+    def total_memory(self) -> int:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
     def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated()
 

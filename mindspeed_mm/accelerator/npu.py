@@ -68,6 +68,9 @@ class NPUAccelerator(QueuedAccelerator):
     def memory_allocated(self) -> int:
         return self._npu.memory_allocated()
 
+    def total_memory(self) -> int:
+        return self._npu.get_device_properties(self._npu.current_device()).total_memory
+
     def max_memory_allocated(self) -> int:
         return self._npu.max_memory_allocated()
 

@@ -66,6 +66,13 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", help="folder for report.json and lengths.png; absent = beside data.json")
 
 
+def main(words: Sequence[str]) -> int:
+    """Run the words after `mindspeed-mm data check`; return the exit status."""
+    parser = argparse.ArgumentParser(prog="mindspeed-mm data check", description=(__doc__ or "").splitlines()[0])
+    add_check_arguments(parser)
+    return check_data(parser.parse_args(list(words)))
+
+
 def check_data(options: argparse.Namespace) -> int:
     """Check the data of a data.json; print a summary, and write report.json and lengths.png.
 

@@ -95,3 +95,20 @@ def release(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+#: the tested set's versions of what decides on numbers, as constraints.txt has them
+TESTED: dict[str, str] = {
+    "torch": "2.14.1",
+    "torchvision": "0.29.1",
+    "transformers": "5.24.0",
+    "diffusers": "0.42.1",
+    "peft": "0.21.2",
+    "torchao": "0.18.0",
+    "megatron-core": "0.16.1",
+    "numpy": "2.4.6",
+    "safetensors": "0.8.0",
+    "pyarrow": "26.0.1",
+    "pillow": "13.0.0",
+    "av": "18.1.0",
+}

@@ -105,6 +105,14 @@ def _parse(words: Sequence[str], script: str) -> argparse.Namespace:
     return options
 
 
+def extract_by_words(words: Sequence[str]) -> int:
+    """Run the words after `mindspeed-mm data extract-features`; return the exit status."""
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="mindspeed-mm data extract-features", description=description)
+    add_extraction_arguments(parser)
+    return extract_features(parser.parse_args(list(words)))
+
+
 def extract_features(options: argparse.Namespace, family: str | None = None) -> int:
     """Extract the features of a data set; several processes (torchrun) share the rows.
 

@@ -13,12 +13,13 @@ from unittest import mock
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
+from mindspeed_mm import accelerator
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.models.common.families import find_family, require_megatron_form
 from mindspeed_mm.models.common.family import FamilyTraits
 from mindspeed_mm.models.common.idle_tower import Tower
 from mindspeed_mm.models.transformers.inferred import guard_idle_encoders
-from mindspeed_mm.tools import cli
+from mindspeed_mm.tools import doctor
 from mindspeed_mm.utils import torch_import
 from mindspeed_mm.utils.errors import ConfigError, MMError
 from mindspeed_mm.utils.versions import MINIMUM, check_versions, release, version_faults
@@ -71,7 +72,7 @@ def test_a_version_that_does_not_fit_is_a_sentence(install: Install, package: tu
     with pytest.raises(ConfigError, match=sentence) as raised:
         describe([], OWN)
     assert "\n" not in str(raised.value)
-    assert cli._problems("cpu")[0] in str(raised.value)
+    assert doctor.general_problems(accelerator.current())[0] in str(raised.value)
 
 
 @pytest.mark.parametrize(
