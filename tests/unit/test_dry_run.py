@@ -74,6 +74,7 @@ def test_fsdp2_model_layout_units_and_notices(
         **{"cp": 1, "ring": 1, "ulysses": 1, "dp_replicate": 2, "dp_shard": 4},
     }
     assert found["units"] == [f"model.language_model.layers.{n}" for n in range(len(found["units"]))]
+    assert found["prefetch"] == {"forward": "1 on devices, 0 on the host", "backward": 1}
     assert found["recomputed"] == ["model.visual.blocks.0"] and found["ignored"] == []
     assert found["model"]["class"] == "Qwen2_5_VLForConditionalGeneration"
     assert 0 < found["model"]["trained_parameters"] < found["model"]["parameters"]

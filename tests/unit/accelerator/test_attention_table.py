@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_mm.accelerator import cuda
 from mindspeed_mm.accelerator.attention import cuda as flash
 from mindspeed_mm.accelerator.attention.table import attention_table
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.accelerator.cuda import CUDAAccelerator
+from mindspeed_mm.accelerator.fused import NPUFusedKernels
 from mindspeed_mm.accelerator.npu import NPUAccelerator
 
 ROWS = "plain, padded and packed rows"
@@ -79,3 +81,14 @@ def test_why_flash_attention_3_is_not_taken(
         monkeypatch.delattr(torch.nn.attention, missing)
     assert why in CUDAAccelerator().kernels_not_taken()["FlashAttention-3"]
     assert flash.flash_kernel().name == "FlashAttention-2 of PyTorch" and not taken
+
+
+def test_fused_kernels_are_liger_s_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger, ascend = object(), NPUFusedKernels()
+    monkeypatch.setattr(cuda, "_liger", lambda: liger)
+    for installed in (True, False):
+        monkeypatch.setattr(cuda, "has_extra", lambda extra, found=installed: found)
+        assert CUDAAccelerator().fused_kernels() is (liger if installed else None)
+    assert CUDAAccelerator().why_no_fused_kernels().endswith("pip install 'mindspeed_mm[liger]'")
+    assert CPUAccelerator().fused_kernels() is None
+    assert type(NPUAccelerator().fused_kernels()) is type(ascend)
