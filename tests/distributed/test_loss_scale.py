@@ -6,10 +6,11 @@ import json
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
+from tests.support.launch import WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.tiny import tiny_qwen3_dir, write_mixed_dataset
 from tests.support.tiny_steps import Chunk, Micro, TinySteps
 from tests.support.workers import RankPool
@@ -218,3 +219,29 @@ def test_stages_without_a_loss_know_the_factor(megatron_pools: dict[int, RankPoo
     assert column(found, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=1e-2)
     for name in ("loss", "grad_norm"):
         assert column(parts, name) == column(found, name)
+
+
+def factors_of_chunks(words: list[str]) -> list[float]:
+    """Factors on the gradients that a chunked loss computes ahead, in a run on the Megatron backend."""
+    from mindspeed_mm.models.megatron.text_decoder import gpt
+
+    with mock.patch.object(gpt, "chunked_cross_entropy", wraps=gpt.chunked_cross_entropy) as loss:
+        run_entry(words, "pretrain_vlm.py")
+    return [float(call.kwargs["factor"]) for call in loss.call_args_list]
+
+
+@pytest.mark.full
+def test_a_chunked_loss_on_megatron_knows_the_factor(megatron_pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """From the second step on exactly, the loss scale divided by the divisor's power of two; losses as in float32."""
+    hf_dir, data = tiny_qwen3_dir(tmp_path / "hf"), write_mixed_dataset(tmp_path / "data", rows=8, images=False)
+    chunked = {"model_id": "qwen3", "loss_cfg": {"max_logits_mib": 0.05}}
+    files = write_run_files(tmp_path / "files", hf_dir, data, model=chunked)
+    settings = {"use_torch_fsdp2": None, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 160}
+    settings |= {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 3, "optimizer": "sgd", "lr": 0.05}
+    words = launch_flags(files, **settings, save=tmp_path / "fp16", fp16=True, loss_scale=16384)
+    (factors,) = megatron_pools[1].run(factors_of_chunks, words, timeout=120)
+    divisor = json.loads((tmp_path / "fp16/iter_0000003/state.json").read_text())["loss_scale"]["divisor"]
+    assert len(factors) == 6 and factors[2:] == [16384 / divisor] * 4
+    megatron_pools[1].run(run_entry, launch_flags(files, **settings, save=tmp_path / "fp32"), "pretrain_vlm.py")
+    found, expected = (metrics_of(tmp_path / name) for name in ("fp16", "fp32"))
+    assert found[0] == pytest.approx(expected[0], rel=1e-3) and found[1] == pytest.approx(expected[1], rel=1e-2)
