@@ -118,6 +118,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
         dims=run.dims,
         recompute=block_recompute(run.parallel),
         swap_attention=run.parallel.swap_attention,
+        chunk_mlp_tokens=run.parallel.chunk_mlp_tokens,
         lora=run.lora,
         sequence_parallel=run.parallel.sequence_parallel,
     )
@@ -134,6 +135,7 @@ def _fsdp2_outline(run: Run, recipe: Recipe) -> dict[str, object]:
     parts = {"units": outline.units, "recomputed": outline.recomputed, "ignored": outline.ignored}
     split = {"experts": outline.experts, "columns": outline.columns, "rows": outline.rows, "towers": outline.towers}
     split |= {"offloaded": outline.offloaded, "chunked": outline.chunked, "compiled": outline.compiled}
+    split |= {"chunked_mlps": outline.chunked_mlps, "kept": outline.kept}
     parts |= {name: paths for name, paths in split.items() if paths}
     forward, backward = run.fsdp2.num_to_forward_prefetch, run.fsdp2.num_to_backward_prefetch
     prefetch = {"forward": "1 on devices, 0 on the host" if forward is None else forward, "backward": backward}

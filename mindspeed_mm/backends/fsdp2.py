@@ -35,10 +35,10 @@ from mindspeed_mm.models.common.adapters import draw_adapters, prepare_adapters
 from mindspeed_mm.models.common.base_model import FSDP2Mixin, applies_flags, gathered_dtype, refuse_own_sharding
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
 from mindspeed_mm.models.common.diffusers_init import is_diffusers_class
+from mindspeed_mm.models.common.memory_layers import apply_memory_flags
 from mindspeed_mm.models.common.modes import evaluation_mode, report_modules_trained_in_eval_mode
 from mindspeed_mm.models.contract import ModelOutline, Shardable, as_shardable, as_trainable
 from mindspeed_mm.models.transformers.fused import use_fused_kernels
-from mindspeed_mm.models.transformers.inferred import block_lists
 from mindspeed_mm.models.transformers.meta_model import type_without_fsdp
 from mindspeed_mm.monitor.flops import flops_model
 from mindspeed_mm.optimizer.backward_factor import BackwardFactor
@@ -55,7 +55,7 @@ from mindspeed_mm.optimizer.guarded import GuardedOptimizer
 from mindspeed_mm.optimizer.loss_scale import build_loss_scale
 from mindspeed_mm.optimizer.schedule import Schedule, schedule_options
 from mindspeed_mm.parallel.fsdp2 import set_gradient_sync, sharded_units, use_summed_gradients
-from mindspeed_mm.parallel.recompute import BlockRecompute, recompute_blocks
+from mindspeed_mm.parallel.recompute import BlockRecompute
 from mindspeed_mm.parallel.world import World, limit_waiting, start_world
 from mindspeed_mm.utils.dtypes import to_torch_dtype
 from mindspeed_mm.utils.errors import ConfigError
@@ -108,6 +108,7 @@ class FSDP2Backend:
             fsdp2_config_path=run.parallel.fsdp2_config_path,
             recompute=block_recompute(run.parallel),
             swap_attention=run.parallel.swap_attention,
+            chunk_mlp_tokens=run.parallel.chunk_mlp_tokens,
             fsdp2=self.config,
             lora=run.lora,
             dims=run.dims,
@@ -159,7 +160,7 @@ class FSDP2Backend:
             # tensors that a checkpoint may lack (--no-strict-load) must be initialised first
             contract.set_weights_come_later((waits or not load_weights) and not run.checkpoint.no_strict_load)
             if not applies_flags(root := contract.sharded_module):
-                recompute_blocks(root, block_lists(root), self.config, context.recompute)
+                apply_memory_flags(root, self.config, context)
             waiting = list(contract.waiting()) if load_weights else []
             self.outline = as_trainable(contract.sharded_module).outline
             contract.fully_shard(self.world.gradients.group, run.parallel.fsdp2_config_path)
@@ -398,7 +399,14 @@ def call_provider(provider: ModelProvider) -> Any:
 
 def block_recompute(parallel: Parallel) -> BlockRecompute:
     """Return the flags' recompute settings."""
-    return BlockRecompute(parallel.recompute_granularity, parallel.recompute_method, parallel.recompute_num_layers)
+    keeping = parallel.recompute_num_layers_skip_core_attention
+    return BlockRecompute(
+        parallel.recompute_granularity,
+        parallel.recompute_method,
+        parallel.recompute_num_layers,
+        tuple(parallel.recompute_modules or ("core_attn",)),
+        keeping if keeping or parallel.recompute_skip_core_attention else None,
+    )
 
 
 def with_precision(config: Fsdp2Config, precision: PrecisionArguments) -> Fsdp2Config:

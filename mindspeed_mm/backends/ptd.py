@@ -36,7 +36,7 @@ from mindspeed_mm.models.common.modes import report_modules_trained_in_eval_mode
 from mindspeed_mm.models.common.module import unwrap_model
 from mindspeed_mm.models.contract import ModelOutline, Staged, as_staged, as_trainable
 from mindspeed_mm.models.megatron.layers import use_fused_norms
-from mindspeed_mm.models.megatron.memory import swap_attention
+from mindspeed_mm.models.megatron.memory import chunk_mlps, swap_attention
 from mindspeed_mm.models.transformers.inferred import traits_of
 from mindspeed_mm.models.transformers.meta_model import build_from_meta
 from mindspeed_mm.monitor.flops import flops_model
@@ -140,6 +140,8 @@ class PTDBackend:
             check_packing(stage.model, run.batch)
             if run.parallel.swap_attention:
                 swap_attention(stage.model)
+            if run.parallel.chunk_mlp_tokens is not None:
+                chunk_mlps(stage.model, run.parallel.chunk_mlp_tokens)
         report_modules_trained_in_eval_mode(chunks)
         self._config = chunks[0].config
         for chunk in chunks:
@@ -422,6 +424,7 @@ def sizes_of(parallel: Parallel, params_dtype: torch.dtype) -> ParallelSizes:
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
+        "recompute_modules": parallel.recompute_modules,
     }
     return ParallelSizes(
         tensor=parallel.tensor_model_parallel_size,

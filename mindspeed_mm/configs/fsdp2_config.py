@@ -77,6 +77,11 @@ class Fsdp2Config(Section):
     recompute_modules: Paths | None = Field(
         None, description="module paths whose activations are recomputed in the backward pass"
     )
+    recompute_keep: list[Literal["linear", "attention"]] = Field(
+        [],
+        description="ours: operations whose outputs recomputed modules keep, so that backward doesn't run them again: "
+        "linear = products with weights, attention = its fused kernel; not with the reentrant engine",
+    )
     activation_offload_modules: Paths | None = Field(
         None,
         description="ours: module paths whose activations (of recomputed ones the inputs) wait for the backward pass "
@@ -91,6 +96,14 @@ class Fsdp2Config(Section):
         [0], description="ours: chunk_mbs_modules: positions of arguments that are split"
     )
     chunk_mbs_kwargs: list[str] = Field([], description="ours: chunk_mbs_modules: names of arguments that are split")
+    chunk_mlp_tokens: Count | None = Field(
+        None,
+        description="ours: the MLPs of blocks run on so many tokens at a time, and so does their recompute; also "
+        "--chunk-mlp-tokens; null = on all at once",
+    )
+    chunk_mlp_modules: Paths | None = Field(
+        None, description="ours: chunk_mlp_tokens: module paths of MLPs; null = those of all blocks, without experts"
+    )
     use_reentrant: Bool = Field(True, description="recompute with the reentrant autograd engine")
     param_dtype: DtypeName | None = Field(
         None,
@@ -210,6 +223,14 @@ class Fsdp2Config(Section):
             raise ValueError(
                 f"'float8_all_gather' needs one scale a weight, and 'float8_recipe' is '{self.float8_recipe}'; write "
                 "float8_recipe: tensorwise, or float8_all_gather: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _agree_about_recompute(self) -> Fsdp2Config:
+        if self.recompute_keep and self.use_reentrant and "use_reentrant" in self.model_fields_set:
+            raise ValueError(
+                "'use_reentrant' is true, and 'recompute_keep' needs the other engine; write use_reentrant: false"
             )
         return self
 

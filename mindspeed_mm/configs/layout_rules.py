@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mindspeed_mm.configs.dims import Dims
-from mindspeed_mm.configs.flags.distributed import NO_SELECTIVE_RECOMPUTE
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of, backends_of
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.utils.errors import ConfigError
@@ -23,6 +22,20 @@ _NOT_ON_FSDP2 = (
 _SPREADS = "fsdp2.yaml's sharding_size spreads the model over ranks"
 _CONTEXT_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo")
 _EXPERTS = "expert_model_parallel_size"
+_NO_EXPERTS = "models with experts are not there yet on the Megatron backend"
+_INSIDE_EXPERTS = "with FSDP2 the experts of a layer are recomputed with their router, by moe"
+#: backend → word of --recompute-modules → why it can't be recomputed there
+_PARTS_NOT_RECOMPUTED = {
+    "fsdp2": {
+        "moe_act": _INSIDE_EXPERTS,
+        "shared_experts": _INSIDE_EXPERTS,
+        "mla_up_proj": "with FSDP2 products with weights are kept, those of latent attention too, by core_attn",
+    },
+    "ptd": {
+        **dict.fromkeys(("moe", "moe_act", "shared_experts"), _NO_EXPERTS),
+        "mla_up_proj": "models with latent attention are not there yet on the Megatron backend",
+    },
+}
 _NOT_ON_MEGATRON = ("context_parallel_size", _EXPERTS)
 
 
@@ -36,12 +49,12 @@ def settle_layout(args: ParsedFlags) -> None:
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         notice("--sequence-parallel has no effect here: --tensor-model-parallel-size is 1")
         args.sequence_parallel = False
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
     if backend_of(args) != "ptd":
         return
     if args.virtual_pipeline_model_parallel_size == 1:
         args.virtual_pipeline_model_parallel_size = None
-    if args.recompute_activations and args.recompute_granularity is None:
-        args.recompute_granularity = "selective"
     if args.recompute_granularity == "full" and args.recompute_method == "uniform" and not args.recompute_num_layers:
         args.recompute_num_layers = 1
 
@@ -261,10 +274,6 @@ def _check_compile(args: ParsedFlags) -> list[str]:
 def _check_recompute(args: ParsedFlags) -> list[str]:
     granularity, method = args.recompute_granularity, args.recompute_method
     problems = []
-    if args.recompute_activations and granularity == "full":
-        problems.append(
-            "--recompute-activations asks for selective recompute, --recompute-granularity for full; keep one"
-        )
     extra = [n for n in ("recompute_method", "recompute_num_layers") if getattr(args, n) is not None]
     if extra and granularity != "full":
         found = f"it is {granularity}" if granularity else "it is absent"
@@ -280,9 +289,25 @@ def _check_recompute(args: ParsedFlags) -> list[str]:
     return [*problems, *_layers_to_recompute(args)]
 
 
+def _parts_to_recompute(args: ParsedFlags) -> list[str]:
+    granularity, modules = args.recompute_granularity, args.recompute_modules or ()
+    if args.recompute_activations and granularity == "full":
+        return ["--recompute-activations asks for selective recompute, --recompute-granularity for full; keep one"]
+    if modules and granularity != "selective":
+        found = f"it is {granularity}" if granularity else "it is absent"
+        return [
+            f"--recompute-modules names the parts of layers that --recompute-granularity selective recomputes, and "
+            f"{found}; write selective, or remove it"
+        ]
+    refused = _PARTS_NOT_RECOMPUTED[backend_of(args)]
+    return [f"--recompute-modules {word}: {refused[word]}; remove it" for word in modules if word in refused]
+
+
 def _layers_to_recompute(args: ParsedFlags) -> list[str]:
     if args.recompute_granularity != "full":
-        return []
+        return _parts_to_recompute(args)
+    if args.recompute_activations or args.recompute_modules:
+        return _parts_to_recompute(args)
     if args.recompute_method == "block" and args.recompute_num_layers is None:
         return ["--recompute-method block needs --recompute-num-layers, the layers of each stage to recompute"]
     if args.recompute_method is None and args.recompute_num_layers is not None and backend_of(args) == "fsdp2":
@@ -299,12 +324,16 @@ def log_layout_notices(args: ParsedFlags) -> None:
         if args.ckpt_format != "torch_dcp":
             notice(f"--ckpt-format {args.ckpt_format} has no effect here: FSDP2 checkpoints are torch_dcp")
         _log_context_notices(args)
-        if args.recompute_granularity == "selective":
-            notice(f"--recompute-granularity selective has no effect here: {NO_SELECTIVE_RECOMPUTE}")
         idle = [n for n in ("recompute_method", "recompute_num_layers") if getattr(args, n) is not None]
         if idle and args.recompute_granularity != "full":
             verb = "have" if len(idle) > 1 else "has"
             notice(f"{' and '.join(map(_spelled, idle))} {verb} no effect here without --recompute-granularity full")
+        skips = args.recompute_skip_core_attention or args.recompute_num_layers_skip_core_attention
+        if skips and args.recompute_granularity != "full":
+            notice(
+                "--recompute-skip-core-attention has no effect here without --recompute-granularity full; of what "
+                "fsdp2.yaml's recompute_modules names, recompute_keep: [attention] keeps it"
+            )
         return
     if args.ckpt_format == "torch":
         notice("--ckpt-format torch has no effect here: what is written is torch's distributed checkpoint (torch_dcp)")

@@ -43,7 +43,11 @@ class Parallel:
     recompute_granularity: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
+    recompute_modules: list[str] | None
+    recompute_skip_core_attention: bool
+    recompute_num_layers_skip_core_attention: int
     swap_attention: bool
+    chunk_mlp_tokens: int | None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from mindspeed_mm.models.common.adapters import AdapterPlan
-    from mindspeed_mm.models.common.base_model import ShardingOutline
+    from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 
 ExpectedFactor = Callable[[int], "float | torch.Tensor"]
 

@@ -16,7 +16,6 @@ from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.hf_directory import read_hf_config
 from mindspeed_mm.configs.model_config import TransformersModelConfig
 from mindspeed_mm.models.common.adapters import inject_adapters
-from mindspeed_mm.models.common.base_model import ShardingOutline
 from mindspeed_mm.models.common.boundaries import PackedRows, SampleBoundaries
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.document_attention import KEYWORD, LINEAR, DocumentAttention
@@ -48,6 +47,7 @@ from mindspeed_mm.models.common.moe_loss import AddGradient, RouterLoss, SampleS
 from mindspeed_mm.models.common.packed import documents_of_mask, row_documents, take_documents
 from mindspeed_mm.models.common.paths import freeze_paths
 from mindspeed_mm.models.common.placeholders import PLACES, KnownPlaces
+from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 from mindspeed_mm.models.contract import as_shardable, as_trainable
 from mindspeed_mm.models.transformers.attention import attend_in_towers, set_attention, why_by_masks
 from mindspeed_mm.models.transformers.foreign import refuse_foreign_layout

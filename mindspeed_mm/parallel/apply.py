@@ -1,12 +1,13 @@
 """The order in which parallelisms and other transformations are applied to a model.
 
-    float8 → tensor → experts → context → compile → recompute → offload → chunks → fully_shard
+    float8 → tensor → experts → context → mlp → compile → recompute → offload → chunks → fully_shard
 
 - float8 replaces linear layers by others with the same parameters; all that follows sees these.
 - tensor splits layers: the following transformations see the parts, and shard them further.
 - experts get a separate mesh (`ParameterMeshes.with_special`) before the blocks around them are wrapped.
 - context hooks into the language model, inside of recomputed blocks: the second forward pass of a block must receive
   the same part of a row as the first.
+- mlp lets the MLPs inside of blocks run on parts of the tokens.
 - compile replaces the forward method of blocks by a compiled one, without the hooks that gather their parameters.
 - recompute calls it again in backward: what autograd's hooks and a reentrant backward pass do is no part of a graph.
 - offload moves what a module keeps for backward, of a recomputed one its input.
@@ -27,7 +28,7 @@ from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.parallel.recompute import BlockRecompute
 
 Parallelism: TypeAlias = Literal[
-    "float8", "tensor", "experts", "context", "compile", "recompute", "offload", "chunks", "fully_shard"
+    "float8", "tensor", "experts", "context", "mlp", "compile", "recompute", "offload", "chunks", "fully_shard"
 ]
 ORDER: tuple[Parallelism, ...] = get_args(Parallelism)
 
@@ -49,6 +50,9 @@ class Parallelizable(Protocol):
 
     def set_compile(self) -> None:
         """Compile the computation of the modules that fsdp2.yaml names."""
+
+    def set_chunk_mlp(self) -> None:
+        """Run MLPs on parts of the tokens, as fsdp2.yaml or the flag says."""
 
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward according to the flags."""
@@ -124,11 +128,12 @@ MODEL_STEPS: tuple[ParallelStep, ...] = (
         lambda model, request: model.set_context_parallel(),
         asked=lambda request: request.dims.cp > 1,
     ),
+    ParallelStep("mlp", lambda model, request: model.set_chunk_mlp()),
     ParallelStep("compile", lambda model, request: model.set_compile(), asked=lambda request: request.compiled),
     ParallelStep(
         "recompute",
         lambda model, request: model.apply_recompute(request.blocks),
-        asked=lambda request: request.blocks.granularity == "full",
+        asked=lambda request: request.blocks.granularity is not None,
     ),
 )
 

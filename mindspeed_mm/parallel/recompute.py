@@ -8,7 +8,7 @@ freed, and gathered again in backward before the recompute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.parallel.selective import Operation, kept_outputs
 from mindspeed_mm.utils.log import notice
 
 
@@ -26,18 +27,23 @@ class BlockRecompute:
     """Values of the recompute flags.
 
     Attributes:
-        granularity: --recompute-granularity; FSDP2 recomputes blocks only if it is "full".
+        granularity: --recompute-granularity.
         method: --recompute-method: "block" or "uniform".
         num_layers: --recompute-num-layers.
+        modules: --recompute-modules, the parts of blocks that granularity "selective" recomputes.
+        blocks_that_keep_attention: how many of the recomputed blocks of each list, the first ones, don't run the
+            kernel of attention again; None: none, 0: all.
     """
 
     granularity: str | None = None
     method: str | None = None
     num_layers: int | None = None
+    modules: tuple[str, ...] = ("core_attn",)
+    blocks_that_keep_attention: int | None = None
 
 
 def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config, asked: BlockRecompute) -> None:
-    """Apply --recompute-granularity full to the blocks of `root`, before it is sharded.
+    """Apply --recompute-granularity full to the blocks of `root`, before it is sharded; another one does nothing.
 
     As in Megatron, `block` selects the first --recompute-num-layers blocks of each list, and `uniform` all blocks. Each
     block is recomputed separately: the model's code loops over the blocks, so several of them can't be recomputed from
@@ -69,7 +75,18 @@ def recompute_blocks(root: nn.Module, lists: Sequence[str], config: Fsdp2Config,
             "input"
         )
     # reentrant checkpointing detaches values that are read from inside of blocks, for example router logits for a loss
-    apply_recompute(blocks, config.use_reentrant if "use_reentrant" in config.model_fields_set else False)
+    reentrant = config.use_reentrant if "use_reentrant" in config.model_fields_set else False
+    keeping = _that_keep_attention(blocks, lists, asked.blocks_that_keep_attention)
+    for path, block in blocks.items():
+        keep: set[Operation] = {*config.recompute_keep, "attention"} if path in keeping else {*config.recompute_keep}
+        apply_recompute({path: block}, reentrant, keep)
+
+
+def _that_keep_attention(blocks: Collection[str], lists: Sequence[str], number: int | None) -> set[str]:
+    if number is None:
+        return set()
+    of_lists = [[path for path in blocks if path.startswith(f"{at}.")] for at in lists]
+    return {path for paths in of_lists for path in (paths[:number] if number else paths)}
 
 
 def chosen_blocks(
@@ -86,22 +103,29 @@ def chosen_blocks(
     }
 
 
-def apply_recompute(modules: Mapping[str, nn.Module], use_reentrant: bool) -> None:
+def apply_recompute(modules: Mapping[str, nn.Module], use_reentrant: bool, keep: Collection[Operation] = ()) -> None:
     """Discard the activations of each of `modules` in forward and recompute them in backward.
 
     Args:
         modules: path → module, for example from `expand_patterns`.
         use_reentrant: use torch's reentrant checkpoint implementation. It computes no gradient for a block if none of
             its inputs requires one (a frozen embedding before it); such a call is run non-reentrant, with one notice.
+        keep: operations whose outputs are kept; with any, the implementation is the non-reentrant one.
     """
+    if keep:
+        use_reentrant = False
     for path, module in modules.items():
         if getattr(module, "_mm_recomputed", False):
             continue
-        module.forward = _recomputed(module, module.forward, use_reentrant, path)  # type: ignore[method-assign]
+        module.forward = _recomputed(module, module.forward, use_reentrant, path, keep)  # type: ignore[method-assign]
         module._mm_recomputed = True  # type: ignore[assignment]
 
 
-def _recomputed(module: nn.Module, forward: Callable[..., Any], use_reentrant: bool, path: str) -> Callable[..., Any]:
+def _recomputed(
+    module: nn.Module, forward: Callable[..., Any], use_reentrant: bool, path: str, keep: Collection[Operation]
+) -> Callable[..., Any]:
+    contexts = {"context_fn": kept_outputs(keep)} if keep else {}
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not module.training:
@@ -117,7 +141,7 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], use_reentrant: b
                 )
             reentrant = False
         if not reentrant:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
         # the reentrant implementation takes positional tensors only: pass the flat leaves
         def from_leaves(*flat: Any) -> Any:

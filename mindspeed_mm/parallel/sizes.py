@@ -18,7 +18,8 @@ class ParallelSizes:
         sequence_parallel: whether tensor-parallel ranks split norms and residuals along the sequence.
         params_dtype: dtype of the parameters.
         variable_seq_lengths: whether stages send the shape of each tensor before the tensor.
-        recompute: the values of recompute_granularity, recompute_method and recompute_num_layers that are set.
+        recompute: the values of recompute_granularity, recompute_method, recompute_num_layers and recompute_modules
+            that are set.
     """
 
     tensor: int = 1

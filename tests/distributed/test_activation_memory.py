@@ -18,6 +18,7 @@ KWARGS = ["attention_mask", "position_ids", "position_embeddings"]
 CHUNKS = {"chunk_mbs_modules": LAYERS, "chunk_mbs_size": 1, "chunk_mbs_kwargs": KWARGS}
 #: without recompute
 KEPT = {"layers": {"activation_offload_modules": LAYERS}}
+KEEP: dict[str, Any] = {"recompute_modules": LAYERS, "recompute_keep": ["linear", "attention"]}
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,16 @@ def test_losses_and_gradients_stay(model: str, layout: str, pools: dict[int, Ran
         kept = case.run(LAYOUTS[layout], "padded", tmp_path / name, fsdp2=keys)
         assert kept.losses == plain.losses and kept.norms == plain.norms, name
         assert all(torch.equal(tensor, plain.gradients[name]) for name, tensor in kept.gradients.items()), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["1 process", "FSDP2", "CP2 Ulysses"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_packed_rows(model: str, layout: str, pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """Documents of a row are attended to one by one, and each result of a kernel is kept."""
+    case = ParallelCase(model, MODELS[model], Path(tempfile.mkdtemp(prefix="memory-")), pools)
+    plain = case.run(LAYOUTS[layout], "packed", tmp_path / "plain")
+    for name, keys in {**KEPT, "kept": KEEP}.items():
+        found = case.run(LAYOUTS[layout], "packed", tmp_path / name, fsdp2=keys)
+        assert found.losses == plain.losses and found.norms == plain.norms, name
+        assert all(torch.equal(tensor, plain.gradients[name]) for name, tensor in found.gradients.items()), name

@@ -225,14 +225,25 @@ def test_what_is_saved_of_recomputed_modules(ranks: Ranks, key: str, paths: list
     assert f"fsdp2.yaml: {key}: " in missing and "vision.blocks" in missing
 
 
-@covers("use_reentrant")
+@covers("chunk_mlp_tokens", "chunk_mlp_modules")
+def test_parts_of_the_tokens(ranks: Ranks) -> None:
+    blocks = {"sub_modules_to_wrap": BLOCKS}
+    parts = {**blocks, "chunk_mlp_modules": ["language.blocks.{*}"]}
+    found = ranks.first(toy.language_of_a_step, blocks, *({**parts, "chunk_mlp_tokens": n} for n in (2, 3)), args=(3,))
+    (runs, expected), (in_two, values), (in_one, same) = found
+    assert (runs, in_two, in_one) == (1, 4, 1)  # two parts, forward and again in backward
+    assert len(expected) > 4 and all(torch.equal(a, b) for a, b in zip(same, expected, strict=True))
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+
+
+@covers("use_reentrant", "recompute_keep")
 def test_use_reentrant(ranks: Ranks) -> None:
-    """Each value takes the other one of torch's two implementations."""
+    """Each value takes the other one of torch's two implementations; outputs are kept by one alone."""
     content = {"sub_modules_to_wrap": BLOCKS, "recompute_modules": BLOCKS}
-    given = [{}, {"use_reentrant": True}, {"use_reentrant": False}]
-    default, asked, refused = ranks.first(toy.made_by, *({**content, **keys} for keys in given))
+    given = [{}, {"use_reentrant": True}, {"use_reentrant": False}, {"recompute_keep": ["linear"]}]
+    default, asked, *refused = ranks.first(toy.made_by, *({**content, **keys} for keys in given))
     assert default == asked == ["CheckpointFunctionBackward"] * 2
-    assert len(refused) == 2 and "CheckpointFunctionBackward" not in refused
+    assert all(len(names) == 2 and "CheckpointFunctionBackward" not in names for names in refused)
 
 
 @covers("use_reentrant")

@@ -24,7 +24,9 @@ PARTS = ("vision_encoder", "vision_projector")
 TRAINED = {"image_encoder": {part: {"freeze": False} for part in PARTS}}
 BLOCKS = ["predictor.blocks.{*}"]
 SWAP: Mapping[str, Any] = {"swap_attention": True}
+CHUNKS: Mapping[str, Any] = {"chunk_mlp_tokens": 16}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2, RING = {"context_parallel_size": 2}, {"context_parallel_algo": "megatron_cp_algo"}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 MEGATRON = {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None}
 
@@ -48,11 +50,27 @@ class Saved:
     base: Mapping[str, Any] = field(default_factory=dict)
 
 
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full"}
+KEEP: dict[str, Any] = {"recompute_modules": WRAP, "recompute_keep": ["linear", "attention"]}
 ALL = {"activation_offload_modules": WRAP}
 CASES = {
     "images, 2 processes, attention and tower": Saved("images", 2, SWAP, {"activation_offload_modules": [WRAP[0]]}),
     "Megatron PP2, attention": Saved("megatron", 2, SWAP, layout=PP2),
     "videos, 2 processes, blocks": Saved("videos", 2, fsdp2={"activation_offload_modules": BLOCKS}),
+}
+#: MLPs on parts of the tokens: products of other sizes, and sums over tokens in another order
+ROUNDED = {
+    "images, MLPs on parts": Saved("images", 2, CHUNKS),
+    "images, recomputed, MLPs on parts": Saved("images", 1, {**CHUNKS, **FULL}),
+    "images, TP2 SP, MLPs on parts": Saved(
+        "images", 2, CHUNKS, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ),
+    "Megatron TP2 SP, MLPs on parts": Saved(
+        "megatron", 2, CHUNKS, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ),
+    "Megatron PP2, MLPs on parts": Saved("megatron", 2, CHUNKS, layout=PP2),
+    "videos, MLPs on parts": Saved("videos", 2, {"chunk_mlp_tokens": 3}),
 }
 FURTHER = {
     "images, 1 process": Saved("images", 1, fsdp2=ALL),
@@ -60,7 +78,7 @@ FURTHER = {
     "images, parameters kept": Saved("images", 2, fsdp2=ALL, base={"reshard_after_forward": False}),
     "images, parameters in host memory": Saved("images", 2, fsdp2=ALL, base={"offload_to_cpu": True}),
     "images, TP2": Saved("images", 2, SWAP, ALL, layout={"tensor_model_parallel_size": 2}),
-    "images, CP2": Saved("images", 2, SWAP, layout={"context_parallel_size": 2}),
+    "images, CP2": Saved("images", 2, SWAP, layout=CP2),
     "images, attention beside recomputed towers": Saved(
         "images", 2, SWAP, base={"recompute_modules": [WRAP[0]], "use_reentrant": False}
     ),
@@ -68,7 +86,26 @@ FURTHER = {
     "Megatron TP2 SP": Saved("megatron", 2, SWAP, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "Megatron PP2 VPP2": Saved("megatron", 2, SWAP, layout=VPP2),
     "Megatron, core of attention recomputed": Saved("megatron", 1, SWAP, layout={"recompute_activations": True}),
+    "Megatron PP2, core of attention, MLP and norms recomputed": Saved(
+        "megatron", 2, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp", "layernorm"]}, layout=PP2
+    ),
+    "images, core of attention recomputed": Saved("images", 2, SELECTIVE),
+    "images, MLP, norms and attention recomputed": Saved(
+        "images", 2, {**SELECTIVE, "recompute_modules": ["mlp", "layernorm", "core_attn"]}
+    ),
+    "images, TP2 SP, recompute but of products and attention": Saved(
+        "images", 2, fsdp2=KEEP, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ),
+    "images, CP2 ring, recompute but of products": Saved(
+        "images", 2, fsdp2={**KEEP, "recompute_keep": ["linear"]}, layout={**CP2, **RING}
+    ),
+    "images, CP2 Ulysses, recompute but of products and attention": Saved("images", 2, fsdp2=KEEP, layout=CP2),
+    "images, recompute but of attention in some blocks": Saved(
+        "images", 1, {**FULL, "recompute_num_layers_skip_core_attention": 1}
+    ),
     "videos, attention": Saved("videos", 1, SWAP),
+    "videos, recompute but of products and attention": Saved("videos", 2, fsdp2={**KEEP, "recompute_modules": BLOCKS}),
+    "videos, core of attention recomputed": Saved("videos", 1, SELECTIVE),
 }
 
 
@@ -105,3 +142,15 @@ def test_no_bit_changes(name: str, request: pytest.FixtureRequest, tmp_path: Pat
     plain = run(case, {}, {}, pools, tmp_path / "plain")
     losses, norms = run(case, case.flags, case.fsdp2, pools, tmp_path / "saved")
     assert len(losses) == STEPS and (losses, norms) == plain
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_rounding_changes(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    case = ROUNDED[name]
+    pools = request.getfixturevalue("megatron_pools" if case.kind == "megatron" else "pools")
+    plain = run(case, {}, {}, pools, tmp_path / "plain")
+    found = run(case, case.flags, case.fsdp2, pools, tmp_path / "saved")
+    assert found != plain, "nothing has run in parts"
+    for values, expected in zip(found, plain, strict=True):
+        assert values == pytest.approx(expected, rel=1e-5)

@@ -71,7 +71,7 @@ def write_run_files(
 
 
 def launch_flags(files: dict[str, Path], **flags: Any) -> list[str]:
-    """Words of a launch command; True is a bare flag, None leaves one out."""
+    """Words of a launch command; True is a bare flag, a list gives several words, None leaves one out."""
     settings: dict[str, Any] = {
         "use_torch_fsdp2": True,
         "fsdp2_config_path": files["fsdp2.yaml"],
@@ -97,7 +97,7 @@ def launch_flags(files: dict[str, Path], **flags: Any) -> list[str]:
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:
-            words.append(str(value))
+            words.extend(map(str, value) if isinstance(value, list) else [str(value)])
     return words
 
 

@@ -255,6 +255,15 @@ def memory_of_a_step(path: str, rows: int) -> tuple[dict[str, Any], list[torch.T
     return counts, [loss.detach(), *(_local(p.grad) for p in model.parameters() if p.grad is not None)]
 
 
+def language_of_a_step(path: str, rows: int) -> tuple[int, list[torch.Tensor]]:
+    """Runs of a block of the language part in a step; loss and gradients."""
+    model = sharded(path)
+    loss = model(torch.arange(rows * SIZE).view(rows, SIZE).float()).square().mean()
+    loss.backward()
+    runs = len(model.language.blocks[0].seen)
+    return runs, [loss.detach(), *(_local(p.grad) for p in model.parameters() if p.grad is not None)]
+
+
 def made_by(path: str) -> list[str]:
     """Names of the autograd functions that made the outputs of the vision's blocks."""
     model = sharded(path)

@@ -7,14 +7,9 @@ from typing import Annotated, Literal
 
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
-#: why FSDP2 can't recompute the core of attention alone
-NO_SELECTIVE_RECOMPUTE = (
-    "with FSDP2 whole blocks are recomputed, by --recompute-granularity full or fsdp2.yaml's recompute_modules"
-)
 _OPTIMIZER = no_effect(fsdp2="FSDP2 shards the optimizer already")
 _OVERLAP = no_effect(fsdp2="FSDP2 overlaps by prefetch, see fsdp2.yaml's num_to_forward_prefetch")
 _PIPELINE = no_effect(fsdp2="there is one pipeline stage")
-_SELECTIVE = no_effect(fsdp2=NO_SELECTIVE_RECOMPUTE)
 
 ContextAlgorithm = Literal[
     "ulysses_cp_algo",
@@ -113,11 +108,25 @@ class MegatronBackendArguments:
     overlap_param_gather: Annotated[bool, _OVERLAP("gather parameters during forward, in advance")] = False
     recompute_granularity: Annotated[
         Literal["full", "selective"] | None,
-        flag("recompute whole layers, where fsdp2.yaml names no recompute_modules; or the core of attention"),
+        flag("recompute whole layers, where fsdp2.yaml names no recompute_modules; or parts: recompute-modules"),
     ] = None
     recompute_method: Annotated[
         Literal["uniform", "block"] | None,
         flag("with full: uniform = all layers, recompute-num-layers at a time; block = the first so many"),
     ] = None
     recompute_num_layers: Annotated[int | None, flag("with full: a number of layers", minimum=1)] = None
-    recompute_activations: Annotated[bool, _SELECTIVE("the same as recompute-granularity selective")] = False
+    recompute_activations: Annotated[bool, flag("the same as recompute-granularity selective")] = False
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]] | None,
+        flag(
+            "with selective, parts of every layer: core_attn (the default) = attention without its linear layers, mlp, "
+            "layernorm; with FSDP2 also moe; the others are refused"
+        ),
+    ] = None
+    chunk_mlp_tokens: Annotated[
+        int | None,
+        flag(
+            "ours: the MLP of each layer (without experts) runs on so many tokens at a time, and so does its recompute",
+            minimum=1,
+        ),
+    ] = None

@@ -34,7 +34,7 @@ _KERNELS = no_effect(
 _STAGES = no_effect(fsdp2="there is one pipeline stage", ptd="stages exchange hidden states only")
 _NO_RING = "there is one context-parallel rank"
 _NO_EXPERTS = "models with experts are not there yet on the Megatron backend"
-_RECOMPUTE = no_effect("a recomputed layer is recomputed whole")
+_RECOMPUTE_WHOLE = no_effect(ptd="a recomputed layer is recomputed whole")
 _MEMORY = no_effect(
     fsdp2="memory is saved by fsdp2.yaml's recompute_modules and offload_to_cpu",
     ptd="memory is saved by --recompute-granularity and --use-distributed-optimizer",
@@ -250,8 +250,15 @@ class MegatronParallelArguments:
 class MegatronMemoryArguments:
     """Memory."""
 
-    recompute_skip_core_attention: Annotated[bool, _RECOMPUTE("keep attention's output")] = False
-    recompute_num_layers_skip_core_attention: Annotated[int, _RECOMPUTE("in how many layers")] = 0
+    recompute_skip_core_attention: Annotated[
+        bool,
+        _RECOMPUTE_WHOLE(
+            "with recompute-granularity full: keep what the kernel of attention returns, not run it again"
+        ),
+    ] = False
+    recompute_num_layers_skip_core_attention: Annotated[
+        int, _RECOMPUTE_WHOLE("in how many of the recomputed layers, the first ones; 0 = all", minimum=0)
+    ] = 0
     swap_attention: Annotated[
         bool,
         flag(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,18 +16,20 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.configs.parallel_model import log_idle_parallel_keys
+from mindspeed_mm.models.common.block_recompute import recompute_by_flags
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.compiled import modules_to_compile, refuse_own_compile
 from mindspeed_mm.models.common.diffusers_init import DiffusersInitMixin, is_diffusers_class
 from mindspeed_mm.models.common.float8 import convert_to_float8, float8_layers, refuse_own_float8
 from mindspeed_mm.models.common.media import towers_with_split_media
-from mindspeed_mm.models.common.memory_layers import MemoryModules, chunk_plan, plan_memory
+from mindspeed_mm.models.common.memory_layers import MemoryModules, chunk_plan, plan_memory, run_mlps_on_parts
 from mindspeed_mm.models.common.paths import check_paths, listed_modules
 from mindspeed_mm.models.common.precision import keep_precision
 from mindspeed_mm.models.common.sharding_layout import file_dims, layout_of
+from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 from mindspeed_mm.models.common.tensor_layers import plan_sequence_regions, plan_tensor_layers
 from mindspeed_mm.models.contract import as_trainable
-from mindspeed_mm.models.transformers.inferred import block_lists, default_wrap_list, guard_idle_encoders, traits_of
+from mindspeed_mm.models.transformers.inferred import default_wrap_list, guard_idle_encoders, traits_of
 from mindspeed_mm.parallel import fsdp2
 from mindspeed_mm.parallel.apply import MODEL_STEPS, WRAPPING_STEPS, ParallelRequest, apply_parallelisms
 from mindspeed_mm.parallel.chunk_mbs import apply_chunks
@@ -38,7 +39,7 @@ from mindspeed_mm.parallel.materialize import has_meta_tensors, initialize_from_
 from mindspeed_mm.parallel.meshes import Meshes, ParameterMeshes, own_mesh
 from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.parallel.prefetch import PrefetchRecorder
-from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute, recompute_blocks
+from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute
 from mindspeed_mm.parallel.tensor import apply_tensor_parallel
 from mindspeed_mm.parallel.tensor_plan import TensorSplit
 from mindspeed_mm.parallel.tensor_sequence import SequenceRegions
@@ -47,36 +48,6 @@ from mindspeed_mm.parallel.world import World
 from mindspeed_mm.utils.adapter_names import is_adapter
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
-
-
-@dataclass(frozen=True)
-class ShardingOutline:
-    """How a model would be sharded.
-
-    Attributes:
-        dims: sizes of the kinds of parallelism.
-        units: paths of the modules that become units of fully_shard beside the model itself.
-        recomputed: paths of the modules that are recomputed in backward, as fsdp2.yaml states.
-        ignored: paths of the modules that are not sharded, as fsdp2.yaml states.
-        experts: paths of the modules whose experts are split over ranks.
-        columns, rows: paths of the linear layers whose outputs, or inputs, are split over tensor-parallel ranks.
-        towers: paths of the towers whose media are split over context-parallel ranks.
-        offloaded: paths of the modules whose activations wait for backward in host memory.
-        chunked: paths of the modules that run on chunks of a micro-batch.
-        compiled: paths of the modules whose computation is compiled.
-    """
-
-    dims: Dims
-    units: tuple[str, ...]
-    recomputed: tuple[str, ...]
-    ignored: tuple[str, ...]
-    experts: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
-    towers: tuple[str, ...] = ()
-    offloaded: tuple[str, ...] = ()
-    chunked: tuple[str, ...] = ()
-    compiled: tuple[str, ...] = ()
 
 
 class SplitsTokens(Protocol):
@@ -162,7 +133,7 @@ class FSDP2Mixin:
         return ShardingOutline(
             dims,
             units=found("sub_modules_to_wrap", patterns),
-            recomputed=found("recompute_modules"),
+            recomputed=tuple(memory.recomputed),
             ignored=found("ignored_modules"),
             experts=tuple(experts),
             columns=tuple(split.columns) if split is not None else (),
@@ -170,6 +141,8 @@ class FSDP2Mixin:
             towers=tuple(towers_with_split_media(module, traits_of(module).towers, config)) if dims.cp > 1 else (),
             offloaded=tuple(memory.offloaded),
             chunked=tuple(memory.chunked),
+            kept=memory.kept,
+            chunked_mlps=tuple(memory.chunked_mlps),
             compiled=tuple(modules_to_compile(module, config)),
         )
 
@@ -293,12 +266,16 @@ class FSDP2Mixin:
         config, module = self.fsdp2_config or Fsdp2Config(), self._module()
         apply_compile(module, modules_to_compile(module, config), config.compile_backend, f"{config.file}: compile")
 
+    def set_chunk_mlp(self) -> None:
+        """Run MLPs on parts of the tokens; also called for a class that overrides `_fully_shard`."""
+        run_mlps_on_parts(self._module(), self.fsdp2_config or Fsdp2Config(), current_build_context())
+
     def apply_recompute(self, blocks: BlockRecompute) -> None:
         """Recompute blocks in backward as the flags state, unless fsdp2.yaml has `recompute_modules`.
 
-        Called only with --recompute-granularity full, also for a class that overrides `_fully_shard`.
+        Called only with --recompute-granularity, also for a class that overrides `_fully_shard`.
         """
-        recompute_blocks(self._module(), block_lists(self._module()), self.fsdp2_config or Fsdp2Config(), blocks)
+        recompute_by_flags(self._module(), self.fsdp2_config or Fsdp2Config(), blocks)
 
     def set_context_parallel(self) -> None:
         """Split the tokens of rows over the context-parallel ranks; only called if there are several.
@@ -330,7 +307,8 @@ class FSDP2Mixin:
         root = module if module is not None else self._module()
         patterns = recompute_modules if recompute_modules is not None else config.recompute_modules
         found = listed_modules(root, config, "recompute_modules", patterns or ())
-        apply_recompute(found, config.use_reentrant if use_reentrant is None else use_reentrant)
+        reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
+        apply_recompute(found, reentrant, config.recompute_keep)
 
     def set_activation_offload(self) -> None:
         """Keep what the modules that fsdp2.yaml names save for backward in host memory until then."""
@@ -342,8 +320,7 @@ class FSDP2Mixin:
         apply_chunks(self._memory_modules(config, self._dims).chunked, chunk_plan(config))
 
     def _memory_modules(self, config: Fsdp2Config, dims: Dims) -> MemoryModules:
-        context = current_build_context()
-        return plan_memory(self._module(), config, context.recompute, dims, swap_attention=context.swap_attention)
+        return plan_memory(self._module(), config, dims, current_build_context())
 
     def set_fullyshard_modules_to_wrap(
         self, module: nn.Module | None = None, sub_modules_to_wrap: list[str] | None = None, **fsdp2_kwargs: Any

@@ -21,13 +21,14 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     )
 
 
-def _has_experts(module: nn.Module) -> bool:
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module, or one in it, is named after experts."""
     return any("expert" in part for path, _ in module.named_modules() for part in path.split("."))
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
-    return ("mlp" in kind or "feedforward" in kind) and not _has_experts(module)
+    return ("mlp" in kind or "feedforward" in kind) and not has_experts(module)
 
 
 def _is_moe(name: str, module: nn.Module) -> bool:

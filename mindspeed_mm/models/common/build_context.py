@@ -39,6 +39,7 @@ class BuildContext:
         world: the run's processes; None in a dry run, which has sizes only.
         recompute: the flags' recompute settings under FSDP2.
         swap_attention: whether activations of attention wait for backward in host memory, under FSDP2.
+        chunk_mlp_tokens: --chunk-mlp-tokens, under FSDP2.
         lora: adapters that models get; None: none.
         fsdp2: fsdp2.yaml of the run, with the compute dtype of its flags; None outside the FSDP2 backend.
     """
@@ -59,6 +60,7 @@ class BuildContext:
     world: World | None = None
     recompute: BlockRecompute = field(default_factory=BlockRecompute)
     swap_attention: bool = False
+    chunk_mlp_tokens: int | None = None
     fsdp2: Fsdp2Config | None = None
     lora: LoraOptions | None = None
 

@@ -52,7 +52,10 @@ OLDER_PATHS: Mapping[str, str] = {
 
 
 #: lists whose entries only save memory: they may match nothing where fsdp2.yaml's ignore_missing_modules says so
-_MAY_BE_MISSING = ("sub_modules_to_wrap", "recompute_modules", "activation_offload_modules", "chunk_mbs_modules")
+_MAY_BE_MISSING = (
+    *("sub_modules_to_wrap", "recompute_modules"),
+    *("activation_offload_modules", "chunk_mbs_modules", "chunk_mlp_modules"),
+)
 
 
 def find_modules(

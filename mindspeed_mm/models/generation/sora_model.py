@@ -18,13 +18,14 @@ from mindspeed_mm.configs.sections import raise_all
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.common.adapters import inject_adapters
-from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.build_context import current_build_context, fsdp2_config
 from mindspeed_mm.models.common.first_weights import check_first_weights
 from mindspeed_mm.models.common.loss import LossOutput
 from mindspeed_mm.models.common.meta_build import build_on_meta
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.common.pipeline_layout import PipelineLayout
+from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 from mindspeed_mm.models.generation.ae.autoencoder import autoencoder_strides
 from mindspeed_mm.models.generation.diffusion.build import build_objective
 from mindspeed_mm.models.generation.pipeline_parts import pipeline_layout
@@ -242,7 +243,7 @@ class SoRAModel(MultiModalModule):
         """
         keys = (
             *("sub_modules_to_wrap", "recompute_modules", "ignored_modules", "float8_modules"),
-            *("activation_offload_modules", "chunk_mbs_modules"),
+            *("activation_offload_modules", "chunk_mbs_modules", "chunk_mlp_modules"),
         )
         found: dict[str, Any] = dict.fromkeys(keys)
         problems: list[str] = []

@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from mindspeed_mm.parallel.chunk_mlp import apply_chunked_mlp
 from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.log import notice
@@ -41,6 +42,18 @@ def swap_attention(chunk: nn.Module) -> None:
     if has_layers and not attention:
         notice("--swap-attention has no effect here: all layers are recomputed, and keep nothing of their attention")
     apply_offload(attention)
+
+
+def chunk_mlps(chunk: nn.Module, tokens: int) -> None:
+    """Let the MLP of every layer run on some tokens at a time, but for those with experts.
+
+    Args:
+        chunk: a stage's part of a model; changed in place.
+        tokens: of this rank, over all rows.
+    """
+    layers = {path: m for path, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
+    dense = {f"{path}.mlp": layer.mlp for path, layer in layers.items() if not layer.is_moe_layer}
+    apply_chunked_mlp(dense, tokens, "--chunk-mlp-tokens", dim=0)
 
 
 def _recomputed_layers(block: TransformerBlock) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3Model
 
+from mindspeed_mm.parallel.chunk_mlp import apply_chunked_mlp
 from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.parallel.recompute import apply_recompute
 from tests.support.live_bytes import live_bytes_of_a_device
@@ -33,12 +34,26 @@ def recomputed_and_offloaded(blocks: Mapping[str, nn.Module]) -> None:
     apply_offload(blocks)
 
 
+def chunked_mlps(blocks: Mapping[str, nn.Module]) -> None:
+    mlps = {f"{path}.mlp": block.get_submodule("mlp") for path, block in blocks.items()}
+    apply_chunked_mlp(mlps, TOKENS // 16, "chunk_mlp_tokens")
+
+
+def chunked_and_recomputed(blocks: Mapping[str, nn.Module]) -> None:
+    chunked_mlps(blocks)
+    apply_recompute(blocks, use_reentrant=False)
+
+
 PREPARED: dict[str, Prepare] = {
     "nothing": lambda blocks: None,
     "offload": apply_offload,
     "offload of attention": lambda blocks: apply_offload(attention_of(blocks)),
     "recompute": functools.partial(apply_recompute, use_reentrant=False),
     "recompute and offload": recomputed_and_offloaded,
+    "recompute but of linear": functools.partial(apply_recompute, use_reentrant=False, keep=("linear",)),
+    "recompute but of attention": functools.partial(apply_recompute, use_reentrant=False, keep=("attention",)),
+    "chunked MLP": chunked_mlps,
+    "recompute and chunked MLP": chunked_and_recomputed,
 }
 
 
@@ -65,6 +80,10 @@ def fake_peak(name: str, tokens: int = TOKENS) -> int:
         ("offload of attention", "nothing", 0.75),
         ("recompute and offload", "nothing", 0.09),
         ("recompute and offload", "recompute", 0.75),
+        ("recompute but of linear", "nothing", 0.51),
+        ("recompute but of attention", "nothing", 0.16),
+        ("chunked MLP", "nothing", 0.52),
+        ("recompute and chunked MLP", "recompute", 0.66),
     ],
 )
 def test_share_of_activations(name: str, of: str, most: float) -> None:

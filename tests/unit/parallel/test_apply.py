@@ -101,7 +101,7 @@ def test_lists_follow_the_order() -> None:
         places = [ORDER.index(step.parallelism) for step in steps]
         assert all(first <= second for first, second in pairwise(places))
     asked = {step.parallelism for step in (*MODEL_STEPS, *WRAPPING_STEPS)}
-    assert asked == {"float8", "tensor", "experts", "context", "compile"} | {
+    assert asked == {"float8", "tensor", "experts", "context", "mlp", "compile"} | {
         "recompute",
         "offload",
         "chunks",

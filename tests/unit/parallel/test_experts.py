@@ -10,8 +10,9 @@ import torch
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.lora import LoraOptions
 from mindspeed_mm.models.common.adapters import inject_adapters
-from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.build_context import BuildContext, build_context
+from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 from mindspeed_mm.parallel.experts import find_experts
 from mindspeed_mm.utils.errors import ConfigError
 

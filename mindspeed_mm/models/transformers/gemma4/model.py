@@ -8,9 +8,10 @@ import torch.distributed as dist
 from transformers import Gemma4ForConditionalGeneration as HFGemma4
 
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
-from mindspeed_mm.models.common.base_model import ShardingOutline, adapt_class
+from mindspeed_mm.models.common.base_model import adapt_class
 from mindspeed_mm.models.common.build_context import fsdp2_config
 from mindspeed_mm.models.common.paths import listed_modules
+from mindspeed_mm.models.common.sharding_outline import ShardingOutline
 from mindspeed_mm.models.transformers.gemma4.traits import traits_for
 from mindspeed_mm.parallel.patterns import containing_path
 from mindspeed_mm.utils.errors import ConfigError
