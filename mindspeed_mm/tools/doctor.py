@@ -121,7 +121,7 @@ def examine(*, with_collectives: bool = True) -> Findings:
             "rotary positions (--use-fused-rotary-pos-emb)": fused.rotary_name,
         },
         why_not_fused="" if fused is not None else device.why_no_fused_kernels() or "",
-        collectives=check_collectives(2 if device.is_host else number) if with_collectives else None,
+        collectives=check_collectives(number or 2) if with_collectives else None,
         free_bytes=shutil.disk_usage(".").free,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
