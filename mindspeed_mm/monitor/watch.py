@@ -182,7 +182,9 @@ class Watch:
             work: its name.
         """
         begun = time.perf_counter()
+        self._console.work(work)
         yield
+        self._console.work(None)
         seconds = time.perf_counter() - begun
         self._started += seconds
         self.seconds[work] = self.seconds.get(work, 0.0) + seconds

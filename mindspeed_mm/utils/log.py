@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from mindspeed_mm.utils.launch import is_first_rank
 
@@ -36,15 +37,21 @@ def info_rank0(message: str) -> None:
 @contextmanager
 def log_on_stderr() -> Iterator[None]:
     """Write log lines to standard error, for a program whose standard output is its result."""
-    ours = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
-    before = [handler.stream for handler in ours]
-    for handler in ours:
-        handler.stream = sys.stderr
+    before = log_on(sys.stderr)
     try:
         yield
     finally:
-        for handler, stream in zip(ours, before, strict=True):
+        for handler, stream in before:
             handler.stream = stream
+
+
+def log_on(stream: TextIO) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
+    """Write log lines to a stream from now on; returns each handler with its stream before."""
+    ours = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
+    before = [(handler, handler.stream) for handler in ours]
+    for handler in ours:
+        handler.stream = stream
+    return before
 
 
 def notice(message: str, key: str | None = None) -> None:

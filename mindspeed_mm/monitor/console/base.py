@@ -20,6 +20,9 @@ class Console:
     def advance(self, iteration: int) -> None:
         """Note that a step has been launched; its figures may still be on the device."""
 
+    def work(self, name: str | None) -> None:
+        """Note what the run does instead of training; None: it trains again."""
+
     def is_overdue(self) -> bool:
         """Whether so much time has passed since something was shown that the running step should be logged."""
         return False

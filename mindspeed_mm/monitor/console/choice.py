@@ -11,6 +11,7 @@ from mindspeed_mm.configs.environment import STARTER
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.console.full import FullConsole
+from mindspeed_mm.monitor.console.live import LiveConsole
 from mindspeed_mm.monitor.console.short import ShortConsole
 from mindspeed_mm.utils.log import notice
 
@@ -32,7 +33,9 @@ def open_console(run: Run, *, is_logging_rank: bool) -> Console:
         return FullConsole() if is_logging_rank else Console()
     if run.launch.rank != 0:
         return Console()
-    if run.logging.log_format == "live" and form != "live":
+    if form == "live":
+        return LiveConsole(run.train_iters)
+    if run.logging.log_format == "live":
         notice("--log-format live needs a terminal (and neither TERM=dumb nor CI), so log lines are short")
     return ShortConsole(run.train_iters, shows_all="log_interval" in run.given)
 
