@@ -182,7 +182,7 @@ class Runner:
 
     Attributes:
         command: of a worker, for a part's name and its file of rows.
-        deadline: of all, by `time.monotonic`.
+        deadline: of all, by `clock`.
         together: parts that run at once, where they need not be alone.
         installed: whether a module is there.
         say: receives a line about each part.
@@ -194,6 +194,7 @@ class Runner:
     together: int
     folder: Path
     installed: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
+    clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
     failed: dict[str, str] = field(default_factory=dict)
     _running: list[Worker] = field(default_factory=list)
@@ -236,9 +237,9 @@ class Runner:
             self._running.remove(worker)
             self._skip(part, reason)
             return
-        left = self.deadline - time.monotonic()
+        left = self.deadline - self.clock()
         self.say(f"[{left:4.0f} s left] {part.name}")
-        worker.go(time.monotonic() + min(part.seconds, left))
+        worker.go(self.clock() + min(part.seconds, left))
 
     def _why_not(self, part: Part) -> str | None:
         if missing := [module for module in part.needs if not self.installed(module)]:
@@ -246,7 +247,7 @@ class Runner:
         for name in part.after:
             if name in self.failed:
                 return f"“{name}” was not: {self.failed[name]}"
-        left = self.deadline - time.monotonic()
+        left = self.deadline - self.clock()
         if left >= part.least:
             return None
         return f"{max(left, 0):.0f} s are left, and it takes at least {part.least:.0f} s"
@@ -282,7 +283,7 @@ class Runner:
                 self.table.add(worker.part, row)
         reason = None
         if status is None:
-            if time.monotonic() < worker.deadline:
+            if self.clock() < worker.deadline:
                 return
             reason = "ended, its time was over"
         elif status:
