@@ -103,6 +103,19 @@ def test_waits_for_the_device_are_listed_and_then_are_errors(tmp_path: Path, mon
     assert meter.seconds > 0 and read_trace(tmp_path / "trace.json").waits == 0
 
 
+def test_the_innermost_frames_of_an_error_are_named() -> None:
+    """The library's own, and this repository's nearest to it."""
+    with pytest.raises(ValueError) as caught:
+        step_figures_of("{")
+    raised, _, own = innermost(caught.value).partition(" from ")
+    line = step_figures_of.__code__.co_firstlineno + 1
+    assert re.search(r"json/decoder.py:\d+$", raised) and own == f"tests/unit/benchmarks/{Path(__file__).name}:{line}"
+
+
+def step_figures_of(text: str) -> Any:
+    return step_figures(json.loads(text))
+
+
 # --- the runner
 
 WORKER = """
