@@ -53,6 +53,18 @@ mm_activate_venv() {
     source "$MM_ROOT/.venv/bin/activate"
 }
 
+# Start the processes of a run as `mindspeed-mm train` does, with the package of this checkout. Arguments: a log file, to
+# which the lines go too unless they are on a terminal, where one line is renewed; then those of `mindspeed-mm train`.
+mm_start() {
+    local log="$1"
+    shift
+    if [ -t 1 ]; then
+        python -m mindspeed_mm.tools.cli train "$@"
+    else
+        python -m mindspeed_mm.tools.cli train "$@" 2>&1 | tee -a "$log"
+    fi
+}
+
 # For run scripts of examples: the environment that is active, else the checkout's .venv (made if it is absent).
 # Arguments: modules that the example needs beside the framework's own.
 mm_use_environment() {

@@ -81,7 +81,6 @@ MM_ARGS="
 "
 
 OUTPUT_ARGS="
-    --log-interval 1 \
     --save-interval 250 \
     --eval-interval 100 \
     --eval-iters 5 \
@@ -105,13 +104,12 @@ if [ -n "${LORA:-}" ]; then
 fi
 mkdir -p "$SAVE_PATH"
 # shellcheck disable=SC2086
-torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \
+mm_start "$SAVE_PATH/train.log" $DISTRIBUTED_ARGS pretrain_vlm.py \
     $GPT_ARGS \
     $MM_ARGS \
     $LORA_ARGS \
     $OUTPUT_ARGS \
-    --distributed-backend nccl \
-    2>&1 | tee -a "$SAVE_PATH/train.log"
+    --distributed-backend nccl
 
 if [ -n "${LORA:-}" ]; then
     mm_lora_check "$SAVE_PATH"

@@ -59,7 +59,6 @@ MM_ARGS="
 "
 
 OUTPUT_ARGS="
-    --log-interval 10 \
     --save-interval 10000 \
     --save $SAVE_PATH
 "
@@ -71,9 +70,8 @@ fi
 
 mkdir -p "$SAVE_PATH"
 # shellcheck disable=SC2086
-torchrun $DISTRIBUTED_ARGS pretrain_sora.py \
+mm_start "$SAVE_PATH/train.log" $DISTRIBUTED_ARGS pretrain_sora.py \
     $GPT_ARGS \
     $MM_ARGS \
     $OUTPUT_ARGS \
-    --distributed-backend nccl \
-    2>&1 | tee -a "$SAVE_PATH/train.log"
+    --distributed-backend nccl

@@ -1,6 +1,6 @@
 """examples/<family>: the files are what the schemas take, the scripts' flags too, and runs of them train.
 
-A script runs with a torchrun that only writes down its words; what it wrote is then read, or run by workers that are
+A script runs with a launcher that only writes down its words; what it wrote is then read, or run by workers that are
 there already. Its own variables exchange the directory, the rows and the run folder. Examples that don't source
 `examples/common.sh` have tests of their own.
 """
@@ -86,6 +86,12 @@ _OWN += ("HF_PATH", "DATA_PATH", "LOAD_PATH", "SAVE_PATH", "FSDP2_PATH", "TRAIN_
 _OWN += ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _TOWERS = {"vision_encoder": r"visual\.|vision_tower\.|vision_model\.", "audio_encoder": r"audio_tower\."}
 _LAUNCHER = '#!/bin/sh\nprintf "%s\\n" "$@" > "$LAUNCHED"\n'
+#: `mindspeed-mm train`, and for all other words the interpreter
+_PYTHON = f"""#!/bin/sh
+[ "$2 $3" = "mindspeed_mm.tools.cli train" ] || exec {sys.executable} "$@"
+shift 3
+printf "%s\\n" "$@" > "$LAUNCHED"
+"""
 
 
 @pytest.fixture
@@ -144,14 +150,15 @@ def rows_of(family: str) -> Path:
 
 
 def launched(script: str, folder: Path, *words: str, **variables: str) -> Launched:
-    """Run a script with a torchrun that only writes down its words."""
-    launcher, record = folder / "bin" / "torchrun", folder / "launched"
-    launcher.parent.mkdir(exist_ok=True)
-    launcher.write_text(_LAUNCHER)
-    launcher.chmod(0o755)
+    """Run a script with a torchrun, and a `mindspeed-mm train`, that only writes down its words."""
+    programs, record = folder / "bin", folder / "launched"
+    programs.mkdir(exist_ok=True)
+    for name, text in (("torchrun", _LAUNCHER), ("python", _PYTHON)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
     python = Path(sys.executable).parent
     kept = {name: value for name, value in os.environ.items() if name not in _OWN}
-    path = os.pathsep.join([str(launcher.parent), str(python), os.environ["PATH"]])
+    path = os.pathsep.join([str(programs), str(python), os.environ["PATH"]])
     environment = {**kept, "PATH": path, "VIRTUAL_ENV": str(python.parent), "LAUNCHED": str(record)}
     command = ["bash", str(EXAMPLES / script), *words]
     done = subprocess.run(

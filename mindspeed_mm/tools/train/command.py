@@ -53,8 +53,7 @@ def main(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if words else 2
-    options = parse_options(words)
-    before = words[: len(words) - len(options.training_script_args) - 1]
+    options, before = _with_overriding(words)
     target = find_target(options.training_script, options.training_script_args)
     if target.bash is not None:
         return _run_bash(target, before)
@@ -70,21 +69,26 @@ def stand_in(words: Sequence[str]) -> int:
     Args:
         words: those that the script gives to torchrun.
     """
-    overriding = [word for word in os.environ.pop(_OPTIONS, "").split(_SEPARATOR) if word]
-    own = parse_options(words)
-    options = parse_options([*words[: len(words) - len(own.training_script_args) - 1], *overriding, "x"])
+    own, _ = _with_overriding(words)
     script = own.training_script.removeprefix("./")
     module = ENTRY_MODULES.get(script)
     program = ("-m", module) if module is not None and not Path(script).is_file() else (own.training_script,)
     if own.module:
         program = ("-m", own.training_script)
-    state = os.environ.pop(_STATE, None)
-    if state is not None:
-        Path(state).write_text(str(os.getpid()), encoding="utf-8")
-    status = _run(options, (*program, *own.training_script_args))
-    if state is not None:
-        Path(state).write_text(f"ended {status}", encoding="utf-8")
-    return status
+    return _run(own, (*program, *own.training_script_args))
+
+
+def _with_overriding(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the words of a launcher; inside of a script that `mindspeed-mm train` runs, its options come after theirs.
+
+    Returns:
+        the options, with the program of the words, and the words before the program.
+    """
+    overriding = [word for word in os.environ.pop(_OPTIONS, "").split(_SEPARATOR) if word]
+    options = parse_options(words)
+    program = [options.training_script, *options.training_script_args]
+    before = [*words[: len(words) - len(program)], *overriding]
+    return (parse_options([*before, *program]) if overriding else options), before
 
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -92,7 +96,13 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     quieten()
     options.module = program[0] == "-m"
     options.training_script, *options.training_script_args = program[1:] if options.module else program
-    return LaunchedRanks(options).run()
+    state = os.environ.pop(_STATE, None)
+    if state is not None:
+        Path(state).write_text(str(os.getpid()), encoding="utf-8")
+    status = LaunchedRanks(options).run()
+    if state is not None:
+        Path(state).write_text(f"ended {status}", encoding="utf-8")
+    return status
 
 
 def _run_bash(target: LaunchTarget, options: Sequence[str]) -> int:
