@@ -17,6 +17,7 @@ import numpy as np
 
 from mindspeed_mm.tools import clip_check
 from mindspeed_mm.tools.row_workers import CHUNK, look_at
+from mindspeed_mm.tools.shown_samples import show_samples
 from mindspeed_mm.utils.errors import BadSample, ConfigError
 from mindspeed_mm.utils.extras import has_extra
 from mindspeed_mm.utils.files import refuse_unwritable, working_file, write_json
@@ -63,6 +64,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="look at so many rows, spread evenly; absent = all")
     parser.add_argument("--decode", action="store_true", help="decode every medium, too: finds files that are damaged")
     parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1, help="processes that read rows")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N samples, with what is trained marked")
     parser.add_argument("--output", help="folder for report.json and lengths.png; absent = beside data.json")
 
 
@@ -104,6 +106,9 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
         )
     refuse_unwritable(folder, "--output")
     dataset, wanted = _open_all(config, options.seq_length, options.rows)
+    if options.show > 0:
+        spread = np.unique(np.linspace(0, len(wanted) - 1, options.show).astype(int))
+        show_samples(dataset, [wanted[place] for place in spread])
     facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
     report = summarise(facts, dataset, config, options)
     folder.mkdir(parents=True, exist_ok=True)

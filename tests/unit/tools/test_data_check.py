@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,13 @@ def test_says_where_it_would_write_if_it_writes_nothing(tmp_path: Path, capsys: 
     assert lines[0].startswith(f"the report goes to {tmp_path};")
     assert lines[-1] == f"no complete report was written to {tmp_path}"
     assert [path.name for path in tmp_path.iterdir()] == ["data.json"]
+
+
+def test_show_marks_what_is_trained(data_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, printed = check(data_json, capsys, "--show", "24", "--rows", "24")
+    shown = printed.partition("rows: ")[0]
+    assert shown.count("\u2500\u2500 ") == 24 and shown.count("left out: ") == 2
+    assert "which digit<|im_end|>\n<|im_start|>assistant\n\u27e6seven <|im_end|>\u27e7" in shown
+    assert ", image a.png, image a.png\n" in shown
+    marked = re.findall("\u27e6(.*?)\u27e7", shown, re.DOTALL)
+    assert all(text.endswith("<|im_end|>") for text in marked)
