@@ -141,8 +141,9 @@ def test_steps(ranks2: RankPool, megatron_pools: dict[int, RankPool], kind: str,
         assert len(windows) == 3 and not_allowed(windows) == []
 
 
-#: four steps, of which the last one alone is logged, and one save at the end
+#: four steps, of which the last one alone is logged, and one save at the end; what saves memory reads nothing either
 RUN = ["--train-iters", "4", "--log-interval", "4", "--save-interval", "100"]
+RUN += ["--swap-attention", "--chunk-mlp-tokens", "16"]
 
 
 def host_reads_of_a_run(words: list[str], script: str) -> list[list[HostRead]]:

@@ -25,6 +25,7 @@ from tests.support.tiny_wan import data_json, model_json, write_clips, write_enc
 ROWS, STEPS, SEED, SHIFT = 8, 3, 42, 3.0
 BLOCKS = ["predictor.blocks.{*}"]
 DROPOUT = 0.3
+OFFLOAD = {"activation_offload_modules": BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ CASES = {
     "2 processes, accumulation": Case(2, 2),
     "4 processes": Case(4, 2),
     "4 processes, HSDP, accumulation": Case(4, 1, {"sharding_size": 2}),
-    "2 processes, recompute": Case(2, 4, {"recompute_modules": BLOCKS, "use_reentrant": False}),
+    "2 processes, recompute, offload": Case(
+        2, 4, {"recompute_modules": [BLOCKS[0].replace("*", "0")], "use_reentrant": False, **OFFLOAD}
+    ),
     "2 processes, encoders ahead": Case(2, 1, model={"encoder_offload_interval": 3}),
 }
 

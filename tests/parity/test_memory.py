@@ -1,6 +1,7 @@
 """Runs that save the memory of activations against the same runs without: losses and gradient norms, bit for bit.
 
-The real entry scripts run in the workers: images through both backends, videos through FSDP2.
+The real entry scripts run in the workers: images through both backends, videos through FSDP2
+(with inputs of blocks on the host also in `test_generation_layouts.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,6 @@ ALL = {"activation_offload_modules": WRAP}
 CASES = {
     "images, 2 processes, attention and tower": Saved("images", 2, SWAP, {"activation_offload_modules": [WRAP[0]]}),
     "Megatron PP2, attention": Saved("megatron", 2, SWAP, layout=PP2),
-    "videos, 2 processes, blocks": Saved("videos", 2, fsdp2={"activation_offload_modules": BLOCKS}),
 }
 #: MLPs on parts of the tokens: products of other sizes, and sums over tokens in another order
 ROUNDED = {
@@ -103,6 +103,7 @@ FURTHER = {
     "images, recompute but of attention in some blocks": Saved(
         "images", 1, {**FULL, "recompute_num_layers_skip_core_attention": 1}
     ),
+    "videos, blocks": Saved("videos", 2, fsdp2={"activation_offload_modules": BLOCKS}),
     "videos, attention": Saved("videos", 1, SWAP),
     "videos, recompute but of products and attention": Saved("videos", 2, fsdp2={**KEEP, "recompute_modules": BLOCKS}),
     "videos, core of attention recomputed": Saved("videos", 1, SELECTIVE),

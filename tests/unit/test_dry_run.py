@@ -83,6 +83,21 @@ def test_fsdp2_model_layout_units_and_notices(
     assert any("--log-params-norm has no effect" in line for line in found["notices"])
 
 
+def test_what_saves_memory(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = "recompute_modules: ['model.visual.blocks.{0}']\nrecompute_keep: [attention]\n"
+    (folder / "fsdp2.yaml").write_text(keys + "activation_offload_modules: ['model.visual.blocks.{0}']\n")
+    words = "--use-torch-fsdp2 --fsdp2-config-path fsdp2.yaml --swap-attention --chunk-mlp-tokens 64".split()  # noqa: SIM905
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words)
+    assert found["recomputed"] == ["model.visual.blocks.0"] and found["kept"] == ["attention"]
+    layers = {path.rpartition(".")[0] for path in found["chunked_mlps"]}
+    assert "model.visual.blocks.0" in layers and all(path.endswith(".mlp") for path in found["chunked_mlps"])
+    names = {"model.visual.blocks": "attn", "model.language_model.layers": "self_attn"}
+    swapped = {f"{path}.{names[path.rpartition('.')[0]]}" for path in layers} - {"model.visual.blocks.0.attn"}
+    assert set(found["offloaded"]) == {"model.visual.blocks.0", *swapped}
+    found = answer(VLM, {"init_from_hf_path": str(config_only)}, capsys, *words[:1], "--recompute-activations")
+    assert set(found["recomputed"]) == {*swapped, "model.visual.blocks.0.attn"} and found["kept"] == ["linear"]
+
+
 def test_what_each_parallelism_splits(folder: Path, config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make = families()["qwen3_moe"].published["30B-A3B"][0]
     (folder / "hf").mkdir()
