@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ from device_runner import DEVICE, NOT_RUN, Part, Runner, Table  # noqa: E402
 OURS = ("torch", "transformers", "pydantic", "xxhash")
 GENERATION = (*OURS, "diffusers", "ftfy")
 PACKAGES = ("torch", "transformers", "diffusers", "megatron-core", "accelerate", "numpy", "flash-attn", "flash-attn-3")
+_FAULT = re.compile(rf"{NOT_RUN}|no trace: |\(\w+ at \S+\)")
 KERNELS, PARITY = "kernels of attention", "parity with plain transformers"
 MAKING = "model and rows"
 CASE_FOLDERS = {"dense text": "dense", "images": "images", "experts": "experts", "Wan": "wan"}
@@ -181,7 +183,7 @@ def unexpected(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"{row['part']}: {row['contender']}: {row['note']}"
         for row in rows
-        if NOT_RUN in str(row.get("note")) and not any(word in row["note"] for word in allowed)
+        if _FAULT.search(str(row.get("note"))) and not any(word in row["note"] for word in allowed)
     ]
 
 

@@ -141,15 +141,8 @@ def our_losses(
     bf16 = dtype is torch.bfloat16
     words = ours_words(folder, own, PARITY, smallest, fsdp2=fsdp2, compiled=compiled, bf16=bf16, lr=LEARNING_RATE)
     loop = OurLoop("pretrain_transformers.py" if fsdp2 else "pretrain_vlm.py", words, packs, 1, prepares=True)
-    step, losses = loop.backend.step, []
-
-    def keep(counts: Any, stop: bool) -> Any:
-        pending = step(counts, stop)
-        losses.append(pending.result().loss)
-        return pending
-
-    loop.backend.step = keep
-    loop.train(lambda done: done < STEPS)
+    losses: list[float] = []
+    loop.train(lambda done: done < STEPS, after_step=lambda pending: losses.append(pending.result().loss))
     return losses
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from device_cases import CASES, MICRO_ROWS, Case, data_param, positions_of
-from device_trace import STEP, read_trace
+from device_trace import STEP, StepFigures, read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM, WATCHED = 3, 2
@@ -32,8 +32,13 @@ class Meter:
     """Is called between the steps of a loop: times a block of them, profiles one, and then watches for waits.
 
     Attributes:
-        seconds: of the timed block.
-        first: numbers of steps done before and after the block.
+        device: this process's accelerator.
+        timed: steps of the block that is timed.
+        seconds: of that block.
+        waits: places where two steps after it waited for the device.
+        is_strict: whether a wait for the device is an error now.
+        no_trace: why there is no trace of a step; None: there is one.
+        last: steps in all.
     """
 
     def __init__(self, folder: Path, timed: int, *, watches: bool, keep: Path | None = None) -> None:
@@ -46,31 +51,27 @@ class Meter:
         """
         from mindspeed_mm import accelerator
 
-        self._device, self._folder, self._keep = accelerator.current(), folder, keep
+        self.device, self._folder, self._keep = accelerator.current(), folder, keep
         self.timed = timed
         self.seconds = 0.0
         self.waits: list[str] = []
-        self._watch = watches and self._device.name == "cuda"
+        self.is_strict = False
+        self.no_trace: str | None = None
+        self._watch = watches and self.device.name == "cuda"
         self._profiler: Any = None
         self._warnings: Any = None
         self._span: Any = None
+        self._figures: StepFigures | None = None
         self.last = WARM + timed + 1 + (WATCHED + 1 if self._watch else 0)
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether a wait for the device is an error now."""
-        return self._strict
-
-    _strict = False
 
     def before_step(self, done: int) -> bool:
         """Whether there is to be another step after `done` of them."""
         profiled = WARM + self.timed
         if done == WARM:
-            self._device.synchronize()
+            self.device.synchronize()
             self.seconds = -time.perf_counter()
         elif done == profiled:
-            self._device.synchronize()
+            self.device.synchronize()
             self.seconds += time.perf_counter()
             self._begin_profile()
         elif done == profiled + 1:
@@ -80,30 +81,44 @@ class Meter:
         elif done == profiled + 1 + WATCHED:
             self._end_watch()
             torch.cuda.set_sync_debug_mode("error")
-            self._strict = True
+            self.is_strict = True
         if done == self.last:
             self.close()
         return done < self.last
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the block is over, and what follows may fail without taking its time away."""
+        return self.seconds > 0
+
     def close(self) -> None:
         """Allow waits again."""
-        if self._strict or self._warnings is not None:
+        if self.is_strict or self._warnings is not None:
             torch.cuda.set_sync_debug_mode("default")
-            self._strict = False
+            self.is_strict = False
 
     def _begin_profile(self) -> None:
-        self._profiler = torch.profiler.profile(activities=self._device.activities())
-        self._profiler.start()
-        self._span = torch.profiler.record_function(STEP)
-        self._span.__enter__()
+        try:
+            self._profiler = torch.profiler.profile(activities=self.device.activities())
+            self._profiler.start()
+            self._span = torch.profiler.record_function(STEP)
+            self._span.__enter__()
+        except Exception as error:  # of the tracing library, on a machine that lacks something
+            self.no_trace = said(error)
 
     def _end_profile(self) -> None:
+        if self.no_trace is not None:
+            return
         self._span.__exit__(None, None, None)
-        self._device.synchronize()
-        self._profiler.stop()
-        self._profiler.export_chrome_trace(str(self._folder / "trace.json"))
+        self.device.synchronize()
+        try:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._folder / "trace.json"))
+            self._figures = read_trace(self._folder / "trace.json")
+        except Exception as error:
+            self.no_trace = said(error)
         self._profiler = None
-        if self._keep is not None:
+        if self._keep is not None and self.no_trace is None:
             with open(self._folder / "trace.json", "rb") as trace, gzip.open(self._keep, "wb", 4) as kept:
                 shutil.copyfileobj(trace, kept)
 
@@ -124,14 +139,8 @@ class Meter:
 
     def cells(self) -> dict[str, Any]:
         """The step's time, and what the trace says."""
-        figures = read_trace(self._folder / "trace.json")
-        return {
-            "step_ms": self.seconds / self.timed * 1e3,
-            "peak_bytes": self._device.max_memory_allocated(),
-            "hidden": figures.hidden,
-            "busy": figures.busy,
-            "waits": figures.waits,
-        }
+        cells = {"step_ms": self.seconds / self.timed * 1e3, "peak_bytes": self.device.max_memory_allocated()}
+        return cells if self._figures is None else {**cells, **asdict(self._figures)}
 
 
 def short_place(file: str, line: int) -> str:
@@ -182,6 +191,7 @@ def figures(case: Case, folder: Path, meter: Meter, units: float, loss: float | 
     """
     from mindspeed_mm import accelerator
 
+    note += f"; no trace: {meter.no_trace}" if meter.no_trace else ""
     cells = {**meter.cells(), f"{case.unit}_per_s": units / meter.seconds, "loss": loss, "note": note}
     known, peak = folder / "flops.json", accelerator.current().peak_flops("bf16")
     if known.exists() and peak:
@@ -236,20 +246,14 @@ def ours(
     script = case.script if fsdp2 else "pretrain_vlm.py"
     loop = OurLoop(script, words, batches, 1, adapter, prepares=True)
     steps: list[Any] = []
-    step = loop.backend.step
-
-    def keep(counts: Any, stop: bool) -> Any:
-        steps.append(step(counts, stop))
-        return steps[-1]
-
-    loop.backend.step = keep
     failure = None
     try:
-        loop.train(meter.before_step, LOGGED)
-    except RuntimeError as error:
-        if not meter.is_strict or "synchronizing" not in str(error):
+        loop.train(meter.before_step, LOGGED, steps.append)
+    except Exception as error:
+        if not meter.is_timed:
             raise
-        failure = f"waits for the device at {innermost(error)}"
+        is_wait = meter.is_strict and "synchronizing" in str(error)
+        failure = f"waits for the device at {innermost(error)}" if is_wait else said(error)
     finally:
         meter.close()
     of_block = [one.counts for one in steps[WARM : WARM + meter.timed]]
@@ -274,7 +278,7 @@ def kernel_note() -> str:
 
 def watched_row(meter: Meter, failure: str | None) -> dict[str, Any]:
     """The row about waits for the device in unlogged steps."""
-    if meter.last == WARM + meter.timed + 1:
+    if failure is None and meter.last == WARM + meter.timed + 1:
         return {"what": "unlogged steps wait for nothing", "note": "not run: torch.cuda.set_sync_debug_mode needs CUDA"}
     places = "; ".join(meter.waits) or "none"
     outcome = failure or "one step in mode “error” passed"
@@ -326,7 +330,7 @@ def trainer(
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return range(len(taken))
 
-    device_is_host = meter._device.is_host
+    device_is_host = meter.device.is_host
     arguments = TrainingArguments(
         output_dir=str(own),
         per_device_train_batch_size=1,
@@ -391,7 +395,7 @@ def plain_diffusers(case: Case, folder: Path, own: Path, meter: Meter, smallest:
     """What one would write with diffusers: autocast over float32 weights, flow matching, clipping, fused AdamW."""
     from diffusers import WanTransformer3DModel
 
-    device = meter._device.device()
+    device = meter.device.device()
     model = WanTransformer3DModel.from_pretrained(folder / "hf").to(device).train()
     decay = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
@@ -429,4 +433,3 @@ CONTENDERS = {
     "Trainer packed": trainer_packed,
     "diffusers": plain_diffusers,
 }
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

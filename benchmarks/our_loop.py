@@ -60,19 +60,25 @@ class OurLoop:
         self._forward_step = recipe.forward_step
         self._data = RunData(CountingIterator(source, rows, adapter), None, None, None, lambda: None)
 
-    def train(self, before_step: Callable[[int], bool], iteration: int = 0) -> None:
+    def train(
+        self,
+        before_step: Callable[[int], bool],
+        iteration: int = 0,
+        after_step: Callable[[Any], object] = lambda pending: None,
+    ) -> None:
         """Train by `training.train` until `before_step` says no.
 
         Args:
             before_step: called between steps on every rank, with the number of steps done; returns whether to go on.
             iteration: steps that the run is said to have made before; a run logs its first ten.
+            after_step: called with the backend's `PendingStep` once a step has been launched.
         """
         from mindspeed_mm.monitor.profiling import MemorySnapshots
         from mindspeed_mm.training import Progress, train
 
         gc.freeze()  # as `pretrain` does before the first step; for whoever else trains in this process, too
         gc.enable()
-        backend = _Watched(self.backend, before_step)
+        backend = _Watched(self.backend, before_step, after_step)
         memory = MemorySnapshots(self.run.tools.memory_profile, self.backend.world.batch.rank)
         with suppress(_Over), redirect_stdout(io.StringIO()):
             train(self._forward_step, self._data, backend, self.run, Progress(iteration), memory)  # type: ignore[arg-type]
@@ -125,10 +131,11 @@ class _Over(Exception):
 
 
 class _Watched:
-    """A backend that says when a step is about to begin: `forward_backward` is called once in each, on every rank."""
+    """A backend that says when a step is about to begin: `forward_backward` is called once in each, on every rank; and
+    when it has been launched."""
 
-    def __init__(self, backend: Any, before_step: Callable[[int], bool]) -> None:
-        self._backend, self._before_step, self._steps = backend, before_step, 0
+    def __init__(self, backend: Any, before_step: Callable[[int], bool], after_step: Callable[[Any], object]) -> None:
+        self._backend, self._before_step, self._after_step, self._steps = backend, before_step, after_step, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -138,6 +145,11 @@ class _Watched:
             raise _Over
         self._steps += 1
         self._backend.forward_backward(*args)
+
+    def step(self, *args: Any) -> Any:
+        pending = self._backend.step(*args)
+        self._after_step(pending)
+        return pending
 
 
 def prepared(

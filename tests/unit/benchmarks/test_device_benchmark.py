@@ -81,6 +81,7 @@ def test_waits_for_the_device_are_listed_and_then_are_errors(tmp_path: Path, mon
     modes = ["default"]
     activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = SimpleNamespace(name="cuda", synchronize=lambda: None, activities=lambda: activities)
+    cuda.max_memory_allocated = lambda: 0
     monkeypatch.setattr(accelerator, "current", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     meter, done = Meter(tmp_path, 2, watches=True), 0
@@ -100,7 +101,12 @@ def test_waits_for_the_device_are_listed_and_then_are_errors(tmp_path: Path, mon
     raised = innermost(caught.value)
     assert re.fullmatch(r"tests/unit/benchmarks/test_device_benchmark.py:\d+", raised) and raised != place
     assert watched_row(meter, f"waits at {raised}")["note"] == f"waits at {raised}; places in mode “warn”: {place}"
-    assert meter.seconds > 0 and read_trace(tmp_path / "trace.json").waits == 0
+    assert meter.is_timed and meter.no_trace is None and meter.cells()["waits"] == 0
+
+    activities[0] = None  # type: ignore[call-overload]
+    without = Meter(tmp_path, 1, watches=False)
+    assert [without.before_step(done) for done in range(6)] == [True] * 5 + [False]
+    assert "TypeError" in str(without.no_trace) and set(without.cells()) == {"step_ms", "peak_bytes"}
 
 
 def test_the_innermost_frames_of_an_error_are_named() -> None:
@@ -200,6 +206,14 @@ def test_a_line_of_the_table() -> None:
 def test_parts_that_are_asked_for_bring_what_they_need() -> None:
     names = [part.name for part in device.parts() if device.is_wanted(part, ["Wan: ours"])]
     assert names == ["Wan: model and rows", "Wan: ours", "Wan: ours compiled"]
+
+
+def test_faults_of_the_smallest_form() -> None:
+    def found(note: str | None) -> int:
+        return len(device.unexpected([{"part": "a", "contender": "b", "note": note}]))
+
+    assert not any(map(found, (None, "fine", "not run: mode needs CUDA", "not run: diffusers is not installed")))
+    assert all(map(found, ("not run: out of memory", "packs; no trace: x", "waits (RuntimeError at a.py:1)")))
 
 
 # --- wheels
