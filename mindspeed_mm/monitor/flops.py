@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +48,7 @@ class TowerFlops:
         per_patch: of a patch or an audio frame, with attention within windows.
         per_squared_patch: of attention, per (patches of a picture or sound)².
         per_token: of what comes after patches were merged to the tokens of a row; of encoders whose pictures have one
-            size, of all their matrices.
+            size, of all their matrices; and what media's experts in the language model cost more than those of text.
         attention_per_token: of attention in encoders whose pictures have one size.
     """
 
@@ -109,13 +109,19 @@ def flops_model(model: nn.Module, traits: FamilyTraits) -> FlopsModel | None:
     named = [(name, p) for name, p in language.named_parameters() if id(p) not in skipped]
     of_encoder = [p for name, p in named if config.is_encoder_decoder and _CROSS.search(name)]
     skipped.update(id(p) for p in of_encoder)
-    per_token = sum(weights.cost(p, flows) * _share(name, p, text) for name, p in named if id(p) not in skipped)
+    costs = {name: weights.cost(p, flows) * _share(name, p, text) for name, p in named if id(p) not in skipped}
+    of_text, of_media = (
+        sum(cost for name, cost in costs.items() if kind in name.split("."))
+        for kind in traits.experts_of_kinds or ("", "")
+    )
+    per_token = sum(costs.values()) - of_media
     if of_encoder:  # each token sees all positions of the encoder
         per_token += attention.whole * config.max_source_positions * (3 if flows else 1)
     towers: dict[MediaKind, TowerFlops] = {}
     for tower in traits.towers:
         for kind in tower.modalities:
-            towers.setdefault(kind, _tower(model, tower, traits, weights, of_encoder))  # type: ignore[arg-type]
+            found = _tower(model, tower, traits, weights, of_encoder)
+            towers.setdefault(kind, replace(found, per_token=found.per_token + of_media - of_text))  # type: ignore[arg-type]
     per_target = sum(weights.cost(p, flows) for p in head.parameters())
     return FlopsModel(per_token, per_target, attention.times(3 if flows else 1), towers)
 
@@ -129,6 +135,8 @@ def _tower(
         read: weights of the decoder that its outputs are multiplied with.
     """
     after = [path for part in _PROJECTORS for path in traits.parts.get(part, ())] + list(tower.beside)
+    if tower.projects_patches:
+        after = []
     named = [(name, p) for name, p in model.named_parameters() if _is_in(name, (tower.path, *tower.beside))]
     flows = _is_trained(p for _, p in named)
     if tower.has_one_size and tower.run_dummy is not None:

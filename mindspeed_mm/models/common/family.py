@@ -44,6 +44,8 @@ class FamilyTraits:
             "causal or linear" if layers of linear attention, which the model's `layer_types` name, are among them.
             None: not known to be so.
         tensor: names of what tensor parallelism splits in the layers of the language model.
+        experts_of_kinds: (experts of text, experts of media): names of the language model's modules of which a token
+            goes through those of its kind. None: all tokens have the same experts.
     """
 
     language_model: str | None = None
@@ -56,6 +58,7 @@ class FamilyTraits:
     placeholders: tuple[str, ...] = ()
     attention: Literal["causal", "causal or linear"] | None = None
     tensor: TensorPlan = field(default_factory=TensorPlan)
+    experts_of_kinds: tuple[str, str] | None = None
 
 
 #: traits of a causal language model without encoders that computes its masks from restarting positions

@@ -37,6 +37,7 @@ class Tower:
             follow from it, on the host: tensors for the device, and `OnHost` values. None: the tower computes them.
         has_one_size: every picture is scaled to one size, that of `run_dummy`, whose output has as many rows as the
             picture takes tokens.
+        projects_patches: the projector runs before patches are pooled or left out, on all of them.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Tower:
     grids: tuple[str, ...] = ()
     grid_inputs: Callable[[Any, torch.Tensor], dict[str, Any]] | None = None
     has_one_size: bool = False
+    projects_patches: bool = False
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of the tower and of the modules beside it, which nothing else uses."""

@@ -85,4 +85,5 @@ TRAITS = FamilyTraits(
     packed_positions=packed_positions,
     prepare_batch=prepare_batch,
     placeholders=("image", "video"),
+    experts_of_kinds=("text_moe", "vision_moe"),
 )

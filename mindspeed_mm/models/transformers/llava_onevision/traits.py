@@ -21,7 +21,12 @@ def run_smallest_video(model: Any, device: torch.device) -> torch.Tensor:
 
 # The model runs its tower once for images and once for videos, whose features it computes in different ways. So every
 # rank runs both passes, each on a dummy if it has no such media.
-_BOTH = dataclasses.replace(TOWER, modalities=("image", "video"), beside=(*TOWER.beside, "model.image_newline"))
+_BOTH = dataclasses.replace(
+    TOWER,
+    modalities=("image", "video"),
+    beside=(*TOWER.beside, "model.image_newline"),
+    projects_patches=True,
+)
 _TOWERS = (
     dataclasses.replace(_BOTH, run_dummy=run_smallest_tiling),
     dataclasses.replace(_BOTH, input_keys=("pixel_values_videos",), run_dummy=run_smallest_video),
