@@ -67,11 +67,16 @@ def training_figures(metrics: Path) -> dict[str, float | int]:
     """Return first and last loss, number of iterations and seconds spent in them, as the run recorded them."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines() if line.strip()]
     steps = [line for line in lines if "loss" in line]
+    numbers = [0, *(line["iteration"] for line in steps)]
+    seconds = [  # each line has the mean time of the steps since the line before
+        line["step_ms"] / 1000 * (number - before)
+        for line, before, number in zip(steps, numbers, numbers[1:], strict=False)
+    ]
     return {
         "loss_first": steps[0]["loss"],
         "loss_last": steps[-1]["loss"],
         "iterations": steps[-1]["iteration"],
-        "seconds": round(sum(line["step_ms"] for line in steps) / 1000.0, 1),
+        "seconds": round(sum(seconds), 1),
     }
 
 
