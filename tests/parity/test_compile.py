@@ -6,6 +6,7 @@ Most rows capture graphs and run them operator by operator, which takes little t
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.compiled import compiled_by, run_compiled
+from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
+from mindspeed_mm.models.common.compiled import modules_to_compile
+from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.parallel.compile import apply_compile
+from tests.support.compiled import compiled_by, counting, run_compiled
+from tests.support.packs import make_samples, pack
 from tests.support.parallel_case import Limits, ParallelCase, differences
 from tests.support.parallel_models import LAYOUTS, MODELS
 
@@ -101,3 +108,43 @@ def test_equals_a_hand_written_loop(case: Case, cases: Any, tmp_path: Path) -> N
     assert differences(found, table.plain(case.form)).problems(LIMITS) == []
     for rank in compiled_by(tmp_path / "case" / "run"):
         assert rank.graphs > 0
+
+
+STEPS = 20
+
+
+def mixed_rows(samples: list[dict[str, Any]], step: int) -> dict[str, torch.Tensor]:
+    """Packed rows, and padded ones: one and many, with media and without, each of another length."""
+    drawn = random.Random(step)
+    if step % 2:
+        return pack([drawn.sample(samples, drawn.randint(1, 3)) for _ in range(drawn.choice([1, 2, 3]))])
+    rows, longest = drawn.choice([1, 2, 5]), drawn.randint(9, 40)
+    tokens = torch.randint(5, 60, (rows, longest), generator=torch.Generator().manual_seed(step))
+    lengths = torch.tensor([longest, *(drawn.randint(5, longest) for _ in range(rows - 1))])
+    mask = torch.arange(longest) < lengths[:, None]
+    return {"input_ids": tokens, "labels": tokens.masked_fill(~mask, -100), "attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("qwen2_5_vl", "aot_eager"),
+        pytest.param("qwen3", "aot_eager", marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl", "inductor", marks=pytest.mark.full),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_steps(
+    kind: str, backend: str, qwen2_5_vl_dir: Path, qwen3_dir: Path
+) -> None:
+    hf_dir = qwen3_dir if kind == "qwen3" else qwen2_5_vl_dir
+    whole = TransformersModel({"init_from_hf_path": str(hf_dir)})
+    samples = make_samples(hf_dir)
+    modules = modules_to_compile(whole.model, Fsdp2Config.from_dict({"compile": True}))
+    apply_compile(whole.model, modules, backend, "fsdp2.yaml: compile")
+    graphs = []
+    with counting() as compiled:
+        for step in range(2 * STEPS):
+            whole(**whole.prepare(mixed_rows(samples, step)))["loss"].backward()
+            graphs.append(compiled().graphs)
+    # a layer of text for one row and for many, with positions for all and for each; a block of images
+    assert 0 < graphs[-1] == graphs[STEPS - 1] <= 5, graphs

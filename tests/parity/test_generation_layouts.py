@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.compiled import run_entry_compiled
 from tests.support.launch import launch_flags, metrics_of, run_entry
 from tests.support.tiny_diffusers import build_diffusers
 from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
@@ -46,6 +47,11 @@ CASES = {
     "4 processes, HSDP, accumulation": Case(4, 1, {"sharding_size": 2}),
     "2 processes, recompute, offload": Case(
         2, 4, {"recompute_modules": [BLOCKS[0].replace("*", "0")], "use_reentrant": False, **OFFLOAD}
+    ),
+    "1 process, compiled": Case(1, 2, {"compile": True, "compile_backend": "aot_eager"}),
+    "2 processes, compiled": Case(2, 2, {"compile": True}),
+    "4 processes, compiled, recompute": Case(
+        4, 1, {"compile": True, "compile_backend": "aot_eager", "recompute_modules": BLOCKS, "use_reentrant": False}
     ),
     "2 processes, encoders ahead": Case(2, 1, model={"encoder_offload_interval": 3}),
 }
@@ -164,7 +170,8 @@ BY_NAME = {"1 process, one batch", "2 processes, accumulation", "4 processes"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in BY_NAME else []) for name in CASES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] if name in BY_NAME or "compiled" in name else []) for name in CASES],
 )
 def test_equals_a_hand_written_loop(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     from diffusers import WanTransformer3DModel
@@ -180,7 +187,10 @@ def test_equals_a_hand_written_loop(name: str, pools: dict[int, Any], tmp_path: 
         save_hf=True,
         no_save_optim=True,
     )
-    pools[case.world].run(run_entry, flags, "pretrain_sora.py", timeout=120)
+    if "compile" in case.fsdp2:
+        assert min(pools[case.world].run(run_entry_compiled, flags, "pretrain_sora.py", timeout=170)) > 0
+    else:
+        pools[case.world].run(run_entry, flags, "pretrain_sora.py", timeout=120)
     losses, norms = metrics_of(tmp_path / "run")
     expected_losses, expected_norms, expected_average = reference()
     assert losses == pytest.approx(expected_losses, rel=1e-5)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.compiled import run_entry_compiled
 from tests.support.launch import WRAP, WRAP_TEXT, launch_flags, metrics_of, run_entry, write_run_files
 from tests.support.lora_case import LoraCase, Targets
 from tests.support.parallel_case import ParallelCase, differences
@@ -41,6 +42,7 @@ class Case:
 
 
 RECOMPUTED = {"recompute_modules": WRAP_TEXT}
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 CASES = {
     "1 process": Case(),
     "2 processes": Case(2),
@@ -57,6 +59,15 @@ CASES = {
     ),
     "2 processes, vision-language": Case(
         2, kind="vl", targets=("q_proj", "v_proj", "model.visual.blocks.{0}.attn.qkv")
+    ),
+    "1 process, compiled": Case(fsdp2=COMPILED),
+    "2 processes, compiled, recompute": Case(2, 1, {**COMPILED, **RECOMPUTED, "use_reentrant": False}),
+    "2 processes, compiled, DoRA, reentrant recompute": Case(
+        2,
+        1,
+        {**COMPILED, **RECOMPUTED, "use_reentrant": True},
+        {"lora_use_dora": True},
+        peft=(("use_dora", True),),
     ),
 }
 
@@ -99,7 +110,9 @@ def frozen_settings(case: Case) -> tuple[tuple[str, Any], ...]:
     return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in case.peft)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if "compiled" in name else []) for name in CASES]
+)
 def test_equals_peft(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     case = CASES[name]
     start, losses, norms, adapters = reference(case.kind, case.targets, frozen_settings(case))
@@ -119,7 +132,10 @@ def test_equals_peft(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
         lora_load=start,
         **case.flags,
     )
-    pools[case.world].run(run_entry, flags, timeout=120)
+    if "compile" in case.fsdp2:
+        assert min(pools[case.world].run(run_entry_compiled, flags, timeout=170)) > 0
+    else:
+        pools[case.world].run(run_entry, flags, timeout=120)
     found_losses, found_norms = metrics_of(tmp_path / "run")
     assert found_losses == pytest.approx(losses, rel=LOSS_TOLERANCE)
     assert found_norms == pytest.approx(norms, rel=NORM_TOLERANCE)

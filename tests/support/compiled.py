@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from tests.support.captured import run_captured
+from tests.support.launch import run_entry
 
 
 @dataclass(frozen=True)
@@ -23,19 +28,34 @@ class Compiled:
     breaks: dict[str, int]
 
 
-def run_compiled(words: list[str], script: str, folder: Path, steps: int) -> list[float]:
-    """As `run_captured`, from an empty cache of functions; each rank's `Compiled` is left in `folder`."""
+@contextmanager
+def counting() -> Iterator[Callable[[], Compiled]]:
+    """Context that begins with an empty cache of functions; what it gives says what was compiled in it so far."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    sums = run_captured(words, script, folder, steps)
-    found = Compiled(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
-    rank = torch.distributed.get_rank()
-    (folder / f"compiled{rank}.json").write_text(json.dumps(asdict(found)))
-    torch._dynamo.reset()
+    try:
+        yield lambda: Compiled(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+    finally:
+        torch._dynamo.reset()
+
+
+def run_compiled(words: list[str], script: str, folder: Path, steps: int) -> list[float]:
+    """As `run_captured`, from an empty cache of functions; each rank's `Compiled` is left in `folder`."""
+    with counting() as compiled:
+        sums = run_captured(words, script, folder, steps)
+        rank = torch.distributed.get_rank()
+        (folder / f"compiled{rank}.json").write_text(json.dumps(asdict(compiled())))
     return sums
+
+
+def run_entry_compiled(words: list[str], script: str = "pretrain_transformers.py") -> int:
+    """As `run_entry`, from an empty cache of functions; returns the number of graphs."""
+    with counting() as compiled:
+        run_entry(words, script)
+        return compiled().graphs
 
 
 def compiled_by(folder: Path) -> list[Compiled]:
