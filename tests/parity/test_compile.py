@@ -53,8 +53,8 @@ class Case:
 RECOMPUTED = {"recompute_modules": WRAPPED, "use_reentrant": False}
 REENTRANT = {"recompute_modules": WRAPPED, "use_reentrant": True}
 CASES = [
-    Case("qwen3", "FSDP2", "padded", "inductor"),
-    Case("qwen3", "FSDP2", "packed", fsdp2=RECOMPUTED, in_suite=True),
+    Case("qwen3", "FSDP2", "padded", "inductor", in_suite=True),
+    Case("qwen3", "FSDP2", "packed", fsdp2=RECOMPUTED),
     Case("qwen3", "HSDP 2x2", "packed"),
     Case("qwen2_5_vl", "FSDP2", "packed", fsdp2=RECOMPUTED),
     Case("qwen2_5_vl", "1 process", "padded"),
@@ -110,6 +110,15 @@ def test_equals_a_hand_written_loop(case: Case, cases: Any, tmp_path: Path) -> N
         assert rank.graphs > 0
 
 
+@pytest.mark.full
+def test_ranks_share_the_kernels_of_earlier_runs(cases: Any, tmp_path: Path) -> None:
+    for turn in ("first", "second"):
+        keys = {"compile": True}
+        cases("qwen3").run(LAYOUTS["FSDP2"], "packed", tmp_path / turn, runner=run_compiled, fsdp2=keys)
+    ranks = compiled_by(tmp_path / "second" / "run")
+    assert len(ranks) == 2 and all(rank.hits > 0 and rank.misses == 0 for rank in ranks)
+
+
 STEPS = 20
 
 
@@ -137,14 +146,19 @@ def test_nothing_is_compiled_after_the_first_steps(
     kind: str, backend: str, qwen2_5_vl_dir: Path, qwen3_dir: Path
 ) -> None:
     hf_dir = qwen3_dir if kind == "qwen3" else qwen2_5_vl_dir
-    whole = TransformersModel({"init_from_hf_path": str(hf_dir)})
+    whole, plain = (TransformersModel({"init_from_hf_path": str(hf_dir)}) for _ in range(2))
     samples = make_samples(hf_dir)
     modules = modules_to_compile(whole.model, Fsdp2Config.from_dict({"compile": True}))
     apply_compile(whole.model, modules, backend, "fsdp2.yaml: compile")
     graphs = []
     with counting() as compiled:
         for step in range(2 * STEPS):
-            whole(**whole.prepare(mixed_rows(samples, step)))["loss"].backward()
+            losses = [each(**each.prepare(mixed_rows(samples, step)))["loss"] for each in (whole, plain)]
+            torch.autograd.backward(losses)
             graphs.append(compiled().graphs)
+            assert losses[0].item() == pytest.approx(losses[1].item(), rel=LIMITS.loss)
+    for (name, parameter), other in zip(whole.named_parameters(), plain.parameters()):
+        assert parameter.grad is not None and other.grad is not None, name
+        assert float((parameter.grad - other.grad).norm()) <= LIMITS.norm * float(other.grad.norm()), name
     # a layer of text for one row and for many, with positions for all and for each; a block of images
     assert 0 < graphs[-1] == graphs[STEPS - 1] <= 5, graphs

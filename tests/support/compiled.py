@@ -22,10 +22,13 @@ class Compiled:
     Attributes:
         graphs: number of graphs.
         breaks: number of places where one ends, by reason.
+        hits, misses: graphs whose kernels inductor's cache had, and had not.
     """
 
     graphs: int
     breaks: dict[str, int]
+    hits: int
+    misses: int
 
 
 @contextmanager
@@ -37,7 +40,12 @@ def counting() -> Iterator[Callable[[], Compiled]]:
     torch._dynamo.reset()
     counters.clear()
     try:
-        yield lambda: Compiled(counters["stats"]["unique_graphs"], dict(counters["graph_break"]))
+        yield lambda: Compiled(
+            counters["stats"]["unique_graphs"],
+            dict(counters["graph_break"]),
+            counters["inductor"]["fxgraph_cache_hit"],
+            counters["inductor"]["fxgraph_cache_miss"],
+        )
     finally:
         torch._dynamo.reset()
 
