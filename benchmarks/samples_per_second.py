@@ -153,7 +153,7 @@ def samples_per_second(name: str, folder: Path, rows: int, ranks: int, pythons: 
     Raises:
         OtherTrainerError: it is none of ours, or of transformers, and could not run.
     """
-    trainer, way = name.split(" ")
+    trainer, way = name.split(" ", 1)
     words = [str(Path(__file__).resolve()), "--worker", name, "--folder", str(folder), "--rows", str(rows)]
     if trainer in pythons:
         sizes = {"--micro-batch": MICRO_BATCH, "--capacity": CAPACITY, "--warm-up": WARM_UP}
