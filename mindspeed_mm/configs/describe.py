@@ -74,7 +74,8 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
     )
     answers = check_answers(run, is_scored=recipe.scorer is not None)
     raise_all([*check_validation_rows(run), *answers, *check_parallel_model(run, recipe.model_schema)])
-    flat = {**vars(args), "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
+    shown = {name: value for name, value in vars(args).items() if name != "given"}
+    flat = {**shown, "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}
     publish(run, PublishedArguments(flat, own_flags))
     return run
 

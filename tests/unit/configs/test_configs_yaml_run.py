@@ -95,7 +95,7 @@ def test_it_is_the_run_that_flags_and_files_describe(run_yaml: Path) -> None:
     flags = parse_args([*WORDS.split(), "--mm-model", "model_of_run.json", "--mm-data", "data_of_run.json"])
     merge_mm_args(flags)
     args = read()
-    of_files = ("mm", "mm_model", "mm_data")
+    of_files = ("given", "mm", "mm_model", "mm_data")
     assert {k: v for k, v in vars(args).items() if k not in of_files} == {
         k: v for k, v in vars(flags).items() if k not in of_files
     }

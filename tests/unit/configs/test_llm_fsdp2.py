@@ -189,6 +189,7 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "training.save_hf_weights=false": ("checkpoint.save_hf", 0, None),
     "training.resume_from_checkpoint=other": ("checkpoint.load", None, "other"),
     "training.logging_steps=5": ("logging.log_interval", 1, 5),
+    "training.log_format=short": ("logging.log_format", "auto", "short"),
     "training.calculate_per_token_loss=true": ("model.loss_cfg.loss_type", "default", "per_token_loss"),
     "training.dataloader_num_workers=3": ("batch.num_workers", 0, 3),
     "training.dataloader_num_workers=3 training.dataloader_prefetch_factor=4": (

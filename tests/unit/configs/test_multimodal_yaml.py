@@ -194,6 +194,7 @@ SEEN: dict[str, Seen] = {
     "training.no_save_optim": flag("checkpoint.no_save_optim", True),
     "training.no_save_rng": flag("checkpoint.no_save_rng", True),
     "training.log_interval": flag("logging.log_interval", 7),
+    "training.log_format": flag("logging.log_format", "short"),
     "training.val_interval": flag("logging.eval_interval", 7),
     "training.val_micro_batch_size": Seen(1, {}, {"training.val_interval": 7}),  # another is a mistake, below
     "training.save_best": Seen("eval_loss", {"checkpoint.save_best": "loss"}, VALIDATION),
