@@ -56,8 +56,12 @@ IDLE_MODEL_KEYS = (
     NoEffect(rf"{_PART}\.attn_layout", "attn_implementation chooses the kernel, and the kernel its layout"),
     NoEffect(
         rf"{_PART}\.(use_npu_fused_moe|moe_grouped_gemm|moe_permute_fusion|moe_token_dispatcher_type"
-        r"|use_fused_rotary_pos_emb|bias_\w+_fusion|\w+_implementation)|\w+_implementation",
+        r"|bias_\w+_fusion|\w+_implementation)|\w+_implementation",
         "the kernels are transformers' own",
+    ),
+    NoEffect(
+        rf"{_PART}\.use_fused_rotary_pos_emb",
+        "flags ask for fused kernels: --use-fused-rotary-pos-emb, --use-fused-rmsnorm, --use-fused-swiglu",
     ),
     NoEffect(
         r"text_decoder\.use_chunk_loss|enable_chunk_loss|chunkloss_plan.*", "chunked loss is loss_cfg.compute_mode"

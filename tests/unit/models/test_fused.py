@@ -18,8 +18,11 @@ from torch.nn.functional import rms_norm, silu
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.fused import FusedKernels, LigerKernels, NPUFusedKernels
 from mindspeed_mm.configs.flags.model import FusedKernelArguments
+from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.transformers import fused
+from mindspeed_mm.models.transformers.meta_model import build_meta_model, config_for
 from tests.support.fake_accelerator import FakeAccelerator
+from tests.support.families import families
 from tests.support.plain_kernels import PlainKernels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +108,20 @@ def test_a_device_without_them_says_so() -> None:
         "--use-fused-swiglu: no effect here: this machine computes on cpu, with transformers' own kernels"
     ]
     assert fuse(model, None, FusedKernelArguments()) == []
+
+
+#: families of which no layer computes as Llama's do; the page on performance names them
+WITHOUT = {"gemma4", "gemma4_moe", "gpt_oss", "llama4", "step3p7", "whisper"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families())
+def test_families(name: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(families()[name].make(tmp_path / "hf"))
+    model_class: Any = ModelHub.get(None, config)
+    model, kernels = build_meta_model(model_class, config_for(model_class, config)), PlainKernels()
+    noticed = fuse(model, kernels)
+    assert (len(noticed) == 3) is (name in WITHOUT)
 
 
 class AscendOperators:
