@@ -42,6 +42,11 @@ NOT_RUN = {
     ("README.md", 'pip install -e ".[all]" -c constraints.txt'): "scripts/test.sh installs so, with more extras",
     ("docs/evaluation.md", "python -m venv lmms-env"): "an environment of its own, of packages that are none of ours",
     ("docs/evaluation.md", "lmms-env/bin/python -m lmms_eval"): "it downloads a benchmark and needs a server",
+    ("docs/performance.md", "bash benchmarks/device.sh --make-wheels"): "it downloads packages for another machine",
+    (
+        "docs/performance.md",
+        "bash benchmarks/device.sh --wheels",
+    ): "smallest_benchmarks.py runs its smallest form",
     ("docs/architecture.md", "doors "): "a drawing of the package, of which nothing is run",
 }
 
