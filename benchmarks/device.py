@@ -205,6 +205,7 @@ def work(name: str, folder: Path, results: Path, smallest: bool, out: Path) -> N
         prepare(part)
         if not sys.stdin.readline():
             return
+        require_device(smallest)
         for row in found_by(part, folder, smallest, out):
             tell(row)
     except BaseException as error:
@@ -215,6 +216,18 @@ def work(name: str, folder: Path, results: Path, smallest: bool, out: Path) -> N
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the rows say it all; threads of collectives may hang at a regular end
+
+
+def require_device(smallest: bool) -> None:
+    """Refuse sizes that a host would not get through.
+
+    Raises:
+        RuntimeError: they are not the smallest, and torch sees no device.
+    """
+    from mindspeed_mm import accelerator
+
+    if not smallest and accelerator.current().is_host:
+        raise RuntimeError("torch sees no CUDA device or NPU here; a host runs --smallest")
 
 
 def prepare(part: Part) -> None:

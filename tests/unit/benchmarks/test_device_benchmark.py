@@ -216,6 +216,12 @@ def test_faults_of_the_smallest_form() -> None:
     assert all(map(found, ("not run: out of memory", "packs; no trace: x", "waits (RuntimeError at a.py:1)")))
 
 
+def test_a_host_is_refused_all_but_the_smallest_sizes() -> None:
+    device.require_device(smallest=True)
+    with pytest.raises(RuntimeError, match="a host runs --smallest"):
+        device.require_device(smallest=False)
+
+
 # --- wheels
 
 
