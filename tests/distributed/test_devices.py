@@ -32,7 +32,14 @@ from tests.support.tiny_wan import data_json, model_json, write_clips, write_enc
 from tests.support.workers import RankPool
 
 #: a rate that changes with each step, figures that are read every other step, a save beside training
-STEPS = {"train_iters": 3, "log_interval": 2, "lr_decay_style": "linear", "lr_decay_iters": 6, "save_interval": 2}
+STEPS = {
+    "log_format": "short",
+    "train_iters": 3,
+    "log_interval": 2,
+    "lr_decay_style": "linear",
+    "lr_decay_iters": 6,
+    "save_interval": 2,
+}
 STEPS |= {"async_save": True, "micro_batch_size": 1}
 #: of the language model
 OFFLOADED = {"recompute_modules": WRAP[-1:], "activation_offload_modules": WRAP[-1:]}
