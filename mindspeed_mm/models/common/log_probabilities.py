@@ -49,15 +49,15 @@ def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
 
-def before_soft_cap(gradient: torch.Tensor, capped: torch.Tensor, cap: float | None) -> torch.Tensor:
+def before_soft_cap(gradient: torch.Tensor, capped: torch.Tensor | None, cap: float | None) -> torch.Tensor:
     """Return the gradient with respect to logits before `soft_cap`, in place.
 
     Args:
         gradient: [n, vocabulary] float32, that with respect to the capped logits.
-        capped: [n, vocabulary] float32, the capped logits.
+        capped: [n, vocabulary] float32, the capped logits; None: they aren't capped.
         cap: as it was applied; None: not at all.
     """
-    return gradient if cap is None else gradient.mul_(1 - (capped / cap).square())
+    return gradient if cap is None or capped is None else gradient.mul_(1 - (capped / cap).square())
 
 
 def normalize(logits: torch.Tensor, tokens: torch.Tensor, ranks: RankSet | None = None) -> Normalized:
@@ -143,6 +143,14 @@ class HeadInputs(NamedTuple):
         return logits.float()
 
 
+def normalized_part(
+    inputs: HeadInputs, part: slice, tokens: torch.Tensor, ranks: RankSet | None, cap: float | None
+) -> tuple[Normalized, torch.Tensor | None]:
+    """Project some positions, and return what `normalize` does of them, and their capped logits if there is a `cap`."""
+    logits = soft_cap(inputs.logits(part), cap)
+    return normalize(logits, tokens[part], ranks), None if cap is None else logits
+
+
 class HeadGradients:
     """The gradients of `HeadInputs`, chunk by chunk; those of weights are summed in float32."""
 
@@ -212,10 +220,7 @@ class ChunkedLogProbabilities(torch.autograd.Function):
         inputs = HeadInputs(hidden, weight, bias, low, up)
         ctx.save_for_backward(*inputs, tokens)
         ctx.chunk, ctx.ranks, ctx.cap = chunk, ranks, cap
-        parts = [
-            normalize(soft_cap(inputs.logits(part), cap), tokens[part], ranks).of_targets
-            for part in chunks(len(tokens), chunk)
-        ]
+        parts = [normalized_part(inputs, part, tokens, ranks, cap)[0].of_targets for part in chunks(len(tokens), chunk)]
         return torch.cat(parts) if parts else torch.zeros(0, device=hidden.device)
 
     @staticmethod
@@ -224,10 +229,14 @@ class ChunkedLogProbabilities(torch.autograd.Function):
         inputs = HeadInputs(*saved)
         needs = ctx.needs_input_grad
         gradients = HeadGradients(inputs, (*needs[:3], *needs[7:]))
+
+        def add(part: slice) -> None:  # a function, so that nothing of a chunk is there in the next one
+            normalized, capped = normalized_part(inputs, part, tokens, ctx.ranks, ctx.cap)
+            of_logits = normalized.logit_gradient().mul_(-grad_output[part, None])
+            gradients.add(part, before_soft_cap(of_logits, capped, ctx.cap))
+
         for part in chunks(len(tokens), ctx.chunk):
-            logits = soft_cap(inputs.logits(part), ctx.cap)
-            of_logits = normalize(logits, tokens[part], ctx.ranks).logit_gradient() * -grad_output[part, None]
-            gradients.add(part, before_soft_cap(of_logits, logits, ctx.cap))
+            add(part)
         of_hidden, of_weight, of_bias, of_low, of_up = gradients.sums()
         return of_hidden, of_weight, of_bias, None, None, None, None, of_low, of_up
 

@@ -32,8 +32,7 @@ from mindspeed_mm.models.common.log_probabilities import (
     HeadInputs,
     before_soft_cap,
     chunks,
-    normalize,
-    soft_cap,
+    normalized_part,
     target_log_probabilities,
 )
 from mindspeed_mm.parallel.sequence import FILL, SequenceShard
@@ -226,18 +225,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs = [value is not None and value.requires_grad for value in inputs]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradients = HeadGradients(inputs, needs)
+
+        def loss_of(part: slice) -> torch.Tensor:  # a function, so that nothing of a chunk is there in the next one
+            normalized, capped = normalized_part(inputs, part, tokens, ranks, cap)
+            if any(needs):
+                grad_logits = before_soft_cap(normalized.logit_gradient(), capped, cap)
+                if weights is not None:
+                    grad_logits *= weights[part, None]
+                if factor is not None:
+                    grad_logits *= factor
+                gradients.add(part, grad_logits)
+            return weighted_sum(normalized.of_targets, None if weights is None else weights[part])
+
         for part in chunks(len(tokens), chunk):
-            logits = soft_cap(inputs.logits(part), cap)
-            normalized = normalize(logits, tokens[part], ranks)
-            total += weighted_sum(normalized.of_targets, None if weights is None else weights[part])
-            if not any(needs):
-                continue
-            grad_logits = before_soft_cap(normalized.logit_gradient(), logits, cap)
-            if weights is not None:
-                grad_logits *= weights[part, None]
-            if factor is not None:
-                grad_logits *= factor
-            gradients.add(part, grad_logits)
+            total += loss_of(part)
         ctx.save_for_backward(*gradients.sums())
         return total
 
