@@ -86,6 +86,15 @@ class Run:
         return self.parallel.backend == "fsdp2"
 
     @property
+    def generates_media(self) -> bool:
+        """Whether model.json describes a model that generates images or videos."""
+        if self.model is None:
+            return False
+        from mindspeed_mm.configs.sora_config import SoRAModelConfig
+
+        return isinstance(self.model, SoRAModelConfig)
+
+    @property
     def train_iters(self) -> int:
         """Optimizer steps in all; the length of the run must be known (`with_train_iters`)."""
         assert self.length.train_iters is not None, "the length of the run is known once its data have been opened"

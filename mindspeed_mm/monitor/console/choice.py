@@ -34,10 +34,10 @@ def open_console(run: Run, *, is_logging_rank: bool) -> Console:
     if run.launch.rank != 0:
         return Console()
     if form == "live":
-        return LiveConsole(run.train_iters)
+        return LiveConsole(run.train_iters, in_samples=run.generates_media)
     if run.logging.log_format == "live":
         notice("--log-format live needs a terminal (and neither TERM=dumb nor CI), so log lines are short")
-    return ShortConsole(run.train_iters, shows_all="log_interval" in run.given)
+    return ShortConsole(run.train_iters, shows_all="log_interval" in run.given, in_samples=run.generates_media)
 
 
 def form_of(wanted: str, output: TextIO, environment: Mapping[str, str]) -> Form:

@@ -40,13 +40,16 @@ class LiveConsole(Console):
     leaves a usable terminal.
     """
 
-    def __init__(self, train_iters: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, train_iters: int, *, in_samples: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """
         Args:
             train_iters: steps of the run.
+            in_samples: whether speed is told in samples; otherwise in tokens, where they are known.
             clock: returns the time in seconds.
         """
-        self._train_iters, self._clock = train_iters, clock
+        self._train_iters, self._in_samples, self._clock = train_iters, in_samples, clock
         self._iteration = 0
         self._record: StepRecord | None = None
         self._losses: deque[float] = deque(maxlen=_TREND)
@@ -143,7 +146,11 @@ class LiveConsole(Console):
             seconds = record.step_ms / 1000 * (self._train_iters - self._iteration)
             parts.append((12, Text(f"ETA {words.duration(seconds)}", style="cyan")))
         parts += [(11, Text(text, style="yellow")) for text in troubles_of(record)[:1]]
-        parts += [(7, Text(speed_of(record))), (0, _bar(done)), (5, Text(f"norm {words.figure(record.grad_norm)}"))]
+        parts += [
+            (7, Text(speed_of(record, self._in_samples))),
+            (0, _bar(done)),
+            (5, Text(f"norm {words.figure(record.grad_norm)}")),
+        ]
         if trend := _trend(list(self._losses)):
             parts.append((4, Text(trend, style="green")))
         parts += [(6, Text(f"lr {record.learning_rate:.2e}")), (8, Text(f"{words.step_time(record.step_ms)}/step"))]

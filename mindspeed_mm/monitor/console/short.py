@@ -23,16 +23,22 @@ class ShortConsole(Console):
     """Prints short lines: of some logged steps, or of all, of every evaluation, and header and summary."""
 
     def __init__(
-        self, train_iters: int, *, shows_all: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        train_iters: int,
+        *,
+        shows_all: bool = False,
+        in_samples: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             train_iters: steps of the run.
             shows_all: whether each logged step has a line; otherwise those that divide the run into about `LINES`
                 parts, and any that comes `SILENCE` seconds after the last line.
+            in_samples: whether speed is told in samples; otherwise in tokens, where they are known.
             clock: returns the time in seconds.
         """
-        self._train_iters, self._shows_all, self._clock = train_iters, shows_all, clock
+        self._train_iters, self._shows_all, self._in_samples, self._clock = train_iters, shows_all, in_samples, clock
         self._stride = _round_stride(train_iters / LINES)
         self._printed = clock()
 
@@ -49,7 +55,7 @@ class ShortConsole(Console):
         number = record.iteration
         is_shown = self._shows_all or number in _FIRST or number % self._stride == 0 or number == self._train_iters
         if is_shown or self.is_overdue():
-            self._print(short_step(record))
+            self._print(short_step(record, in_samples=self._in_samples))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """See `Console`."""
@@ -65,19 +71,19 @@ class ShortConsole(Console):
         self._printed = self._clock()
 
 
-def short_step(record: StepRecord) -> str:
-    """Return the line of a step."""
-    parts = [_place(record.iteration, record.train_iters), *figures_of(record)]
+def short_step(record: StepRecord, *, in_samples: bool = False) -> str:
+    """Return the line of a step; `in_samples`: its speed is told in samples."""
+    parts = [_place(record.iteration, record.train_iters), *_figures_of(record, in_samples)]
     if record.iteration < record.train_iters:
         parts.append(f"ETA {words.duration(record.eta_seconds)}")
     return "  ".join(parts)
 
 
-def figures_of(record: StepRecord) -> list[str]:
-    """Return a step's figures, each with its name; what is as it should be, such as no skipped step, isn't told."""
+def _figures_of(record: StepRecord, in_samples: bool) -> list[str]:
+    """A step's figures, each with its name; what is as it should be, such as no skipped step, isn't told."""
     parts = [f"loss {words.loss(record.loss)}"]
     parts += [f"{name} {words.figure(value)}" for name, value in sorted(record.metrics.items())]
-    parts += [f"norm {words.figure(record.grad_norm)}", f"lr {record.learning_rate:.2e}", speed_of(record)]
+    parts += [f"norm {words.figure(record.grad_norm)}", f"lr {record.learning_rate:.2e}", speed_of(record, in_samples)]
     parts.append(f"{words.step_time(record.step_ms)}/step")
     if record.mfu is not None:
         parts.append(f"MFU {words.per_cent(record.mfu)}")
@@ -86,9 +92,9 @@ def figures_of(record: StepRecord) -> list[str]:
     return parts + troubles_of(record)
 
 
-def speed_of(record: StepRecord) -> str:
-    """Return tokens a second, or samples a second of a model without tokens."""
-    if record.tokens_per_second is not None:
+def speed_of(record: StepRecord, in_samples: bool) -> str:
+    """Return tokens a second, or samples a second where those are wanted or there are no tokens."""
+    if record.tokens_per_second is not None and not in_samples:
         return f"{words.amount(record.tokens_per_second)} tokens/s"
     return f"{words.amount(record.global_batch_size / max(record.step_ms, 1e-6) * 1000)} samples/s"
 

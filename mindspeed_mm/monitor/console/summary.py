@@ -75,7 +75,7 @@ def _facts(run: Run, totals: Totals, seconds: Mapping[str, float], is_over: bool
     assert first is not None and last is not None, "a step has been logged"
     steps, samples, tokens = totals.done
     parts = [words.counted(steps, "step"), words.counted(samples, "sample")]
-    if tokens:
+    if tokens and not run.generates_media:
         parts += [f"{words.amount(tokens)} tokens", f"{words.amount(_per_second(tokens, totals))} tokens/s"]
     else:
         parts.append(f"{words.amount(_per_second(samples, totals))} samples/s")
@@ -106,15 +106,8 @@ def _what_is_there(folder: Path, run: Run, is_over: bool) -> Iterator[tuple[str,
     yield "written", f"{folder}" + (f", exported to {export}" if is_exported else "")
     if not is_over:
         yield "go on", f"mindspeed-mm train {folder} --load {folder}"
-    elif answers(run):
+    elif run.model is not None and not run.generates_media:
         yield "try it", f"mindspeed-mm chat {export if is_exported else folder}"
-
-
-def answers(run: Run) -> bool:
-    """Whether `mindspeed-mm chat` takes the trained model: it is a language model of ours."""
-    from mindspeed_mm.configs.sora_config import SoRAModelConfig
-
-    return run.model is not None and not isinstance(run.model, SoRAModelConfig)
 
 
 def _per_second(number: float, totals: Totals) -> float:

@@ -52,6 +52,8 @@ def test_what_is_wrong_is_told_and_nothing_else() -> None:
 
 def test_samples_stand_for_tokens_and_further_figures_follow_the_loss() -> None:
     """As of a generation model; the last step has no time to go."""
+    in_tokens = step_record(**WELL)
+    assert "812k tokens/s" in short_step(in_tokens) and "25.9 samples/s" in short_step(in_tokens, in_samples=True)
     metrics = {"z": 0.000123, "accuracy": 0.8765}
     figures = {"iteration": 100, "tokens_per_second": None, "step_ms": 640.0, "metrics": metrics, "loss": 1e-5}
     line = short_step(step_record(**figures, skipped_iterations=0, rows_left_out=0))
