@@ -33,6 +33,7 @@ _PARTS_NOT_RECOMPUTED = {
     },
     "ptd": {
         **dict.fromkeys(("moe", "moe_act", "shared_experts"), _NO_EXPERTS),
+        "layernorm": "Megatron-core recomputes norms with Transformer Engine's only, and this backend has its own",
         "mla_up_proj": "models with latent attention are not there yet on the Megatron backend",
     },
 }

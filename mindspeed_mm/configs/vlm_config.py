@@ -80,6 +80,11 @@ class RecomputedBlock(PartBlock):
     )
     recompute_method: Literal["uniform", "block"] | None = Field(None, description="as --recompute-method")
     recompute_num_layers: Count | None = Field(None, description="as --recompute-num-layers")
+    activation_offload: Bool = Field(
+        False,
+        description="what the layers of this part keep for backward waits for it in host memory; of layers that are "
+        "recomputed whole there is nothing to wait",
+    )
 
     @model_validator(mode="after")
     def _recompute_fits(self) -> RecomputedBlock:

@@ -98,7 +98,7 @@ IDLE_VLM_KEYS = (
     ),
     NoEffect(
         rf"{_PART}\.(activation_offload|synchronize_per_layer)|activation_offload_plan.*",
-        "memory is saved by recompute_granularity and the parallel sizes",
+        "memory is saved by recompute_granularity and activation_offload of a part, and by the parallel sizes",
     ),
     NoEffect(r"image_encoder\.\w+\.llm_hidden_size", "the language model says its hidden size"),
     NoEffect(r"text_decoder\.seq_length", "the longest row comes from --seq-length"),

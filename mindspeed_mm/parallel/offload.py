@@ -27,6 +27,8 @@ from mindspeed_mm import accelerator
 #: of the bytes of the hidden states; a tensor that is smaller stays on the device, as a copy is not worth its launch
 SMALLEST_SHARE = 1 / 64
 
+_OFFLOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 
 def apply_offload(modules: Mapping[str, nn.Module]) -> None:
     """Keep what each of `modules` saves for its backward pass in host memory until then.
@@ -37,6 +39,12 @@ def apply_offload(modules: Mapping[str, nn.Module]) -> None:
     calls = OffloadedCalls()
     for module in modules.values():
         module.forward = _offloaded(module, module.forward, calls)  # type: ignore[method-assign]
+        _OFFLOADED.add(module)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether `apply_offload` was called for a module."""
+    return module in _OFFLOADED
 
 
 def _offloaded(module: nn.Module, forward: Callable[..., Any], calls: OffloadedCalls) -> Callable[..., Any]:

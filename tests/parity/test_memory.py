@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from tests.parity.test_generation_layouts import Case as GenerationCase
 from tests.parity.test_generation_layouts import files_of
 from tests.support.launch import WRAP, launch_flags, metrics_of, run_entry, write_run_files
@@ -23,6 +26,8 @@ from tests.support.tiny import tiny_qwen2_5_vl_dir, write_mixed_dataset
 ROWS, STEPS = 8, 3
 PARTS = ("vision_encoder", "vision_projector")
 TRAINED = {"image_encoder": {part: {"freeze": False} for part in PARTS}}
+TOWER = {"vision_encoder": {"freeze": False, "activation_offload": True}, "vision_projector": {"freeze": False}}
+OFFLOADED = {"image_encoder": TOWER, "text_decoder": {"activation_offload": True}}
 BLOCKS = ["predictor.blocks.{*}"]
 SWAP: Mapping[str, Any] = {"swap_attention": True}
 CHUNKS: Mapping[str, Any] = {"chunk_mlp_tokens": 16}
@@ -38,7 +43,7 @@ class Saved:
 
     Attributes:
         kind: "images" with FSDP2, "megatron" or "videos".
-        flags, fsdp2: what saves memory.
+        flags, fsdp2, model: what saves memory; `model` are keys of model.json.
         layout: flags of both runs.
         base: keys of fsdp2.yaml of both runs.
     """
@@ -49,6 +54,12 @@ class Saved:
     fsdp2: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> Saved:
+        """The same launch without."""
+        return replace(self, flags={}, fsdp2={}, model={})
 
 
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -84,10 +95,12 @@ FURTHER = {
     ),
     "Megatron, 1 process": Saved("megatron", 1, SWAP),
     "Megatron TP2 SP": Saved("megatron", 2, SWAP, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "Megatron PP2, layers": Saved("megatron", 2, layout=PP2, model=OFFLOADED),
+    "Megatron, layers of the tower, attention": Saved("megatron", 1, SWAP, model={"image_encoder": TOWER}),
     "Megatron PP2 VPP2": Saved("megatron", 2, SWAP, layout=VPP2),
     "Megatron, core of attention recomputed": Saved("megatron", 1, SWAP, layout={"recompute_activations": True}),
-    "Megatron PP2, core of attention, MLP and norms recomputed": Saved(
-        "megatron", 2, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp", "layernorm"]}, layout=PP2
+    "Megatron PP2, core of attention and MLP recomputed": Saved(
+        "megatron", 2, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}, layout=PP2
     ),
     "images, core of attention recomputed": Saved("images", 2, SELECTIVE),
     "images, MLP, norms and attention recomputed": Saved(
@@ -117,32 +130,50 @@ def rows_with_images() -> tuple[Path, Path]:
     return hf_dir, write_mixed_dataset(folder / "data", rows=ROWS, seed=5)
 
 
-def run(case: Saved, flags: Mapping[str, Any], fsdp2: Mapping[str, Any], pools: Any, folder: Path) -> Any:
-    """Losses and gradient norms of a launch."""
+def run_counting_copies(words: list[str], script: str) -> int:
+    """Number of copies beside the device's queue, to the host and back, in a launch."""
+    copies, copy_beside = 0, CPUAccelerator.copy_beside
+
+    def counted(device: CPUAccelerator, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        nonlocal copies
+        copies += 1
+        return copy_beside(device, target, source)
+
+    with mock.patch.object(CPUAccelerator, "copy_beside", counted):
+        run_entry(words, script)
+    return copies
+
+
+def run(case: Saved, pools: Any, folder: Path) -> Any:
+    """Losses and gradient norms of a launch, and whether each rank has copied activations."""
     settings = {"micro_batch_size": 1, "global_batch_size": ROWS, "train_iters": STEPS, "save": folder / "run"}
-    settings |= {"no_save_optim": True, **case.layout, **flags}
-    fsdp2 = {"sub_modules_to_wrap": BLOCKS if case.kind == "videos" else WRAP, **case.base, **fsdp2}
+    settings |= {"no_save_optim": True, **case.layout, **case.flags}
+    fsdp2 = {"sub_modules_to_wrap": BLOCKS if case.kind == "videos" else WRAP, **case.base, **case.fsdp2}
     if case.kind == "videos":
         files = files_of(GenerationCase(fsdp2=fsdp2), folder / "files")
-        pools[case.world].run(run_entry, launch_flags(files, **settings), "pretrain_sora.py", timeout=120)
-        return metrics_of(folder / "run")
+        copies = pools[case.world].run(
+            run_counting_copies, launch_flags(files, **settings), "pretrain_sora.py", timeout=120
+        )
+        return *metrics_of(folder / "run"), [number > 0 for number in copies]
     model: dict[str, Any] = {"loss_cfg": {"loss_type": "per_token_loss"}, **TRAINED}
     if case.kind == "megatron":
-        model |= {"model_id": "qwen2_5_vl"}
+        model |= {"model_id": "qwen2_5_vl", **case.model}
         settings = {**MEGATRON, "seq_length": 256, **settings}
     files = write_run_files(folder / "files", *rows_with_images(), model=model, fsdp2=fsdp2)
     script = "pretrain_vlm.py" if case.kind == "megatron" else "pretrain_transformers.py"
-    pools[case.world].run(run_entry, launch_flags(files, **settings), script, timeout=120)
-    return metrics_of(folder / "run")
+    copies = pools[case.world].run(run_counting_copies, launch_flags(files, **settings), script, timeout=120)
+    return *metrics_of(folder / "run"), [number > 0 for number in copies]
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in FURTHER)])
 def test_no_bit_changes(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     case = {**CASES, **FURTHER}[name]
     pools = request.getfixturevalue("megatron_pools" if case.kind == "megatron" else "pools")
-    plain = run(case, {}, {}, pools, tmp_path / "plain")
-    losses, norms = run(case, case.flags, case.fsdp2, pools, tmp_path / "saved")
-    assert len(losses) == STEPS and (losses, norms) == plain
+    *plain, without = run(case.plain, pools, tmp_path / "plain")
+    losses, norms, copied = run(case, pools, tmp_path / "saved")
+    assert len(losses) == STEPS and [losses, norms] == plain
+    offloads = "swap_attention" in case.flags or "activation_offload_modules" in case.fsdp2 or bool(case.model)
+    assert without == [False] * case.world and copied == [offloads] * case.world
 
 
 @pytest.mark.full
@@ -150,8 +181,8 @@ def test_no_bit_changes(name: str, request: pytest.FixtureRequest, tmp_path: Pat
 def test_what_rounding_changes(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     case = ROUNDED[name]
     pools = request.getfixturevalue("megatron_pools" if case.kind == "megatron" else "pools")
-    plain = run(case, {}, {}, pools, tmp_path / "plain")
-    found = run(case, case.flags, case.fsdp2, pools, tmp_path / "saved")
+    *plain, _ = run(case.plain, pools, tmp_path / "plain")
+    *found, _ = run(case, pools, tmp_path / "saved")
     assert found != plain, "nothing has run in parts"
     for values, expected in zip(found, plain, strict=True):
         assert values == pytest.approx(expected, rel=1e-5)

@@ -119,8 +119,8 @@ class MegatronBackendArguments:
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]] | None,
         flag(
-            "with selective, parts of every layer: core_attn (the default) = attention without its linear layers, mlp, "
-            "layernorm; with FSDP2 also moe; the others are refused"
+            "with selective, parts of every layer: core_attn (the default) = attention without its linear layers, mlp; "
+            "with FSDP2 also layernorm and moe; the others are refused"
         ),
     ] = None
     chunk_mlp_tokens: Annotated[

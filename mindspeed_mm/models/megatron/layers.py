@@ -183,10 +183,7 @@ def with_gradient(hidden: torch.Tensor, blocks: TransformerBlock) -> torch.Tenso
 
     Megatron-core's recompute runs no backward pass otherwise.
     """
-    config = blocks.config
-    recomputed = config.recompute_granularity == "full" or (
-        config.recompute_granularity == "selective" and "layernorm" in config.recompute_modules
-    )
+    recomputed = blocks.config.recompute_granularity == "full"
     if recomputed and not hidden.requires_grad and any(p.requires_grad for p in blocks.parameters()):
         return hidden.detach().requires_grad_()
     return hidden

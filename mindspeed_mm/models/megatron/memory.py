@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from mindspeed_mm.parallel.chunk_mlp import apply_chunked_mlp
-from mindspeed_mm.parallel.offload import apply_offload
-from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.parallel.offload import apply_offload, is_offloaded
 from mindspeed_mm.utils.log import notice
+
+
+def offload_layers(part: nn.Module, key: str) -> None:
+    """Keep what every layer saves for backward in host memory until then, but for those that are recomputed whole.
+
+    Args:
+        part: a stage's part of a model; changed in place.
+        key: of the file that asks for it, for messages.
+    """
+    layers = {path: layer for path, layer, is_recomputed in _layers(part) if not is_recomputed}
+    if not layers and any(True for _ in _layers(part)):
+        notice(f"{key} has no effect here: all layers are recomputed, and keep nothing but what the stage holds")
+    apply_offload(layers)
 
 
 def swap_attention(chunk: nn.Module) -> None:
@@ -19,27 +33,14 @@ def swap_attention(chunk: nn.Module) -> None:
 
     Args:
         chunk: a stage's part of a model; changed in place.
-
-    Raises:
-        ConfigError: the norm before attention is recomputed, which frees its output while it is being copied.
     """
-    attention: dict[str, nn.Module] = {}
-    has_layers = False
-    for path, block in chunk.named_modules():
-        if not isinstance(block, TransformerBlock):
-            continue
-        for number, layer in enumerate(block.layers):
-            if not isinstance(layer, TransformerLayer):
-                continue
-            has_layers = True
-            if layer.recompute_input_layernorm:
-                raise ConfigError(
-                    "--swap-attention copies the output of the norm before attention to the host, which "
-                    "--recompute-modules layernorm frees; remove one of the two"
-                )
-            if number >= _recomputed_layers(block):
-                attention[f"{path}.layers.{number}.self_attention"] = layer.self_attention
-    if has_layers and not attention:
+    layers = list(_layers(chunk))
+    attention = {
+        f"{path}.self_attention": layer.self_attention
+        for path, layer, is_recomputed in layers
+        if not is_recomputed and not is_offloaded(layer)
+    }
+    if layers and all(is_recomputed for _, _, is_recomputed in layers):
         notice("--swap-attention has no effect here: all layers are recomputed, and keep nothing of their attention")
     apply_offload(attention)
 
@@ -54,6 +55,15 @@ def chunk_mlps(chunk: nn.Module, tokens: int) -> None:
     layers = {path: m for path, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
     dense = {f"{path}.mlp": layer.mlp for path, layer in layers.items() if not layer.is_moe_layer}
     apply_chunked_mlp(dense, tokens, "--chunk-mlp-tokens", dim=0)
+
+
+def _layers(part: nn.Module) -> Iterator[tuple[str, TransformerLayer, bool]]:
+    """Path of each layer, the layer, and whether it is recomputed whole."""
+    for path, block in part.named_modules():
+        if isinstance(block, TransformerBlock):
+            for number, layer in enumerate(block.layers):
+                if isinstance(layer, TransformerLayer):
+                    yield f"{path}.layers.{number}", layer, number < _recomputed_layers(block)
 
 
 def _recomputed_layers(block: TransformerBlock) -> int:

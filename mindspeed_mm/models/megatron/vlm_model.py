@@ -27,6 +27,7 @@ from mindspeed_mm.models.common.packed import run_lengths, take_documents
 from mindspeed_mm.models.megatron.adapters import add_adapters, plan_megatron_adapters, track_dropout
 from mindspeed_mm.models.megatron.family import MegatronFamily, Towers
 from mindspeed_mm.models.megatron.layers import SampleLengths, with_gradient
+from mindspeed_mm.models.megatron.memory import offload_layers
 from mindspeed_mm.models.megatron.text_decoder.gpt import LanguageModel, build_language_model, language_config
 from mindspeed_mm.models.megatron.text_decoder.names import DecoderShape
 from mindspeed_mm.models.transformers.inferred import traits_of
@@ -227,6 +228,9 @@ class VLModel(MegatronModule):
                 loss_group=context.loss_group,
                 vp_stage=vp_stage,
             )
+        for part, path in ((model.image_encoder, "image_encoder.vision_encoder"), (model.text_decoder, "text_decoder")):
+            if part is not None and described.value(f"{path}.activation_offload"):
+                offload_layers(part, f"{described.file}: {path}.activation_offload")
         model.source = described.init_from_hf_path
         model.source_dtype = getattr(hf_config, "dtype", None)
         model.pending_weights = None if described.train_from_scratch else described.init_from_hf_path

@@ -101,6 +101,11 @@ def test_with_fsdp2_all_but_tensor_ranks_are_data_parallel(run_folder: Path) -> 
             8,
             ["--recompute-modules moe: models with experts are not there yet on the Megatron backend; remove it"],
         ),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm",
+            8,
+            ["--recompute-modules layernorm: Megatron-core recomputes norms with Transformer Engine's only"],
+        ),
         ("--torch-compile", 8, ["--torch-compile compiles the blocks of the FSDP2 backend", "add --use-torch-fsdp2"]),
         ("--bf16 --fp16", 8, ["--bf16 and --fp16"]),
         (f"{PP2} --global-batch-size 12", 8, ["--global-batch-size 12 is not divisible by 8", "4 data-parallel ranks"]),

@@ -13,6 +13,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.parallel.offload import apply_offload
 from mindspeed_mm.parallel.recompute import apply_recompute
 from tests.support.fake_accelerator import fake_accelerator
+from tests.support.live_bytes import live_bytes_of_a_device
 
 LAYERS = 3
 
@@ -295,3 +296,13 @@ def test_what_is_changed_in_place_before_or_after_it_is_saved() -> None:
             for _ in range(3):
                 z = (z * 2 + 1).square()
             assert torch.equal(found, torch.autograd.grad(z.sum(), x)[0])
+
+
+def test_a_graph_that_is_kept_holds_nothing_on_the_device() -> None:
+    model = parts(True)
+    with live_bytes_of_a_device() as live:
+        loss = model(torch.ones(64, 8)).sum()
+        forward, gradients = live.alive, sum(p.nbytes for p in model.parameters())
+        loss.backward(retain_graph=True)
+        assert live.alive <= forward + gradients
+        loss.backward()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mindspeed_mm.configs.dims import Dims
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
@@ -17,6 +18,7 @@ from mindspeed_mm.models.common.block_recompute import recompute_by_flags
 from mindspeed_mm.models.common.build_context import BuildContext
 from mindspeed_mm.models.common.memory_layers import plan_memory
 from mindspeed_mm.parallel.recompute import BlockRecompute, apply_recompute
+from mindspeed_mm.parallel.selective import kept_outputs
 from mindspeed_mm.utils.errors import ConfigError
 
 LAYERS, WIDTH = 3, 16
@@ -118,6 +120,16 @@ def test_attention_with_dropout_draws_the_same_numbers_again() -> None:
     kept = Model(dropout=0.5)
     apply_recompute({f"layers.{i}": b for i, b in enumerate(kept.layers)}, use_reentrant=False, keep=("attention",))
     assert all(torch.equal(a, b) for a, b in zip(backward(kept)[1], backward(Model(dropout=0.5))[1], strict=True))
+
+
+@pytest.mark.parametrize(("dropout", "is_kept"), [(0.0, True), (0.5, False)])
+def test_kernels_that_draw_numbers_run_again(dropout: float, is_kept: bool) -> None:
+    """With dropout the host takes no kernel: the policy is asked about one of a device."""
+    policy = kept_outputs(["attention"])()[0].policy_fn
+    kernel, q = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1, 1, 4, 8)
+    expected = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy(None, kernel, q, q, q, dropout) == expected
+    assert policy(None, kernel, query=q, key=q, value=q, dropout_p=dropout) == expected
 
 
 @pytest.mark.parametrize(
