@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from mindspeed_mm.monitor.console.full import format_evaluation, format_step
+import pytest
+
+from mindspeed_mm.monitor.console.full import FullConsole, format_evaluation, format_step
 from mindspeed_mm.monitor.records import EvaluationRecord
 from tests.support.records import step_record
 
@@ -18,6 +20,33 @@ def test_the_published_fields_come_first_in_their_order() -> None:
         r"+0 \|",
         line,
     )
+
+
+def test_the_line_is_the_published_one_to_the_letter() -> None:
+    """With all figures that a line may have."""
+    more = {"nan_iterations": 2, "loss_scale": 4096.0, "metrics": {"z_loss": 0.5, "aux": 0.25}, "mfu": 0.4567}
+    line = format_step(step_record(tflops_per_device=12.345, iterations_without_targets=4, **more))
+    assert re.sub(r"^ \[[-\d]{10} [:\d]{8}\]", " [now]", line) == (
+        " [now] iteration        7/     100 | consumed samples:          224 | elapsed time per iteration (ms): 1234.6 "
+        "| learning rate: 1.000000E-05 | global batch size:    32 | loss: 2.500000E+00 | aux: 2.500000E-01 | z_loss: "
+        "5.000000E-01 | loss scale: 4096.0 | grad norm: 1.250 | number of skipped iterations:   1 | number of nan "
+        "iterations:   2 | tokens per second: 1000 | media per second: 2.5 | TFLOP/s per device: 12.35 | MFU: 45.7% | "
+        "data wait (ms): 12.5 | data wait: 1.0% | padding: 25.0% | imbalance: 1.25 | rows left out: 3 | iterations "
+        "without targets: 4 | memory (MB): 1024 | ETA: 1h01m40s |"
+    )
+
+
+def test_a_published_console_prints_nothing_but_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither header nor summary, and no time passes after which it asks for a line."""
+    console = FullConsole()
+    console.begin(lambda: ["model"])
+    console.advance(1)
+    assert not console.is_overdue()
+    console.step(step_record())
+    console.close()
+    console.finish(lambda: ["trained"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "iteration        7/     100 |" in line
 
 
 def test_a_loss_scale_stands_in_front_of_the_norm() -> None:

@@ -116,6 +116,19 @@ def test_a_short_run_has_lines_as_many_as_one_reads(capsys: pytest.CaptureFixtur
     assert told(capsys, 500, 0.2, 10, shows_all=True) == [*range(1, 11), *range(20, 501, 10)]
 
 
+def test_the_quick_start_has_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its 500 steps of 0.2 s with an evaluation after each hundred, between the longest header and summary; besides
+    them it has some 15 messages."""
+    console = ShortConsole(500)
+    console.begin(lambda: ["header"] * 12)
+    for number in [*range(1, FIRST_STEPS), *range(10, 501, 10)]:
+        console.step(step_record(iteration=number, train_iters=500))
+        if number % 100 == 0:
+            console.evaluation(EvaluationRecord(number, 5, 1.0))
+    console.finish(lambda: ["summary"] * 8)
+    assert len(capsys.readouterr().out.splitlines()) == 12 + 29 + 5 + 8 <= 80 - 15
+
+
 def test_slow_steps_are_never_silent_for_long(capsys: pytest.CaptureFixture[str]) -> None:
     """Of steps of 12 s, each that ends 30 s after a line; of those that take longer, each."""
     numbers = told(capsys, 2000, 12.0, 10)
