@@ -71,7 +71,7 @@ def test_equals_torchaos_conversion_of_the_plain_model(
     exact, bf16, plain = pools[1].run(all_plain_rows, case.hf_dir, inputs, recipe)[0]
     ours = our_rows(case, pools[1], tmp_path, len(inputs), float8_recipe=recipe, float8_emulate=True)
     for number, row in ours.items():
-        errors.add(row, plain[number], exact[number])
+        errors.add(0, row, plain[number], exact[number])
         assert row.loss == pytest.approx(plain[number].loss, rel=1e-6)
         assert abs(row.loss / bf16[number].loss - 1) > 1e-5  # bf16 gives another one
     assert 0.9 < errors.ratio < 1.1
