@@ -33,8 +33,8 @@ class LoggingArguments:
     log_format: Annotated[
         Literal["auto", "full", "short", "live"],
         flag(
-            "ours: full = the published log line; short = lines of 120 columns, every 30 s at least and, unless "
-            "log-interval is given, about 25 in all; live = one line that is renewed, on a terminal; auto = full, but "
+            "ours: full = the published log line; short = lines of 120 columns: unless log-interval is given, about 25 "
+            "in all and one every 30 s at least; live = one line that is renewed, on a terminal; auto = full, but "
             "for what mindspeed-mm train starts other than a bash script: live on a terminal, else short"
         ),
     ] = "auto"

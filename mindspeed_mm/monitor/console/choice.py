@@ -33,11 +33,12 @@ def open_console(run: Run, *, is_logging_rank: bool) -> Console:
         return FullConsole() if is_logging_rank else Console()
     if run.launch.rank != 0:
         return Console()
+    is_given = "log_interval" in run.given
     if form == "live":
-        return LiveConsole(run.train_iters, in_samples=run.generates_media)
+        return LiveConsole(run.train_iters, asks=not is_given, in_samples=run.generates_media)
     if run.logging.log_format == "live":
         notice("--log-format live needs a terminal (and neither TERM=dumb nor CI), so log lines are short")
-    return ShortConsole(run.train_iters, shows_all="log_interval" in run.given, in_samples=run.generates_media)
+    return ShortConsole(run.train_iters, shows_all=is_given, in_samples=run.generates_media)
 
 
 def form_of(wanted: str, output: TextIO, environment: Mapping[str, str]) -> Form:

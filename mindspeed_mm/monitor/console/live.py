@@ -41,15 +41,21 @@ class LiveConsole(Console):
     """
 
     def __init__(
-        self, train_iters: int, *, in_samples: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        train_iters: int,
+        *,
+        asks: bool = True,
+        in_samples: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             train_iters: steps of the run.
+            asks: whether steps are to be logged so often that no figure is much older than `FRESH` seconds.
             in_samples: whether speed is told in samples; otherwise in tokens, where they are known.
             clock: returns the time in seconds.
         """
-        self._train_iters, self._in_samples, self._clock = train_iters, in_samples, clock
+        self._train_iters, self._asks, self._in_samples, self._clock = train_iters, asks, in_samples, clock
         self._iteration = 0
         self._record: StepRecord | None = None
         self._losses: deque[float] = deque(maxlen=_TREND)
@@ -85,7 +91,7 @@ class LiveConsole(Console):
 
     def is_overdue(self) -> bool:
         """See `Console`."""
-        return self._clock() - self._shown >= FRESH
+        return self._asks and self._clock() - self._shown >= FRESH
 
     def step(self, record: StepRecord) -> None:
         """See `Console`."""

@@ -33,8 +33,8 @@ class ShortConsole(Console):
         """
         Args:
             train_iters: steps of the run.
-            shows_all: whether each logged step has a line; otherwise those that divide the run into about `LINES`
-                parts, and any that comes `SILENCE` seconds after the last line.
+            shows_all: whether each logged step has a line, and no others are asked for; otherwise those that divide the
+                run into about `LINES` parts, and any that comes `SILENCE` seconds after the last line.
             in_samples: whether speed is told in samples; otherwise in tokens, where they are known.
             clock: returns the time in seconds.
         """
@@ -48,7 +48,7 @@ class ShortConsole(Console):
 
     def is_overdue(self) -> bool:
         """See `Console`."""
-        return self._clock() - self._printed >= SILENCE
+        return not self._shows_all and self._clock() - self._printed >= SILENCE
 
     def step(self, record: StepRecord) -> None:
         """See `Console`."""

@@ -163,3 +163,8 @@ def test_figures_are_asked_for_when_they_are_old() -> None:
     assert console.is_overdue()
     console.step(step_record(**WELL))
     assert not console.is_overdue()
+    now[0] = 10.0
+    assert console.is_overdue()
+    asks_never = LiveConsole(8, asks=False, clock=lambda: now[0])
+    now[0] = 20.0
+    assert not asks_never.is_overdue()

@@ -135,6 +135,7 @@ def test_slow_steps_are_never_silent_for_long(capsys: pytest.CaptureFixture[str]
     gaps = [(after - before) * 12.0 for before, after in itertools.pairwise(numbers)]
     assert max(gaps) <= SILENCE + 12.0 and len(numbers) > 500
     assert told(capsys, 30, 40.0, 10) == [*range(1, 31)]
+    assert told(capsys, 30, 40.0, 10, shows_all=True) == [*range(1, 11), 20, 30]
 
 
 STARTED = {STARTER: "mindspeed-mm train", "TERM": "xterm"}

@@ -13,9 +13,10 @@ import pytest
 from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.console.full import FullConsole
 from mindspeed_mm.monitor.metrics import MetricsSink, read_metrics
-from mindspeed_mm.monitor.records import EvaluationRecord
+from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.tensorboard import TensorboardSink
 from mindspeed_mm.monitor.watch import Watch
@@ -170,3 +171,37 @@ def test_scores_of_answers_are_beside_the_validation_loss(tmp_path: Path, capsys
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert next((event.step, event.value) for event in events.Scalars("eval_wer")) == (4, 50.0)
     assert [event.value for event in events.Scalars("eval_loss")] == [1.5, 1.25, 1.0]
+
+
+class Recorder(Console):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.told.append(record.step_ms)
+
+    def work(self, name: str | None) -> None:
+        self.told.append(name)
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def test_work_between_steps_is_timed_by_itself_and_an_error_closes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    console = Recorder()
+    watch = Watch(sinks=[], console=console, log_interval=1, train_iters=9, global_batch_size=1)
+    with pytest.raises(ZeroDivisionError), watch:
+        for number, work in ((1, "evaluation"), (2, "saving"), (3, "evaluation")):
+            watch.add(number, BatchCounts(), Step)
+            now[0] += 2.0
+            with watch.paused(work):
+                now[0] += 30.0
+            figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "loss_scale": 1.0}
+            watch.log_step(number, **figures, consumed_samples=0, consumed_tokens=0, metrics={})
+        _ = 1 / 0
+    assert watch.seconds == {"evaluation": 60.0, "saving": 30.0}
+    assert console.told == ["evaluation", None, 2000.0, "saving", None, 2000.0, "evaluation", None, 2000.0, "closed"]
