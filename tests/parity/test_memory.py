@@ -90,6 +90,7 @@ FURTHER = {
     "images, parameters in host memory": Saved("images", 2, fsdp2=ALL, base={"offload_to_cpu": True}),
     "images, TP2": Saved("images", 2, SWAP, ALL, layout={"tensor_model_parallel_size": 2}),
     "images, CP2": Saved("images", 2, SWAP, layout=CP2),
+    "images, compiled": Saved("images", 1, fsdp2=ALL, base={"compile": True, "compile_backend": "aot_eager"}),
     "images, attention beside recomputed towers": Saved(
         "images", 2, SWAP, base={"recompute_modules": [WRAP[0]], "use_reentrant": False}
     ),
