@@ -59,7 +59,7 @@ class LiveConsole(Console):
         self._iteration = 0
         self._record: StepRecord | None = None
         self._losses: deque[float] = deque(maxlen=_TREND)
-        self._shown, self._work = clock(), ""
+        self._shown, self._work = float("-inf"), ""
         self._live: Live | None = None
         self._streams: tuple[TextIO, TextIO] = sys.stdout, sys.stderr
 

@@ -34,13 +34,14 @@ class ShortConsole(Console):
         Args:
             train_iters: steps of the run.
             shows_all: whether each logged step has a line, and no others are asked for; otherwise those that divide the
-                run into about `LINES` parts, and any that comes `SILENCE` seconds after the last line.
+                run into about `LINES` parts, the first one of a launch, and any that comes `SILENCE` seconds after the
+                last line.
             in_samples: whether speed is told in samples; otherwise in tokens, where they are known.
             clock: returns the time in seconds.
         """
         self._train_iters, self._shows_all, self._in_samples, self._clock = train_iters, shows_all, in_samples, clock
         self._stride = _round_stride(train_iters / LINES)
-        self._printed = clock()
+        self._printed, self._has_begun = clock(), False
 
     def begin(self, header: Callable[[], Sequence[str]]) -> None:
         """See `Console`."""
@@ -48,7 +49,7 @@ class ShortConsole(Console):
 
     def is_overdue(self) -> bool:
         """See `Console`."""
-        return not self._shows_all and self._clock() - self._printed >= SILENCE
+        return not self._shows_all and (not self._has_begun or self._clock() - self._printed >= SILENCE)
 
     def step(self, record: StepRecord) -> None:
         """See `Console`."""
@@ -56,6 +57,7 @@ class ShortConsole(Console):
         is_shown = self._shows_all or number in _FIRST or number % self._stride == 0 or number == self._train_iters
         if is_shown or self.is_overdue():
             self._print(short_step(record, in_samples=self._in_samples))
+        self._has_begun = True
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """See `Console`."""

@@ -84,7 +84,8 @@ def _facts(run: Run, totals: Totals, seconds: Mapping[str, float], is_over: bool
     wait = totals.wait_seconds / max(totals.training_seconds, 1e-9)
     text = ", ".join(f"{name} {words.duration(value)}" for name, value in times.items())
     yield "time", f"{text}; {words.per_cent(wait)} of training waiting for data"
-    loss = f"{words.loss(first.loss)} at step {first.iteration}, {words.loss(last.loss)} at step {last.iteration}"
+    losses = [f"{words.loss(record.loss)} at step {record.iteration}" for record in (first, last)]
+    loss = ", ".join(losses[first is last :])
     bad = {"skipped": last.skipped_iterations, "NaN": last.nan_iterations}
     yield (
         "loss",

@@ -98,11 +98,13 @@ class Clock:
         return self.now
 
 
-def told(capsys: pytest.CaptureFixture[str], steps: int, seconds: float, interval: int, **how: bool) -> list[int]:
-    """The steps whose lines a run prints, in which each step takes so many seconds."""
+def told(
+    capsys: pytest.CaptureFixture[str], steps: int, seconds: float, interval: int, begin: int = 0, **how: bool
+) -> list[int]:
+    """The steps after `begin` whose lines a run prints, in which each step takes so many seconds."""
     clock = Clock()
     console = ShortConsole(steps, clock=clock, **how)
-    for number in range(1, steps + 1):
+    for number in range(begin + 1, steps + 1):
         clock.now += seconds  # a rank asks once it has done the step's forward and backward
         is_logged = console.is_overdue() or number <= FIRST_STEPS or number % interval == 0 or number == steps
         if is_logged:
@@ -113,6 +115,7 @@ def told(capsys: pytest.CaptureFixture[str], steps: int, seconds: float, interva
 def test_a_short_run_has_lines_as_many_as_one_reads(capsys: pytest.CaptureFixture[str]) -> None:
     """The quick start's 500 steps, by default and with --log-interval 10."""
     assert told(capsys, 500, 0.2, 10) == [1, 2, 5, 10, *range(20, 501, 20)]
+    assert told(capsys, 500, 0.2, 10, begin=443) == [444, 460, 480, 500]  # a run that goes on shows its first step
     assert told(capsys, 500, 0.2, 10, shows_all=True) == [*range(1, 11), *range(20, 501, 10)]
 
 
