@@ -52,6 +52,8 @@ class Case:
 
 RECOMPUTED = {"recompute_modules": WRAPPED, "use_reentrant": False}
 REENTRANT = {"recompute_modules": WRAPPED, "use_reentrant": True}
+OFFLOADED = {"activation_offload_modules": WRAPPED}
+CHUNKED = {"chunk_mbs_modules": WRAPPED, "chunk_mbs_kwargs": ["position_embeddings"]}
 CASES = [
     Case("qwen3", "FSDP2", "padded", "inductor", in_suite=True),
     Case("qwen3", "FSDP2", "packed", fsdp2=RECOMPUTED),
@@ -72,6 +74,12 @@ CASES = [
     Case("qwen3", "CP2 Ulysses", "padded"),
     Case("qwen3", "TP2 SP", "packed"),
     Case("qwen3_moe", "EP2", "packed"),
+    Case("qwen3_moe", "FSDP2", "packed", fsdp2=RECOMPUTED),
+    Case("qwen3", "TP2", "packed"),
+    Case("qwen3", "1 process", "padded", fsdp2=OFFLOADED),
+    Case("qwen3", "FSDP2", "padded", fsdp2={**OFFLOADED, **RECOMPUTED}),
+    Case("qwen3", "1 process", "padded", fsdp2={**CHUNKED, **RECOMPUTED}),
+    Case("qwen2_5_vl", "FSDP2", "packed", fsdp2={**OFFLOADED, **REENTRANT}),
     Case("qwen3", "1 process", "padded", "inductor"),
     Case("qwen2_5_vl", "1 process", "packed", "inductor", RECOMPUTED),
     Case("qwen2_5_vl", "HSDP 2x2", "padded", "inductor"),
