@@ -37,7 +37,9 @@ def open_console(run: Run, *, is_logging_rank: bool) -> Console:
     if form == "live":
         return LiveConsole(run.train_iters, asks=not is_given, in_samples=run.generates_media)
     if run.logging.log_format == "live":
-        notice("--log-format live needs a terminal (and neither TERM=dumb nor CI), so log lines are short")
+        notice(
+            "--log-format live needs a terminal that writes UTF-8 (and neither TERM=dumb nor CI); log lines are short"
+        )
     return ShortConsole(run.train_iters, shows_all=is_given, in_samples=run.generates_media)
 
 
@@ -46,7 +48,7 @@ def form_of(wanted: str, output: TextIO, environment: Mapping[str, str]) -> Form
 
     Args:
         wanted: full, short, live, or auto: full unless `mindspeed-mm train` has started the process, then live.
-        output: where they go; live needs a terminal.
+        output: where they go; live needs a terminal that writes UTF-8.
         environment: variables of the process.
     """
     if wanted == "auto":
@@ -54,4 +56,5 @@ def form_of(wanted: str, output: TextIO, environment: Mapping[str, str]) -> Form
     if wanted == "full":
         return "full"
     is_dumb = environment.get("TERM", "") in ("", "dumb") or bool(environment.get("CI"))
-    return "live" if wanted == "live" and output.isatty() and not is_dumb else "short"
+    has_bars = (output.encoding or "").lower().replace("-", "") == "utf8"
+    return "live" if wanted == "live" and output.isatty() and has_bars and not is_dumb else "short"

@@ -153,6 +153,7 @@ STARTED = {STARTER: "mindspeed-mm train", "TERM": "xterm"}
         ("auto", False, STARTED, "short"),
         ("auto", True, {**STARTED, "TERM": "dumb"}, "short"),
         ("auto", True, {**STARTED, "CI": "true"}, "short"),
+        ("auto", True, {**STARTED, "PYTHONIOENCODING": "latin-1"}, "short"),
         ("live", True, {"TERM": "xterm"}, "live"),
         ("live", False, {"TERM": "xterm"}, "short"),
         ("short", True, STARTED, "short"),
@@ -161,6 +162,8 @@ STARTED = {STARTER: "mindspeed-mm train", "TERM": "xterm"}
 )
 def test_who_gets_which_lines(wanted: str, is_terminal: bool, environment: dict[str, str], form: str) -> None:
     class Output(io.StringIO):
+        encoding = environment.get("PYTHONIOENCODING", "UTF-8")
+
         def isatty(self) -> bool:
             return is_terminal
 
