@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 from mindspeed_mm.configs.environment import STARTER
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.monitor.console import words
-from mindspeed_mm.monitor.console.choice import form_of
+from mindspeed_mm.monitor.console.base import Console
+from mindspeed_mm.monitor.console.choice import form_of, open_console
+from mindspeed_mm.monitor.console.full import FullConsole
 from mindspeed_mm.monitor.console.short import SILENCE, ShortConsole, short_evaluation, short_step
 from mindspeed_mm.monitor.records import EvaluationRecord
 from mindspeed_mm.monitor.watch import FIRST_STEPS
+from mindspeed_mm.utils.launch import Launch
 from tests.support.records import step_record
+from tests.support.runs import run_of
 
 #: a step where all is well, late in a long run on large devices
 WELL = {
@@ -168,3 +173,21 @@ def test_who_gets_which_lines(wanted: str, is_terminal: bool, environment: dict[
             return is_terminal
 
     assert form_of(wanted, Output(), environment) == form
+
+
+def test_which_rank_shows_what(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one the published lines, the first one all others; a terminal that isn't there is said."""
+    monkeypatch.delenv(STARTER, raising=False)
+
+    def consoles(**flags: str) -> list[type[Console]]:
+        run = run_of(world_size=2, **flags)
+        ranks = [dataclasses.replace(run, launch=Launch(rank=rank, world_size=2)) for rank in range(2)]
+        return [type(open_console(run, is_logging_rank=rank == 1)) for rank, run in enumerate(ranks)]
+
+    assert consoles() == [Console, FullConsole]
+    monkeypatch.setenv(STARTER, "mindspeed-mm train")
+    assert consoles(log_format="full") == [Console, FullConsole]
+    assert consoles() == [ShortConsole, Console] and said == []
+    assert consoles(log_format="live") == [ShortConsole, Console]
+    (sentence,) = said
+    assert sentence.startswith("--log-format live needs a terminal that writes UTF-8 (and neither TERM=dumb nor CI); ")
