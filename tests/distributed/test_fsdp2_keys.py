@@ -236,6 +236,15 @@ def test_parts_of_the_tokens(ranks: Ranks) -> None:
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
 
 
+@covers("compile", "compile_backend")
+def test_which_blocks_are_compiled(ranks: Ranks) -> None:
+    """That numbers stay is tested by `tests/parity/test_compile.py`."""
+    contents = [{"compile": ["language.block.{*}"]}, {"compile": True, "compile_backend": "eager"}]
+    missing, unknown = ranks.first(toy.refusal, *({"sub_modules_to_wrap": BLOCKS, **keys} for keys in contents))
+    assert "fsdp2.yaml: compile: " in missing and "language.blocks" in missing
+    assert "'compile_backend' is 'eager'; expected one of inductor, aot_eager" in unknown
+
+
 @covers("use_reentrant", "recompute_keep")
 def test_use_reentrant(ranks: Ranks) -> None:
     """Each value takes the other one of torch's two implementations; outputs are kept by one alone."""
