@@ -15,7 +15,6 @@ from mindspeed_mm.checkpoint.attempts import is_own
 from mindspeed_mm.checkpoint.changes import report_changes, run_settings
 from mindspeed_mm.checkpoint.dcp import read_state
 from mindspeed_mm.checkpoint.earlier_run import paths_of, prepare_run_folder
-from mindspeed_mm.checkpoint.launch_record import record_launch
 from mindspeed_mm.checkpoint.run_folder import find_checkpoint, has_checkpoint
 from mindspeed_mm.checkpoint.start import Start, find_start, has_state, refuse_damaged
 from mindspeed_mm.configs.global_args import report_progress
@@ -33,6 +32,7 @@ class Progress:
         consumed_samples: `iteration` times --global-batch-size: the position in the data's global order.
         consumed_tokens: number of tokens in these samples.
         last_saved: iteration of the last checkpoint.
+        changed: settings that differ from those of the checkpoint that the run resumes from, as sentences.
         improvement: how the evaluations have gone, by the figure of --save-best or --early-stop; None: neither is given
         data_state: state of the data loader in the checkpoint that the run resumes from; None: the data starts at the
             beginning.
@@ -43,6 +43,7 @@ class Progress:
     consumed_tokens: int = 0
     last_saved: int = -1
     data_state: dict[str, Any] | None = None
+    changed: tuple[str, ...] = ()
     improvement: Improvement | None = None
 
     def stopped_early(self, run: Run, worse: int = 0) -> bool:
@@ -97,8 +98,7 @@ def resume_point(run: Run, backend: Backend) -> tuple[Start, Progress]:
         improvement = saved.get("improvement")
         changed = report_changes(saved.get("settings", {}), run_settings(run))
     progress.improvement = Improvement.of(run, improvement)
-    if run.checkpoint.save and run.launch.rank == 0:
-        record_launch(run.checkpoint.save, run, iteration=progress.iteration, changed=changed)
+    progress.changed = tuple(changed)
     report_progress(iteration=progress.iteration, consumed_train_samples=progress.consumed_samples)
     return start, progress
 

@@ -17,6 +17,7 @@ from mindspeed_mm.checkpoint.agreement import on_first_rank
 from mindspeed_mm.checkpoint.attempts import continued
 from mindspeed_mm.checkpoint.best import BestCheckpoint
 from mindspeed_mm.checkpoint.changes import run_settings
+from mindspeed_mm.checkpoint.launch_record import record_launch
 from mindspeed_mm.checkpoint.run_folder import ONLY_BEST, RunFolder
 from mindspeed_mm.checkpoint.run_lock import RunLock, lock_run_folder
 from mindspeed_mm.checkpoint.saver import CheckpointSaver
@@ -152,6 +153,8 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 load_start(start, progress, backend, run)
             data.check_streams()
             _collect_garbage(run)
+            if run.checkpoint.save and run.launch.rank == 0:
+                record_launch(run.checkpoint.save, run, iteration=progress.iteration, changed=progress.changed)
             train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
 
 

@@ -26,9 +26,10 @@ def test_a_kept_checkpoint_goes_on(
 ) -> None:
     """Steps 4 to 6 have the losses of the run that was never stopped, on the layout that wrote the checkpoint.
 
-    They are equal to the last digit where torch computes with the same kernels as then: others round sums differently.
-    Gradient norms are not, as the order in which squares are added up may change. The next checkpoint has the same
-    tensors (optimizer state and averages too) and the same values in state.json.
+    On FSDP2 they are equal to the last digit where torch computes with the same kernels as then: others round sums
+    differently, and so do the biases and the loss of the Megatron backend since. Gradient norms are not, as the order
+    in which squares are added up may change. The next checkpoint has the same tensors (optimizer state and averages
+    too) and the same values in state.json.
     """
     with tarfile.open(ARCHIVES / f"{name}.tar.xz") as packed:
         packed.extractall(tmp_path, filter="data")
@@ -44,7 +45,7 @@ def test_a_kept_checkpoint_goes_on(
         [record[figure] for record in steps] for figure in ("loss", "grad_norm", "learning_rate", "consumed_tokens")
     )
     unbroken, end = launch["unbroken"], launch["end"]
-    if kernels() == launch["kernels"]:
+    if kernels() == launch["kernels"] and name != "megatron":
         assert losses == unbroken["loss"]
     assert losses == pytest.approx(unbroken["loss"], rel=1e-6)
     assert norms == pytest.approx(unbroken["grad_norm"], rel=1e-5)

@@ -168,7 +168,7 @@ def without_origin(run: Run) -> dict[str, Any]:
     typed = {
         name: section.model_dump() for name in ("model", "data", "fsdp2", "tools") if (section := getattr(run, name))
     }
-    rest = {name: value for name, value in vars(run).items() if name not in (*typed, "files", "parallel")}
+    rest = {name: value for name, value in vars(run).items() if name not in (*typed, "files", "parallel", "given")}
     parallel = {name: value for name, value in vars(run.parallel).items() if name != "fsdp2_config_path"}
     return typed | rest | {"parallel": parallel}
 

@@ -166,6 +166,8 @@ class FSDP2Mixin:
     ) -> tuple[dict[str, Any], Fsdp2Config]:
         config = fsdp2_config(fsdp2_config_path)
         config = config.model_copy(update=dict(self.fsdp2_overrides))
+        if config.num_to_forward_prefetch is None:  # on the host, gathering and computing share the cores
+            config = config.model_copy(update={"num_to_forward_prefetch": 0 if accelerator.current().is_host else 1})
         self.fsdp2_config = config
         check_paths(self._module(), config, self._keys_with_paths())
         self._dims, self._meshes = layout_of(process_group, config)
@@ -354,18 +356,12 @@ class FSDP2Mixin:
     def set_modules_to_prefetch(
         self, num_to_forward_prefetch: int | None = None, num_to_backward_prefetch: int | None = None
     ) -> None:
-        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's.
-
-        If the file has none for forward, a device gathers the next unit while one runs; on the host, where gathering
-        and computing share the cores, none is.
-        """
+        """Prefetch units in the order in which the first forward runs them; counts default to fsdp2.yaml's."""
         config = self.fsdp2_config or Fsdp2Config()
         forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
-        if forward is None:
-            forward = 0 if accelerator.current().is_host else 1
         backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
         module = self._module()
-        self._prefetch_recorder = PrefetchRecorder(module, list(module.modules()), forward, backward)
+        self._prefetch_recorder = PrefetchRecorder(module, list(module.modules()), forward or 0, backward)
 
     def _module(self) -> nn.Module:
         if not isinstance(self, nn.Module):
