@@ -237,17 +237,28 @@ def test_clients_that_go_free_the_model(server: ServerProcess) -> None:
     whole = time.monotonic() - began
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
     for stream in (True, False):
-        body = json.dumps({**long, "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: "
-        head += f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        began = time.monotonic()
-        with socket.create_connection((server.host, server.port)) as connection:
-            connection.sendall(head.encode() + body)
-            reaches(server, "mm_requests_running", 1)
-        reaches(server, "mm_requests_running", 0)
-        assert time.monotonic() - began < 0.8 * whole
-    reaches(server, gone, before + 2)
+        for _ in range(5):  # on a busy machine an answer may end before its client is seen to run
+            took = go_away(server, {**long, "stream": stream})
+            if server.figure(gone, KEY) > before:
+                break
+        before += 1
+        assert server.figure(gone, KEY) == before and took < 0.8 * whole
     reaches(server, "mm_requests_under_way", 0)
+
+
+def go_away(server: ServerProcess, request: dict[str, Any]) -> float:
+    """Close the connection of a request that runs; returns the seconds until the model is free."""
+    body = json.dumps(request).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: "
+    head += f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    began = time.monotonic()
+    with socket.create_connection((server.host, server.port)) as connection:
+        connection.sendall(head.encode() + body)
+        reaches(server, "mm_requests_running", 1)
+    reaches(server, "mm_requests_running", 0)
+    took = time.monotonic() - began
+    reaches(server, "mm_requests_under_way", 0)  # it has been counted
+    return took
 
 
 def test_a_signal_lets_running_answers_finish(server: ServerProcess, client: openai.OpenAI) -> None:
