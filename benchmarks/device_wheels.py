@@ -168,7 +168,7 @@ def _applies(need: str) -> bool:
     marker = need.partition(";")[2].strip()
     if not marker:
         return True
-    from pip._vendor.packaging.markers import Marker
+    from packaging.markers import Marker
 
     there: Mapping[str, str] = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": ""}
     return Marker(marker).evaluate({**there, "sys_platform": "linux", "platform_system": "Linux"})

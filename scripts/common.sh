@@ -42,6 +42,8 @@ mm_make_venv() {
         # shellcheck disable=SC2086
         .venv/bin/python -m pip install -q $pins -c constraints.txt || exit 1
         .venv/bin/python -m pip install -q -e ".[all,quickstart,test,dev]" -c constraints.txt || exit 1
+        # for its own tests, without Triton, which not every machine has
+        .venv/bin/python -m pip install -q --no-deps liger-kernel -c constraints.txt || exit 1
         # apart from the rest, for its own tests: where torchao can be found, transformers imports it at every start
         .venv/bin/python -m pip install -q --no-deps --upgrade --target .venv/torchao torchao -c constraints.txt || exit 1
         echo "$stamp" > .venv/.installed

@@ -1,0 +1,155 @@
+"""How long a step with compiled blocks takes, against the same step without: the target is 0.9 of its time.
+
+    python benchmarks/compiled_step.py                              # about 6 minutes on two cores
+    python benchmarks/compiled_step.py --cases clips --dtypes bf16
+
+Both loops are ours, in one process, over the same micro-batches in turn: packs of text, packs with images (the
+Qwen2.5-VL of 4.9 M parameters) and extracted clips (the Wan of 5.5 M parameters of generation_step.py). Each goes
+through all micro-batches before, so that nothing is compiled meanwhile. Compared are passes over all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+CASES, DTYPES = ("text", "images", "clips"), ("fp32", "bf16")
+BATCHES, ROWS, TARGET = 6, 60, 0.9
+LOGGED = 10  # steps at a run's begin
+
+
+def main() -> None:
+    """Compare each case in a process of its own, and print the ratios."""
+    from common import add_smallest
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--rounds", type=int, default=7, help="passes of each over all micro-batches")
+    parser.add_argument("--worker", nargs=2, metavar=("CASE", "DTYPE"))
+    parser.add_argument("--folder", type=Path)
+    add_smallest(parser)
+    options = parser.parse_args()
+    if options.worker:
+        compare(*options.worker, options.folder, options.rounds, smallest=options.smallest)
+        return
+    if options.smallest:
+        options.rounds, options.cases, options.dtypes = 1, ("text",), ("fp32",)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="compiled-step-"))
+    for case in options.cases:
+        for dtype in options.dtypes:
+            words = [str(Path(__file__).resolve()), "--worker", case, dtype, "--folder", str(folder / case)]
+            words += ["--rounds", str(options.rounds), *(["--smallest"] if options.smallest else [])]
+            subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def compare(case: str, dtype: str, folder: Path, rounds: int, *, smallest: bool) -> None:
+    """Train both loops in turn, and print medians of passes and their ratio."""
+    import torch
+    from common import median
+
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    make = clips if case == "clips" else packs
+    loops, batches = make(case, dtype, folder, smallest=smallest)
+    for loop in loops.values():
+        one_pass(loop, batches)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            found[name].append(one_pass(loop, batches))
+    clock, processor = (
+        median([compiled[of] / plain[of] for plain, compiled in zip(found["plain"], found["compiled"])])
+        for of in range(2)
+    )
+    plain = median([seconds for seconds, _ in found["plain"]]) / batches
+    print(
+        f"{case}, {dtype}: a step of {1000 * plain:.0f} ms takes compiled {clock:.3f} of its time, of the processor's "
+        f"{processor:.3f} (target <= {TARGET})",
+        flush=True,
+    )
+
+
+def one_pass(loop: Any, steps: int) -> tuple[float, float]:
+    """Seconds of the clock and of the processor of some steps."""
+    from samples_per_second import clocks
+
+    began = ended = (0.0, 0.0)
+
+    def before_step(done: int) -> bool:
+        nonlocal began, ended
+        if not done:
+            began = clocks()
+        ended = clocks()
+        return done < steps
+
+    loop.train(before_step, iteration=LOGGED)
+    return ended[0] - began[0], ended[1] - began[1]
+
+
+def packs(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[str, Any], int]:
+    """Loops over packs, plain and compiled, and the number of packs."""
+    from common import launch_words, write_files
+    from our_loop import OurLoop
+    from samples_per_second import dataset_of, make_rows
+
+    from mindspeed_mm.data import build_mm_dataloader
+    from mindspeed_mm.data.adapter import DefaultAdapter
+
+    make_rows(folder, ROWS, with_images=case == "images", smallest=smallest)
+    loader = iter(build_mm_dataloader(dataset_of(folder, packing=True), {}, micro_batch_size=1, global_batch_size=1))
+    batches = [dict(next(loader)) for _ in range(BATCHES)]
+    files = write_files(folder / "files", folder / "hf", folder / "data" / "rows.json")
+
+    def loop(is_compiled: bool) -> Any:
+        flags = {"torch_compile": is_compiled, "bf16": dtype == "bf16"}
+        words = launch_words(files, None, micro_batch_size=1, global_batch_size=1, train_iters=100_000, **flags)
+        return OurLoop("pretrain_transformers.py", words, batches, 1, DefaultAdapter(), prepares=True)
+
+    return {"plain": loop(False), "compiled": loop(True)}, len(batches)
+
+
+def clips(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[str, Any], int]:
+    """Loops over clips that are encoded before, plain and compiled, and the number of micro-batches."""
+    from common import launch_words
+    from generation_step import ROWS as CLIPS
+    from generation_step import features, micro_batches, model_json, prepare
+    from our_loop import OurLoop
+
+    prepare(folder)
+    contents = {
+        "mm_model": ("model.json", json.dumps(model_json(folder))),
+        "mm_data": (
+            "data.json",
+            json.dumps({"dataset_param": {"dataset_type": "t2v", "basic_parameters": {"data_path": "unused"}}}),
+        ),
+        "mm_tool": ("tools.json", "{}"),
+        "fsdp2_config_path": ("fsdp2.yaml", "sub_modules_to_wrap: ['predictor.blocks.{*}']\n"),
+    }
+    for file, text in contents.values():
+        (folder / file).write_text(text)
+    files = {flag: folder / file for flag, (file, _) in contents.items()}
+    batches = micro_batches(0)
+
+    def loop(is_compiled: bool, over: list[dict[str, Any]]) -> Any:
+        flags = {"torch_compile": is_compiled, "bf16": dtype == "bf16"}
+        words = launch_words(files, None, micro_batch_size=CLIPS, global_batch_size=CLIPS, train_iters=100_000, **flags)
+        return OurLoop("pretrain_sora.py", words, over, CLIPS)
+
+    encoded = features(loop(False, batches).backend.model, batches)
+    return {"plain": loop(False, encoded), "compiled": loop(True, encoded)}, len(encoded)
+
+
+if __name__ == "__main__":
+    main()
