@@ -20,7 +20,7 @@ mm_find_python() {
 
 # What an installation depends on: the part of pyproject.toml before the tools' settings, and the tested set.
 mm_install_stamp() {
-    { sed '/^\[tool\./,$d' pyproject.toml; cat setup.py constraints.txt; } | cksum
+    { sed '/^\[tool\./,$d' pyproject.toml; cat setup.py constraints.txt scripts/common.sh; } | cksum
 }
 
 # Make .venv with everything that the quick start, the tests and the checks need; at once done if it is up to date.
