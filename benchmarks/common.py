@@ -105,8 +105,10 @@ def data_param(hf_dir: Path, data_file: Path) -> dict[str, Any]:
     }
 
 
-def write_files(folder: Path, hf_dir: Path, data_file: Path, model: dict[str, Any] | None = None) -> dict[str, Path]:
-    """Write model.json (with further keys from `model`), data.json, tools.json and fsdp2.yaml."""
+def write_files(
+    folder: Path, hf_dir: Path, data_file: Path, model: dict[str, Any] | None = None, sharding: str = "auto"
+) -> dict[str, Path]:
+    """Write model.json (with further keys from `model`), data.json, tools.json and fsdp2.yaml (`sharding_size`)."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "mm_model": (folder / "model.json", json.dumps({"init_from_hf_path": str(hf_dir), **(model or {})})),
@@ -114,7 +116,7 @@ def write_files(folder: Path, hf_dir: Path, data_file: Path, model: dict[str, An
         "mm_tool": (folder / "tools.json", "{}"),
         "fsdp2_config_path": (
             folder / "fsdp2.yaml",
-            "sharding_size: auto\nsub_modules_to_wrap:\n" + "".join(f'  - "{p}"\n' for p in WRAP),
+            f"sharding_size: {sharding}\nsub_modules_to_wrap:\n" + "".join(f'  - "{p}"\n' for p in WRAP),
         ),
     }
     for path, content in files.values():

@@ -249,7 +249,8 @@ def train_ours(how: str, is_compiled: bool, folder: Path, rows: int) -> Result:
     ]
     batches = [dict(each[rank]) for each in epoch(loaders, rows)]
     with tempfile.TemporaryDirectory(prefix="run-") as own:
-        files = write_files(Path(own), folder / "hf", folder / "data" / "rows.json")
+        # whole on each rank, as under the Trainer
+        files = write_files(Path(own), folder / "hf", folder / "data" / "rows.json", sharding="1")
         flags = {"torch_compile": is_compiled}
         words = launch_words(
             files, None, micro_batch_size=size, global_batch_size=size * ranks, train_iters=100_000, **flags
