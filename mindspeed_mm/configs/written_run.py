@@ -11,6 +11,7 @@ from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.utils.files import is_same_path
 
 #: flags whose files are sections of the file, and those that another start must give anew
 _NOT_WRITTEN = (
@@ -45,11 +46,16 @@ def written_run(run: Run, heading: str) -> str:
 
 
 def _flags(run: Run) -> dict[str, Any]:
-    """The flags by the names that a file gives them; the Megatron backend is always said: not all scripts have it."""
+    """The flags by the names that a file gives them; the Megatron backend is always said: not all scripts have it.
+
+    A --load of the run's own folder is left out: under another --save it would go on from where this run has ended.
+    """
+    checkpoint = run.checkpoint
+    goes_on = checkpoint.load and checkpoint.save and is_same_path(checkpoint.load, checkpoint.save)
     found: dict[str, Any] = {} if run.uses_fsdp2 else {"use_torch_fsdp2": False}
     schema = {item.name: item for item in all_flags(GROUPS)}
     for name, value in run.given.items():
-        if name in _NOT_WRITTEN or name in found:
+        if name in _NOT_WRITTEN or name in found or (goes_on and name == "load"):
             continue
         item = schema.get(name)
         if item is not None and not item.spellings:  # a switch that can only be turned off

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mindspeed_mm.checkpoint.attempts import continued, is_own
 from mindspeed_mm.checkpoint.launch_record import LAUNCH, record_launch
 from mindspeed_mm.checkpoint.run_folder import TRACKER
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.utils.launch import Launch
 from tests.support.runs import run_of
 
@@ -54,3 +56,11 @@ def test_a_restart_goes_on_from_its_own_checkpoint(noted: Path) -> None:
     assert not (checkpoint.finetune or checkpoint.overwrite or checkpoint.no_load_optim)
     first = restarted(noted, restarts=0)
     assert continued(first) is first
+
+
+@pytest.mark.parametrize(("load", "is_written"), [("run", False), ("weights", True)])
+def test_another_start_does_not_go_on_with_this_run(load: str, is_written: bool, tmp_path: Path) -> None:
+    """One command may both start a run and resume it; under another --save, its run.yaml starts it."""
+    flags = {"save": str(tmp_path / "run"), "load": str(tmp_path / load)}
+    run = replace(run_of(**flags), given=flags)
+    assert ("load" in yaml.safe_load(written_run(run, ""))["gpt_args"]) is is_written
