@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mindspeed_mm.configs.environment import STARTER
 from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten
-from mindspeed_mm.tools.train.target import ENTRY_MODULES, LaunchTarget, find_target
+from mindspeed_mm.tools.train.target import LaunchTarget, find_target
 
 #: options of this command line for a launcher inside of a launch script, as words of one line
 _OPTIONS = "MINDSPEED_MM_LAUNCHER_OPTIONS"
@@ -69,13 +69,9 @@ def stand_in(words: Sequence[str]) -> int:
     Args:
         words: those that the script gives to torchrun.
     """
-    own, _ = _with_overriding(words)
-    script = own.training_script.removeprefix("./")
-    module = ENTRY_MODULES.get(script)
-    program = ("-m", module) if module is not None and not Path(script).is_file() else (own.training_script,)
-    if own.module:
-        program = ("-m", own.training_script)
-    return _run(own, (*program, *own.training_script_args))
+    options, _ = _with_overriding(words)
+    script, own = options.training_script, options.training_script_args
+    return _run(options, ("-m", script, *own) if options.module else find_target(script, own).words)
 
 
 def _with_overriding(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
