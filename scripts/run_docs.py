@@ -48,6 +48,8 @@ NOT_RUN = {
         "bash benchmarks/device.sh --wheels",
     ): "smallest_benchmarks.py runs its smallest form",
     ("docs/architecture.md", "doors "): "a drawing of the package, of which nothing is run",
+    ("docs/console.md", "model       "): "what a run prints",
+    ("docs/console.md", " [2026-01-02"): "what a run prints",
 }
 
 
