@@ -4,10 +4,9 @@
     python scripts/run_docs.py generation       # one of them: see PARTS
 
 Snippets are taken from the pages, with the substitutions that scripts/docs_runs/ states: fewer processes, samples and
-steps, and tiny directories where published weights are named. README.md's own-model section is followed in Chinese too;
-of what else README.zh.md and docs/migrating.zh.md show, each command or line must be one of the English page's. A
-command or text that is neither run nor listed in `NOT_RUN` with a reason is a fault; so is an entry of that table that
-no page shows.
+steps, and tiny directories where published weights are named. docs/own_model.md is followed in Chinese too; of what
+else the Chinese pages show, each command or line must be one of the English page's. A command or text that is neither
+run nor listed in `NOT_RUN` with a reason is a fault; so is an entry of that table that no page shows.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ PARTS = {
 #: how an item of a page begins that is not run here → why
 NOT_RUN = {
     ("README.md", "bash scripts/test.sh"): "the first thing that .ci/run runs",
-    ("README.md", 'pip install -e ".[all]" -c constraints.txt'): "scripts/test.sh installs so, with more extras",
+    (
+        "docs/own_model.md",
+        'pip install -e ".[all]" -c constraints.txt',
+    ): "scripts/test.sh installs so, with more extras",
     ("docs/evaluation.md", "python -m venv lmms-env"): "an environment of its own, of packages that are none of ours",
     ("docs/evaluation.md", "lmms-env/bin/python -m lmms_eval"): "it downloads a benchmark and needs a server",
     ("docs/performance.md", "bash benchmarks/device.sh --make-wheels"): "it downloads packages for another machine",

@@ -18,7 +18,8 @@ from pathlib import Path
 from scripts.check_docs import PROGRAMS, Snippet, snippets
 
 ROOT = Path(__file__).resolve().parents[2]
-README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+README = ROOT / "README.md"
+OWN_MODEL, CHINESE = ROOT / "docs/own_model.md", ROOT / "docs/own_model.zh.md"
 LONGEST = 300  # seconds that a command may take, on a busy machine too
 #: set before torch is imported, here and in what is started: small, without a network, on the host
 VARIABLES = {

@@ -1,4 +1,4 @@
-"""The README's quick starts and docs/adding_a_model.md, in a checkout whose run folder is its own."""
+"""The quick starts of two pages, and docs/adding_a_model.md, in a checkout whose run folder is its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.docs_runs.common import (
+    OWN_MODEL,
     README,
     ROOT,
     DocumentError,
@@ -41,22 +42,20 @@ def checkout() -> Path:
 
 
 def quick_starts() -> Done:
-    """Both quick starts of the README, to their evaluations."""
+    """The quick starts of both pages, to their evaluations."""
     folder, done = checkout(), set()
-    for snippet in fences(README, "bash"):
-        for command in items(snippet):
-            if "quickstart" not in command:
-                continue
+    for page in (README, OWN_MODEL):
+        for command in (item for snippet in fences(page, "bash") for item in items(snippet) if "quickstart" in item):
             instead = QUICK_START if "scripts/quickstart.sh" in command else {}
             if (
                 instead
                 and 'exec bash examples/quickstart/run.sh "$@"' not in (ROOT / "scripts/quickstart.sh").read_text()
             ):
                 raise DocumentError("scripts/quickstart.sh does not end with examples/quickstart/run.sh any more")
-            output = shell(exchange(command, instead, README), README, folder=folder, **SMALLEST)
+            output = shell(exchange(command, instead, page), page, folder=folder, **SMALLEST)
             if "accuracy" not in output:
-                raise DocumentError(f"{README.name}: {command} has evaluated nothing:\n{output[-6000:]}")
-            done.add(key(README, command))
+                raise DocumentError(f"{page.name}: {command} has evaluated nothing:\n{output[-6000:]}")
+            done.add(key(page, command))
     return done
 
 

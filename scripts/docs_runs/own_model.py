@@ -1,4 +1,4 @@
-"""The README's own-model section, and the pages whose commands take what comes out or the same tiny directory."""
+"""docs/own_model.md, and the pages whose commands take what comes out or the same tiny directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.docs_runs import corpus, parallelism
 from scripts.docs_runs.common import (
     CHINESE,
-    README,
+    OWN_MODEL,
     ROOT,
     Done,
     exchange,
@@ -27,7 +27,7 @@ from scripts.docs_runs.common import (
 )
 
 HF = "ckpt/Qwen2.5-VL-7B-Instruct"
-#: what the README says → what is run in its place: fewer processes, samples and steps, and the CPU's collectives
+#: what the page says → what is run in its place: fewer processes, samples and steps, and the CPU's collectives
 SMALLEST = {
     "--nproc_per_node 8": "--standalone --nproc_per_node 1",
     "pretrain_transformers.py": str(ROOT / "pretrain_transformers.py"),
@@ -60,10 +60,10 @@ REFUSED = {
 
 
 def run() -> Done:
-    """Follow both README files; then convert, and start the launches of the other pages."""
+    """Follow the page in both languages; then convert, and start the launches of the other pages."""
     write_model()
     done: Done = set()
-    for page in (CHINESE, README):
+    for page in (CHINESE, OWN_MODEL):
         shutil.rmtree("runs", ignore_errors=True)
         done |= follow(page)
     done |= lora(page_of("lora.md"))
@@ -78,7 +78,7 @@ def run() -> Done:
 
 
 def write_model() -> None:
-    """A tiny model where the pages name published ones, and the picture that the README's row names."""
+    """A tiny model where the pages name published ones, and the picture that the page's row names."""
     from PIL import Image
 
     from mindspeed_mm.tools import tiny_models
@@ -92,7 +92,7 @@ def write_model() -> None:
 
 
 def follow(page: Path) -> Done:
-    """Write the files of the section in this folder, train as it says, and define its class."""
+    """Write the files of the page in this folder, train as it says, and define its class."""
     written = {}
     done = set()
     for snippet in fences(page, "json"):

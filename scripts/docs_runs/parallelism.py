@@ -1,4 +1,4 @@
-"""The launches of docs/parallelism.md, beside the README's own model, each on as few processes as it takes."""
+"""The launches of docs/parallelism.md, beside the model of docs/own_model.md, each on as few processes as it takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(page: Path) -> Done:
 
 
 def write_files(page: Path) -> None:
-    """What the launches read beside the files of the README: those of Megatron-core, and of a model with experts."""
+    """What the launches read beside docs/own_model.md's files: those of Megatron-core, and of a model with experts."""
     from transformers import Qwen3MoeConfig
 
     from mindspeed_mm.tools import tiny_models
