@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("mindspeed_mm.tools.train.command", "main", "train a run's YAML file, or any launch"),
     "dry-run": Command("mindspeed_mm.tools.train.planned", "main", "say what a launch would train, without devices"),
     "data check": Command("mindspeed_mm.tools.data_check", "main", "read a data set without a model: lengths, faults"),
+    "data convert": Command("mindspeed_mm.tools.convert_data.command", "main", "write rows in one form, media beside"),
     "data extract-features": Command(
         "mindspeed_mm.tools.feature_extraction.command", "extract_by_words", "encode clips and captions before training"
     ),
@@ -73,7 +74,9 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
     inner = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
     if inner:
         found = f" '{words[1]}'" if len(words) > 1 else ""
-        raise ConfigError(f"mindspeed-mm {name}{found}: expected {' or '.join(inner)}")
+        raise ConfigError(
+            f"mindspeed-mm {name}{found}: expected {' or '.join(filter(None, (', '.join(inner[:-1]), inner[-1])))}"
+        )
     raise ConfigError(
         f"mindspeed-mm has no command '{name}'{did_you_mean(name, COMMANDS) or '; it has ' + ', '.join(COMMANDS)}"
     )

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from scripts.docs_runs import corpus, parallelism
+from scripts.docs_runs import converting, corpus, parallelism
 from scripts.docs_runs.common import (
     CHINESE,
     OWN_MODEL,
@@ -74,7 +74,7 @@ def run() -> Done:
     done |= convert(page_of("checkpoints.md"))
     done |= migrating(page_of("migrating.md"))
     done |= parallelism.run(page_of("parallelism.md"))
-    return done | corpus.run(page_of("data.md"))
+    return done | corpus.run(page_of("data.md")) | converting.run(page_of("data.md"))
 
 
 def write_model() -> None:

@@ -17,8 +17,8 @@ from mindspeed_mm.utils.errors import BadSample, DataError, did_you_mean
 from mindspeed_mm.utils.log import info_rank0
 from mindspeed_mm.utils.text import whole_characters
 
-_PATHS = ("path", "video", "image")
-_CAPTIONS = ("cap", "caption", "text")
+PATH_COLUMNS = ("path", "video", "image")
+CAPTION_COLUMNS = ("cap", "caption", "text")
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _CHECKED_ROWS = 16
 BAD_ANNOTATION = "an annotation can't be used"
@@ -110,7 +110,7 @@ def read_annotation(row: Mapping[str, Any], pictures_only: bool, where: object) 
         BadSample: A column is missing, or has a wrong value.
     """
     reader = _Reader(row, where)
-    path = reader.first_of(_PATHS)
+    path = reader.first_of(PATH_COLUMNS)
     if not isinstance(path, str) or not path:
         raise reader.bad("path", path, "a path")
     is_picture = pictures_only or path.lower().endswith(_PICTURES)
@@ -165,7 +165,7 @@ class _Reader:
                 return self._row[key]
         null = next((key for key in keys if key in self._row), None)
         if null is not None:
-            empty = '; write "" for an empty caption' if keys is _CAPTIONS else ""
+            empty = '; write "" for an empty caption' if keys is CAPTION_COLUMNS else ""
             raise BadSample(f"{self._where}: '{null}' is null; expected text{empty}", BAD_ANNOTATION)
         near = next((hint for key in keys if (hint := did_you_mean(key, self._row))), "")
         raise BadSample(
@@ -174,8 +174,8 @@ class _Reader:
         )
 
     def captions(self) -> tuple[str, ...]:
-        self.first_of(_CAPTIONS)
-        key = next(key for key in _CAPTIONS if self._row.get(key) is not None)
+        self.first_of(CAPTION_COLUMNS)
+        key = next(key for key in CAPTION_COLUMNS if self._row.get(key) is not None)
         found = self._row[key]
         if isinstance(found, str):
             listed = self.value(key)

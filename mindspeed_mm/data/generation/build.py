@@ -10,7 +10,7 @@ from mindspeed_mm.data.generation.buckets import make_buckets
 from mindspeed_mm.data.generation.dataset import GenerationDataset, ShapedDataset
 from mindspeed_mm.data.generation.feature_dataset import open_features
 from mindspeed_mm.data.generation.rule import GenerationRule
-from mindspeed_mm.data.loading.build import split_rows
+from mindspeed_mm.data.sources.splitting import split_rows
 
 Datasets = tuple[ShapedDataset, ShapedDataset | None]
 

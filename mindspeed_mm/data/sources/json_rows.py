@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,51 @@ def find_objects(path: str, shape: JsonShape) -> RowBounds:
         return _containers(path, data, shape.begin, shape.in_array)
 
 
+def find_members(path: str) -> dict[str, RowBounds]:
+    """Find the objects in the arrays that a file's one object holds, as COCO's files have them.
+
+    Returns:
+        key of each array → its objects; nothing if the file doesn't consist of one object.
+
+    Raises:
+        DataError: A cut-off file.
+    """
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        begin = _skip_space(data, 3 if data[:3] == _BOM else 0)
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # places of brackets, steps and levels after them
+        depth, quotes, low, ended = 0, 0, begin, data[begin : begin + 1] != b"{"
+        while low < len(data) and not ended:
+            high = _end_of_chunk(data, low)
+            at, step, quotes = _brackets(np.frombuffer(data[low:high], dtype=np.uint8), quotes)
+            level = depth + np.cumsum(step)
+            close = np.flatnonzero(level == 0)
+            if len(close):
+                if data[low + int(at[close[0]]) + 1 :].strip():
+                    return {}
+                ended = True
+            near = (level <= 3) & ((level < 3) | (step == 1))
+            found.append((at[near] + low, step[near], level[near]))
+            depth = int(level[-1]) if len(level) else depth
+            low = high
+        if not ended:
+            raise DataError(f"{path}: the file ends inside an object; was it cut off while being written?")
+        return _members(data, *(np.concatenate(part) for part in zip(*found, strict=True))) if found else {}
+
+
+def _members(data: mmap.mmap, at: np.ndarray, step: np.ndarray, level: np.ndarray) -> dict[str, RowBounds]:
+    """Key → bounds of the objects of each array, of the brackets of the three outer levels."""
+    opens = at[(step == 1) & (level == 2)]
+    starts, ends = at[(step == 1) & (level == 3)], at[(step == -1) & (level == 2)] + 1
+    owner = np.searchsorted(opens, starts) - 1
+    members = {}
+    for number, place in enumerate(opens.tolist()):
+        key = re.search(rb'"((?:[^"\\]|\\.)*)"\s*:\s*$', data[max(0, place - 400) : place])
+        if key is not None and data[place] == _OPEN[1]:
+            mine = owner == number
+            members[key[1].decode("utf-8", "replace")] = RowBounds(starts[mine], ends[mine])
+    return members
+
+
 def find_lines(path: str, position: int) -> tuple[RowBounds, int] | None:
     """Find rows that are lines in the next chunk of a file; blank lines are no rows.
 
@@ -132,9 +178,7 @@ def _containers(path: str, data: mmap.mmap, begin: int, in_array: bool) -> RowBo
     starts, ends = [], []
     depth, quotes, low, closed = 0, 0, begin, -1
     while low < len(data) and closed < 0:
-        high = min(low + _CHUNK, len(data))
-        while high < len(data) and data[high - 1] == _BACKSLASH:  # an escape must not be cut in two
-            high += 1
+        high = _end_of_chunk(data, low)
         block = np.frombuffer(data[low:high], dtype=np.uint8)
         at, step, quotes = _brackets(block, quotes)
         level = depth + np.cumsum(step)
@@ -151,6 +195,13 @@ def _containers(path: str, data: mmap.mmap, begin: int, in_array: bool) -> RowBo
         raise DataError(f"{path}: the file ends inside row {len(bounds.ends) + 1}; was it cut off while being written?")
     _check_gaps(path, data, bounds, begin, closed if in_array else len(data), in_array)
     return bounds
+
+
+def _end_of_chunk(data: mmap.mmap, low: int) -> int:
+    high = min(low + _CHUNK, len(data))
+    while high < len(data) and data[high - 1] == _BACKSLASH:  # an escape must not be cut in two
+        high += 1
+    return high
 
 
 def _brackets(block: np.ndarray, quotes: int) -> tuple[np.ndarray, np.ndarray, int]:

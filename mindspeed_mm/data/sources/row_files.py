@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from mindspeed_mm.data.sources.csv_file import CsvFile
-from mindspeed_mm.data.sources.json_rows import RowBounds, find_lines, find_objects, json_shape
+from mindspeed_mm.data.sources.json_rows import JsonShape, RowBounds, find_lines, find_objects, json_shape
 from mindspeed_mm.data.sources.table_files import ArrowFile, ParquetFile, is_arrow_stream
 from mindspeed_mm.data.sources.text_rows import BAD_ROW, RowFile, TextFile
 from mindspeed_mm.utils.errors import BadSample, DataError
@@ -45,6 +45,26 @@ class JsonFile(TextFile):
             found = f"expected an object, found {type(value).__name__} {text[:60]!r}"
             raise BadSample(f"{self.where(index)}: {found}", BAD_ROW)
         return value
+
+
+class MemberFile(JsonFile):
+    """The objects of an array that a JSON file's one object holds under a key.
+
+    Args:
+        path: The file.
+        key: The array's key.
+        bounds: Where they are.
+    """
+
+    def __init__(self, path: str, key: str, bounds: RowBounds) -> None:
+        TextFile.__init__(self, path)
+        self._shape = JsonShape(by_line=False, in_array=True, begin=0)
+        self._starts, self._ends, self._position = bounds.starts, bounds.ends, None
+        self._key = key
+
+    def where(self, index: int) -> str:
+        """Name an object of the array."""
+        return f"{self.path}, {self._key} {index + 1}"
 
 
 class LineFile(TextFile):

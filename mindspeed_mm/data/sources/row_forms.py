@@ -44,12 +44,16 @@ class _Form:
         return self.shape == other.shape and all(mine.get(key, role) == role for key, role in other.roles)
 
 
-def recognise(entry: DataEntry) -> DataEntry:
+def recognise(entry: DataEntry, only: str | None = None) -> DataEntry:
     """Return a data set with the names of its columns and roles, recognised from its first rows if `attr` names none.
 
     If rows may lack answers (`response` is among the data set's optional keys), prompts alone are a form, too.
 
     `attr` decides if it describes anything of the form; media columns that it names, or sets to null, are always kept.
+
+    Args:
+        entry: the data set.
+        only: first column of the one form that is looked for ('messages', 'instruction', …); None: all forms.
 
     Raises:
         DataError: rows of two forms (with one row of each), of none that is known (with the columns found), or two
@@ -69,7 +73,7 @@ def recognise(entry: DataEntry) -> DataEntry:
         for column in row.keys() & _ALL_MEDIA_COLUMNS:
             if row[column]:
                 filled.setdefault(column, where)
-        form = _form_of(row, where, needs_answer="response" not in entry.optional)
+        form = _form_of(row, where, "response" not in entry.optional, only)
         if form is None:
             continue
         if found is not None and not _Form(found.shape, tuple(roles.items())).agrees(form):
@@ -106,11 +110,12 @@ def _first_rows(entry: DataEntry) -> Iterator[tuple[dict[str, Any], Place]]:
                 yield row, Place(file, index)
 
 
-def _form_of(row: Mapping[str, Any], where: Place, needs_answer: bool) -> _Form | None:
+def _form_of(row: Mapping[str, Any], where: Place, needs_answer: bool, only: str | None) -> _Form | None:
     """The form of a row; None: of no known one, or with a fault that reading it will report."""
     forms = [form for column in _TURN_COLUMNS if (form := _form_of_turns(column, list_of_text(row.get(column))))]
     needed = {pair: pair if needs_answer else pair[:1] for pair in _COLUMN_FORMS}
     forms += [_Form(pair) for pair in _COLUMN_FORMS if all(row.get(column) is not None for column in needed[pair])]
+    forms = [form for form in forms if only in (None, form.shape[0])]
     if len(forms) > 1:
         raise DataError(
             f"{where}: has {' and '.join(_describe(form) for form in forms)}; say in dataset_param.attr which is read"

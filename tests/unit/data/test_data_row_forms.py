@@ -19,49 +19,7 @@ from mindspeed_mm.data.sources.row_forms import recognise
 from mindspeed_mm.data.start import DataStart
 from mindspeed_mm.utils.errors import BadSample, DataError
 from tests.support.runs import run_of
-
-ROLES = {"messages": "messages", "role_tag": "role", "content_tag": "content", "user_tag": "user"}
-ROLES |= {"assistant_tag": "assistant"}
-SHAREGPT = {"messages": "conversations", "role_tag": "from", "content_tag": "value"}
-SHAREGPT |= {"user_tag": "human", "assistant_tag": "gpt"}
-
-
-def _turns(n: int, role: str, content: str, user: str, assistant: str, ask: Any = None) -> list[dict[str, Any]]:
-    ask = ask or f"<image>which digit {n}"
-    return [{role: user, content: ask}, {role: assistant, content: "seven " * (n + 1)}]
-
-
-def _calls(n: int) -> list[dict[str, Any]]:
-    call = json.dumps({"name": "look", "arguments": {"x": n}})
-    talk = [("system", "brief"), ("human", f"look {n}"), ("function_call", call), ("observation", "8"), ("gpt", "ok")]
-    return [{"from": role, "value": text} for role, text in talk]
-
-
-def _parts(n: int) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": f"which digit {n}"}]
-
-
-FORMS: dict[str, tuple[Any, dict[str, str]]] = {
-    "messages": (lambda n: {"messages": _turns(n, "role", "content", "user", "assistant"), "images": ["a.png"]},
-                 {**ROLES, "images": "images"}),
-    "openai_parts": (lambda n: {"messages": _turns(n, "role", "content", "user", "assistant", _parts(n))}, ROLES),
-    "llava": (lambda n: {"conversations": _turns(n, "from", "value", "human", "gpt"), "image": "a.png"},
-              {**SHAREGPT, "images": "image"}),
-    "sharegpt_with_calls": (lambda n: {"conversations": _calls(n)}, SHAREGPT),
-    "sharegpt_system_column": (
-        lambda n: {"conversations": _turns(n, "from", "value", "user", "assistant", "digit"), "system": f"brief {n}"},
-        {**SHAREGPT, "user_tag": "user", "assistant_tag": "assistant", "system": "system"}),
-    "query_response": (
-        lambda n: {"query": f"<image>which {n}", "response": "seven", "history": [["a", "b"]] * (n % 2),
-                   "system": "brief", "images": ["a.png"]},
-        {"formatting": "alpaca", "prompt": "query", "response": "response", "history": "history", "system": "system",
-         "images": "images"}),
-    "alpaca": (
-        lambda n: {"instruction": f"which {n}", "input": "digit" * (n % 2), "output": "seven", "history": [["a", "b"]],
-                   "system": "brief"},
-        {"formatting": "alpaca", "prompt": "instruction", "query": "input", "response": "output",
-         "history": "history", "system": "system"}),
-}  # fmt: skip
+from tests.unit.data.data_rows import FORMS, turns_of
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -103,7 +61,7 @@ def test_the_names_are_those_of_an_explicit_attr(form: str, suffix: str, tmp_pat
 
 
 def test_what_attr_says_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"messages": _turns(0, "role", "content", "user", "assistant"), "images": ["a"], "pics": ["b"]}]
+    rows = [{"messages": turns_of(0, "role", "content", "user", "assistant"), "images": ["a"], "pics": ["b"]}]
     named = _entry(tmp_path, rows, images="pics", videos=None)
     with caplog.at_level(logging.INFO):
         found = recognise(named).attr
@@ -117,8 +75,8 @@ def test_what_attr_says_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     [
         ([{"query": "a", "response": "b"}, {"instruction": "a", "output": "b"}],
          ["rows of two forms", "(row 1) has 'query'", "(row 2) has 'instruction'"]),
-        ([{"messages": _turns(0, "role", "content", "user", "assistant")},
-          {"messages": _turns(0, "role", "content", "human", "gpt")}], ["(row 1)", "(row 2)", "human, gpt"]),
+        ([{"messages": turns_of(0, "role", "content", "user", "assistant")},
+          {"messages": turns_of(0, "role", "content", "human", "gpt")}], ["(row 1)", "(row 2)", "human, gpt"]),
         ([{"q": "a", "a": "b"}], ["columns found: a, q", "known forms: 'messages'", "dataset_param.attr"]),
         ([{"query": "a", "response": "b", "instruction": "c", "output": "d"}],
          ["(row 1)", "say in dataset_param.attr"]),

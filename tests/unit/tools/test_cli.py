@@ -75,8 +75,8 @@ def test_every_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["tain"], "mindspeed-mm has no command 'tain'; did you mean 'train'"),
-        (["data", "chek"], "mindspeed-mm data 'chek': expected check or extract-features"),
-        (["data"], "mindspeed-mm data: expected check or extract-features"),
+        (["data", "chek"], "mindspeed-mm data 'chek': expected check, convert or extract-features"),
+        (["data"], "mindspeed-mm data: expected check, convert or extract-features"),
         (["dry-run", "nowhere.py"], "'nowhere.py' is no file that starts a run"),
     ],
 )
