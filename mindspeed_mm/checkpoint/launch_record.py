@@ -15,20 +15,27 @@ from typing import Any
 from mindspeed_mm.checkpoint.run_lock import Holder
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.written_run import written_run
-from mindspeed_mm.utils.files import replace_file, write_json
+from mindspeed_mm.utils.files import is_same_path, replace_file, write_json
+from mindspeed_mm.utils.log import logger
 from mindspeed_mm.utils.versions import installed_version
 
 #: the files, in the run folder
 LAUNCH = "launch.json"
 RUN_FILE = "run.yaml"
 _PACKAGES = ("mindspeed_mm", "torch", "torchvision", "transformers", "diffusers", "megatron-core", "peft", "torch_npu")
+#: what was there in the place of RUN_FILE, where a run was started with other words beside it
+OWN_FILE = "run.own.yaml"
 _GIT_SECONDS = 5
+_STARTED = "Started on"
+_HEADING = f"# {_STARTED} "
 
 
 def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequence[str] = ()) -> None:
     """Write into a run folder what starts its run; rank 0 only.
 
-    Of a run that goes on, `run.yaml` becomes what was given now, and `launch.json` keeps the earlier starts.
+    A `run.yaml` in the folder that alone has started the run stays as it is, with its comments; one that somebody
+    wrote, and other words were given beside, is renamed. Of a run that goes on, `run.yaml` becomes what was given now,
+    and `launch.json` keeps the earlier starts.
 
     Args:
         save: the folder.
@@ -52,10 +59,27 @@ def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequen
     earlier = read_record(save).get("starts", []) if iteration or run.launch.restarts else []
     write_json(Path(save) / LAUNCH, {"launch": this_launch_id(), "starts": [*earlier, start]})
     heading = (
-        f"Started on {run.launch.world_size} processes in {os.getcwd()}. The same run again, into another folder:\n"
+        f"{_STARTED} {run.launch.world_size} processes in {os.getcwd()}. The same run again, into another folder:\n"
         f"mindspeed-mm train {save} --save FOLDER"
     )
-    replace_file(Path(save) / RUN_FILE, written_run(run, heading))
+    file = Path(save) / RUN_FILE
+    if not _is_started_by(file):
+        _keep_own(file)
+        replace_file(file, written_run(run, heading))
+
+
+def _is_started_by(file: Path) -> bool:
+    """Whether this process was started with a file, and no other words."""
+    words = sys.argv[1:]
+    return len(words) == 1 and file.is_file() and is_same_path(words[0], file)
+
+
+def _keep_own(file: Path) -> None:
+    """Rename a file in the place of `run.yaml` that no run has written."""
+    if file.is_file() and not file.read_text(encoding="utf-8", errors="replace").startswith(_HEADING):
+        own = file.with_name(OWN_FILE)
+        os.replace(file, own)
+        logger.warning(f"{file} becomes what was given now; the file that was there is {own}")
 
 
 def read_record(save: str | Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Command(NamedTuple):
 
 #: name, of one word or two → command
 COMMANDS: dict[str, Command] = {
+    "init": Command("mindspeed_mm.tools.init.command", "main", "look at a model and rows, and write a run for them"),
     "train": Command("mindspeed_mm.tools.train.command", "main", "train a run's YAML file, or any launch"),
     "dry-run": Command("mindspeed_mm.tools.train.planned", "main", "say what a launch would train, without devices"),
     "data check": Command("mindspeed_mm.tools.data_check", "main", "read a data set without a model: lengths, faults"),

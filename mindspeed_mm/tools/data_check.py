@@ -105,11 +105,11 @@ def _check(options: argparse.Namespace, folder: Path) -> int:
             "command checks rows, expected huggingface or multimodal"
         )
     refuse_unwritable(folder, "--output")
-    dataset, wanted = _open_all(config, options.seq_length, options.rows)
+    dataset, wanted = open_all_rows(config, options.seq_length, options.rows)
     if options.show > 0:
         spread = np.unique(np.linspace(0, len(wanted) - 1, options.show).astype(int))
         show_samples(dataset, [wanted[place] for place in spread])
-    facts = list(look_at(_Facts(dataset, wanted, options.decode), options.num_workers))
+    facts = facts_of_rows(dataset, wanted, decode=options.decode, workers=options.num_workers)
     report = summarise(facts, dataset, config, options)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", report)
@@ -135,8 +135,14 @@ def _announced(folder: Path) -> Iterator[None]:
         raise
 
 
-def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
-    """Open every row of the files, including those that a run would leave out."""
+def open_all_rows(config: DataConfig, max_length: int | None, rows: int | None) -> tuple[RecordDataset, list[int]]:
+    """Open every row of the files, including those that a run would leave out.
+
+    Args:
+        config: data.json.
+        max_length: longest row in tokens; None: its cutoff_len, if it has one.
+        rows: of how many the numbers are returned, spread evenly; None: of all.
+    """
     from mindspeed_mm.data.adapter import check_model_path
     from mindspeed_mm.data.loading.build import open_rows_of
     from mindspeed_mm.data.loading.dataset import LazyEncoder, RecordDataset
@@ -159,6 +165,18 @@ def _open_all(config: DataConfig, max_length: int | None, rows: int | None) -> t
     if rows < 1:
         raise ConfigError(f"--rows {rows}: expected at least 1")
     return dataset, np.unique(np.linspace(0, len(source) - 1, rows).astype(int)).tolist()
+
+
+def facts_of_rows(dataset: RecordDataset, wanted: Sequence[int], *, decode: bool, workers: int) -> list[RowFacts]:
+    """Return the result of checking each of these rows.
+
+    Args:
+        dataset: from `open_all_rows`.
+        wanted: numbers of rows.
+        decode: decode every medium, too.
+        workers: processes that read rows.
+    """
+    return list(look_at(_Facts(dataset, wanted, decode), workers))
 
 
 class _Facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,3 +65,16 @@ def test_another_start_does_not_go_on_with_this_run(load: str, is_written: bool,
     flags = {"save": str(tmp_path / "run"), "load": str(tmp_path / load)}
     run = replace(run_of(**flags), given=flags)
     assert ("load" in yaml.safe_load(written_run(run, ""))["gpt_args"]) is is_written
+
+
+def test_a_file_that_alone_starts_a_run_keeps_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, own = tmp_path / "run.yaml", "# mine\ngpt_args: {}\n"
+    file.write_text(own)
+    monkeypatch.setattr(sys, "argv", ["train", str(file)])
+    record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
+    assert file.read_text() == own
+    monkeypatch.setattr(sys, "argv", ["train", str(file), "gpt_args.lr=1"])
+    for _ in range(2):
+        record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
+        assert file.read_text().startswith("# Started on 1 processes")
+        assert (tmp_path / "run.own.yaml").read_text() == own

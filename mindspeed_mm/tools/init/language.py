@@ -1,0 +1,309 @@
+"""The file of a run that trains a model of transformers on rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.models.common.families import Family, find_family, require_megatron_form
+from mindspeed_mm.tools.init.choices import (
+    BatchSizes,
+    Tuning,
+    choose_batches,
+    choose_pack,
+    choose_rate,
+    choose_tuning,
+    count_in_words,
+    power_of_two,
+    recomputes,
+    tokens_at_once,
+)
+from mindspeed_mm.tools.init.commented import commented_yaml
+from mindspeed_mm.tools.init.machine import Machine
+from mindspeed_mm.tools.init.model_directory import ModelDirectory
+from mindspeed_mm.tools.init.rows import MeasuredRows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from mindspeed_mm.models.common.family import FamilyTraits
+
+_LORA = {"lora_target_modules": "all-linear", "lora_r": 16, "lora_alpha": 32}
+_ROUND = 64
+#: block of config.json → part of model.json that is frozen, with the key in it
+_TOWERS = {"vision_config": ("image_encoder", "vision_encoder"), "audio_config": ("audio_encoder", "audio_encoder")}
+
+
+@dataclass(frozen=True)
+class LanguagePlan:
+    """What is decided about a run.
+
+    Attributes:
+        model: the model's directory.
+        hf_config: its config.json, as transformers reads it.
+        rows: the measured rows.
+        machine: where it is meant to run.
+        megatron: train with the Megatron backend; else with FSDP2.
+        from_scratch: begin with random weights.
+        save: the run folder.
+        tuning: what is trained.
+        batches: sizes of batches.
+        pack: tokens of a pack; None: rows are padded.
+        limit: longest row in tokens; None: none is cut.
+    """
+
+    model: ModelDirectory
+    hf_config: PretrainedConfig
+    rows: MeasuredRows
+    machine: Machine
+    megatron: bool
+    from_scratch: bool
+    save: str
+    tuning: Tuning
+    batches: BatchSizes
+    pack: int | None
+    limit: int | None
+
+    @property
+    def family(self) -> Family | None:
+        """The family's record; None: an architecture of transformers without one."""
+        return find_family(self.model.model_type)
+
+
+def plan_language(
+    model: ModelDirectory,
+    hf_config: PretrainedConfig,
+    rows: MeasuredRows,
+    machine: Machine,
+    *,
+    save: str,
+    megatron: bool,
+    lora: bool,
+    from_scratch: bool,
+) -> LanguagePlan:
+    """Decide what the run's file says.
+
+    Raises:
+        ConfigError: the family has no Megatron-core form, and the Megatron backend is asked for.
+    """
+    if megatron:
+        require_megatron_form(model.model_type)
+    text = hf_config.get_text_config()
+    longest = _most_positions(text)
+    tuning = choose_tuning(model.parameters, machine, asked=lora)
+    length = min(rows.longest, longest or rows.longest)
+    pack = choose_pack(rows.usable, length, rows.mean, machine) if _packs(model.model_type) else None
+    limit = pack or _limit(rows, longest)
+    hidden, layers = getattr(text, "hidden_size", 4096), getattr(text, "num_hidden_layers", 32)
+    batches = choose_batches(
+        rows.usable,
+        limit or length,
+        machine,
+        rows_a_pack=pack / rows.mean if pack else 1.0,
+        most=tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora),
+    )
+    return LanguagePlan(model, hf_config, rows, machine, megatron, from_scratch, save, tuning, batches, pack, limit)
+
+
+def _most_positions(text: Any) -> int | None:
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _packs(model_type: str) -> bool:
+    """Whether a family is known to train on packed rows."""
+    traits = _traits(model_type)
+    return traits is not None and traits.packed_positions is not None
+
+
+def _traits(model_type: str) -> FamilyTraits | None:
+    family = find_family(model_type)
+    return None if family is None else getattr(family.model_class, "traits", None)
+
+
+def _limit(rows: MeasuredRows, longest: int | None) -> int | None:
+    """The length above which rows are cut: where the model has no positions, or where not all rows were measured."""
+    if not rows.is_whole:
+        return min(power_of_two(rows.longest, up=True), longest or rows.longest * 2)
+    return longest if longest is not None and rows.longest > longest else None
+
+
+def write_language(plan: LanguagePlan) -> str:
+    """Return the text of the run's file."""
+    content: dict[str, Any] = {"gpt_args": _flags(plan), "model": _model(plan), "data": _data(plan)}
+    if not plan.megatron:
+        content["fsdp2"] = {"sharding_size": "auto"}
+    above, after = _comments(plan)
+    return commented_yaml(_heading(plan), content, above, after)
+
+
+def _flags(plan: LanguagePlan) -> dict[str, Any]:
+    batches, machine = plan.batches, plan.machine
+    flags: dict[str, Any] = {"use_torch_fsdp2": not plan.megatron}
+    if plan.megatron:
+        flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        flags |= {"use_distributed_optimizer": True} if machine.devices > 1 else {}
+        flags |= {"variable_seq_lengths": True, "seq_length": plan.limit or _rounded(plan.rows.longest)}
+    flags |= {"micro_batch_size": batches.micro, "global_batch_size": batches.whole, "train_epochs": batches.epochs}
+    flags |= {"lr": choose_rate(plan.model.parameters, is_lora=plan.tuning.is_lora)}
+    flags |= {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05}
+    if not machine.is_host:
+        flags["bf16"] = True
+    if recomputes(plan.model.parameters, machine):
+        flags |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if plan.tuning.is_lora:
+        flags |= _LORA
+    flags |= {"save": plan.save}
+    if batches.save_interval is not None:
+        flags |= {"save_interval": batches.save_interval, "save_total_limit": 2}
+    flags["save_hf"] = True
+    if batches.validation:
+        flags |= {"eval_interval": batches.steps_per_epoch, "eval_iters": -(-batches.validation // batches.whole)}
+    return flags
+
+
+def _model(plan: LanguagePlan) -> dict[str, Any]:
+    content: dict[str, Any] = {"init_from_hf_path": plan.model.path}
+    if plan.from_scratch:
+        content["train_from_scratch"] = True
+        if plan.model.has_weights:
+            content["ignore_weights"] = True
+    for part, key in _frozen(plan):
+        content[part] = {key: {"freeze": True}}
+    return content
+
+
+def _frozen(plan: LanguagePlan) -> list[tuple[str, str]]:
+    """The places in model.json of towers that stay as they are; none where training begins with random weights."""
+    if plan.from_scratch:
+        return []
+    traits = _traits(plan.model.model_type)
+    inner = plan.model.config.get("thinker_config") or plan.model.config
+    return [
+        place
+        for block, place in _TOWERS.items()
+        if isinstance(inner.get(block), Mapping) and (traits is None or place[1] in traits.parts)
+    ]
+
+
+def _data(plan: LanguagePlan) -> dict[str, Any]:
+    basic: dict[str, Any] = {}
+    if plan.limit is not None and not plan.megatron:
+        basic["cutoff_len"] = plan.limit
+    if plan.pack is not None:
+        basic["packing"] = True
+    if plan.batches.validation:
+        basic["val_size"] = plan.batches.validation
+    return plan.rows.files.section(plan.model.path, **basic)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND
+
+
+def _heading(plan: LanguagePlan) -> list[str]:
+    return [
+        f"{model_line(plan)}",
+        *rows_lines(plan.rows),
+        f"Made for {plan.machine}.",
+        "",
+        f"mindspeed-mm dry-run {plan.save}    what this file trains, without devices",
+        f"mindspeed-mm train {plan.save}      train; section.key=value after it changes a value of this file",
+        "",
+        "Keys of gpt_args are flags, the other sections are model.json, data.json and fsdp2.yaml; all of them, with",
+        "their defaults, are in docs/configuration.md. Paths are relative to the folder in which it is started.",
+    ]
+
+
+def model_line(plan: LanguagePlan) -> str:
+    """Return a line about the model."""
+    kind = "" if plan.family else " (no family here: trained as transformers has it, without packed rows)"
+    names = plan.hf_config.architectures or [plan.model.model_type]
+    return f"{names[0]}{kind}, {count_in_words(plan.model.parameters)} parameters, from {plan.model.path}"
+
+
+def rows_lines(rows: MeasuredRows) -> list[str]:
+    """Return lines about the rows."""
+    looked = "" if rows.is_whole else f" ({rows.looked_at} of them looked at)"
+    media = ", ".join(f"{share:.2g} {kind}{'' if share == 1 else 's'} a row" for kind, share in rows.media.items())
+    left = f"; {rows.left_out} left out" if rows.left_out else ""
+    return [
+        f"{rows.rows} rows{looked}{left}: {rows.files.form}{'; ' + media if media else ''}",
+        f"{min(rows.lengths)} to {rows.longest} tokens a row, {rows.mean:.0f} on average; {rows.trained_share:.0%} of "
+        "them are trained",
+    ]
+
+
+def _comments(plan: LanguagePlan) -> tuple[dict[str, str], dict[str, list[str]]]:
+    batches = plan.batches
+    unit = "packs" if plan.pack else "rows"
+    above = {
+        "gpt_args.micro_batch_size": f"{unit.capitalize()} of a device at once, and of an optimizer step: "
+        f"{batches.steps_per_epoch} steps an epoch, {batches.steps} in all.",
+        "gpt_args.lr": _rate_comment(plan),
+        "gpt_args.save": "Checkpoints, metrics and what is exported: hf/, a directory for from_pretrained"
+        + (" of PEFT." if plan.tuning.is_lora else "."),
+        "model.init_from_hf_path": "Its config.json describes the model, its weights are where training begins.",
+        "data": "How rows are read and rendered: mindspeed-mm data check shows it, docs/data.md describes it.",
+    }
+    after: dict[str, list[str]] = {}
+    if plan.megatron:
+        above["gpt_args.use_torch_fsdp2"] = (
+            "Megatron-core's backend; weights are converted while they are loaded, and back for the export. Larger "
+            "models are split by the two sizes below: their product divides the number of devices."
+        )
+        above["gpt_args.variable_seq_lengths"] = (
+            f"Rows are padded to the longest of a micro-batch, and cut at seq_length ({_longest(plan.rows)})."
+        )
+    else:
+        above["gpt_args.use_torch_fsdp2"] = "transformers' own class, sharded by PyTorch FSDP2."
+        above["fsdp2"] = (
+            "Parameters are sharded over all devices, each block being a unit; blocks are found by themselves "
+            "(sub_modules_to_wrap names others)."
+        )
+        if plan.limit is not None:
+            above["data.dataset_param.basic_parameters.cutoff_len"] = _limit_comment(plan)
+    if plan.pack:
+        above["data.dataset_param.basic_parameters.packing"] = (
+            f"Several rows share {plan.pack} tokens, without seeing each other: rows have {plan.rows.mean:.0f} on "
+            "average, and would be mostly padding."
+        )
+    if "bf16" in (flags := _flags(plan)):
+        above["gpt_args.bf16"] = "Compute in bfloat16, over float32 weights."
+    else:
+        after.setdefault("gpt_args", []).append("Computed in float32, as this is a CPU; on a device: bf16: true")
+    if "recompute_granularity" in flags:
+        above["gpt_args.recompute_granularity"] = "Compute blocks again in backward, in place of keeping activations."
+    if plan.tuning.is_lora:
+        above["gpt_args.lora_target_modules"] = f"LoRA: {plan.tuning.why}."
+    if batches.validation:
+        above["gpt_args.eval_interval"] = f"An evaluation an epoch, on the {batches.validation} rows of val_size below."
+    else:
+        after.setdefault("gpt_args", []).append(
+            f"{plan.rows.rows} rows are too few to set some apart for validation; val_dataset in data names others"
+        )
+    if frozen := _frozen(plan):
+        above[f"model.{frozen[0][0]}"] = "Encoders stay as they are, which is usual; remove this to train them, too."
+    return above, after
+
+
+def _rate_comment(plan: LanguagePlan) -> str:
+    if plan.tuning.is_lora:
+        return f"A usual rate for adapters of a model of {count_in_words(plan.model.parameters)} parameters."
+    return f"A usual rate for {count_in_words(plan.model.parameters)} parameters; {plan.tuning.why}."
+
+
+def _limit_comment(plan: LanguagePlan) -> str:
+    if plan.pack:
+        return f"Tokens of a pack; {_longest(plan.rows)}."
+    end = "longer rows lose their last turns, and are left out if the first answer doesn't fit"
+    if not plan.rows.is_whole:
+        return f"Tokens of a row: {_longest(plan.rows)}; {end}."
+    cut = sum(length > (plan.limit or 0) for length in plan.rows.lengths)
+    return f"The model has so many positions, and {cut} rows have more tokens: {end}."
+
+
+def _longest(rows: MeasuredRows) -> str:
+    looked = "" if rows.is_whole else f" of the {rows.looked_at} rows that were looked at"
+    return f"the longest row{looked} has {rows.longest} tokens"
