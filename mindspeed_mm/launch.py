@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,11 +20,7 @@ from mindspeed_mm.utils.extras import missing_library_as_sentence
 from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.first_failure import claim, report_after, report_failure, write_torchrun_error
 from mindspeed_mm.utils.interrupted import SENTENCE
-from mindspeed_mm.utils.text import shorten
-
-#: torch's errors of collectives and of the store in which ranks meet
-_OF_COLLECTIVES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
-_LOST = "this rank lost another one, which has ended, or answers no more"
+from mindspeed_mm.utils.lost_rank import lost_connection
 
 
 @contextmanager
@@ -71,7 +66,7 @@ def errors_as_sentences() -> Iterator[None]:
         os._exit(128 + number)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        lost = _lost_connection(error)
+        lost = lost_connection(error)
         if lost is not None:
             _outlive_peers()
             report_failure(lost)
@@ -89,15 +84,3 @@ def _outlive_peers() -> None:
     """Let this process print its message: torchrun terminates it as soon as another rank has failed."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _lost_connection(error: Exception) -> str | None:
-    """Return a sentence about a collective that another rank has left, by ending or by hanging; None: it is none."""
-    text = str(error)
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds.isdisjoint(_OF_COLLECTIVES) and not (type(error) is RuntimeError and "/gloo/transport/" in text):
-        return None
-    what = re.sub(r"^\[\S+\]\s*", "", text.splitlines()[0] if text else "").partition(". ")[0]
-    return (
-        f"{_LOST} ({type(error).__name__}: {shorten(what, 200)}); what ended it is above, or in the log of its machine"
-    )

@@ -34,8 +34,9 @@ from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.console.choice import open_console
-from mindspeed_mm.monitor.console.header import header_lines
+from mindspeed_mm.monitor.console.header import header_facts, header_lines
 from mindspeed_mm.monitor.console.summary import Totals, summary_lines
+from mindspeed_mm.monitor.ending_record import EndingRecord
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
@@ -154,7 +155,10 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
             data.check_streams()
             _collect_garbage(run)
             if run.checkpoint.save and run.launch.rank == 0:
-                record_launch(run.checkpoint.save, run, iteration=progress.iteration, changed=progress.changed)
+                facts = dict(header_facts(run, backend.outline, data, progress.iteration, backend.compute_dtype))
+                record_launch(
+                    run.checkpoint.save, run, iteration=progress.iteration, changed=progress.changed, facts=facts
+                )
             train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
 
 
@@ -180,7 +184,8 @@ def train(
     watch = _open_watch(backend, run, progress.iteration, totals)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
-    started, stop, why = time.time(), stop or StopSignal(), None
+    started, stop = time.time(), stop or StopSignal()
+    ending = EndingRecord(run.checkpoint.save, run.launch.rank, lambda: progress.iteration)
     best: BestCheckpoint | None = None
     stop.begin(run.checkpoint.save)
 
@@ -189,7 +194,7 @@ def train(
         return stop.requested or _time_is_up(started, run) or has_failed
 
     profiler.start()
-    with watch, saver or nullcontext():
+    with watch, ending, saver or nullcontext():
         watch.begin(partial(header_lines, run, backend.outline, data, progress.iteration, backend.compute_dtype))
         while not progress.is_over(run):
             pending = train_step(forward_step, data.train, backend, run, wants_to_stop, watch.asks_to_log)
@@ -203,7 +208,7 @@ def train(
             if saver:
                 saver.poll()
             if pending.stop or _is_due(progress.iteration, run.length.exit_interval):
-                why = why_stopped(stop, _time_is_up(started, run), run) if pending.stop else "--exit-interval"
+                ending.why = why_stopped(stop, _time_is_up(started, run), run) if pending.stop else "--exit-interval"
                 break
             is_due = _save_is_due(progress, epoch_samples, run)
             if saver and not progress.is_over(run) and (is_due or best is not None):
@@ -222,8 +227,8 @@ def train(
             skips.look()
         with watch.paused("saving"):
             _finish(saver, backend, progress, data, run, best)
-    if why is not None and not progress.stopped_early(run):
-        info_rank0(ended_early(why, progress.iteration, run))
+    if ending.why is not None and not progress.stopped_early(run):
+        info_rank0(ended_early(ending.why, progress.iteration, run))
     watch.finish(partial(summary_lines, run, totals, watch.seconds, is_over=progress.is_over(run)))
 
 

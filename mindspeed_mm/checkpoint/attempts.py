@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.launch_record import read_record, this_launch_id
-from mindspeed_mm.checkpoint.run_folder import checkpoints, has_checkpoint
+from mindspeed_mm.checkpoint.launch_record import this_launch_id
+from mindspeed_mm.checkpoint.run_folder import checkpoints, has_checkpoint, read_record
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.utils.log import info_rank0
 

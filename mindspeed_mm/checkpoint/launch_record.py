@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.checkpoint.run_lock import Holder
+from mindspeed_mm.checkpoint.lock_holder import Holder
+from mindspeed_mm.checkpoint.run_folder import LAUNCH, RUN_FILE, read_record
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.utils.files import is_same_path, replace_file, write_json
 from mindspeed_mm.utils.log import logger
 from mindspeed_mm.utils.versions import installed_version
 
-#: the files, in the run folder
-LAUNCH = "launch.json"
-RUN_FILE = "run.yaml"
 _PACKAGES = ("mindspeed_mm", "torch", "torchvision", "transformers", "diffusers", "megatron-core", "peft", "torch_npu")
 #: what was there in the place of RUN_FILE, where a run was started with other words beside it
 OWN_FILE = "run.own.yaml"
@@ -30,7 +27,9 @@ _STARTED = "Started on"
 _HEADING = f"# {_STARTED} "
 
 
-def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequence[str] = ()) -> None:
+def record_launch(
+    save: str | Path, run: Run, *, iteration: int, changed: Sequence[str] = (), facts: Mapping[str, str] | None = None
+) -> None:
     """Write into a run folder what starts its run; rank 0 only.
 
     A `run.yaml` in the folder that alone has started the run stays as it is, with its comments; one that somebody
@@ -39,13 +38,15 @@ def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequen
 
     Args:
         save: the folder.
-        run: the described run.
+        run: the described run, with its length.
         iteration: at which it starts; 0 unless it goes on.
         changed: what differs from the run that it goes on with.
+        facts: what the console shows of the run before its first step: name → text.
     """
     start = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": iteration,
+        "train_iters": run.train_iters,
         "restart": run.launch.restarts,
         "command": [sys.executable, *sys.orig_argv[1:]],
         "program": _program(),
@@ -53,6 +54,7 @@ def record_launch(save: str | Path, run: Run, *, iteration: int, changed: Sequen
         "processes": run.launch.world_size,
         "processes_per_machine": run.launch.local_world_size,
         "changed": list(changed),
+        "facts": dict(facts or {}),
         "versions": {"python": platform.python_version(), **_versions()},
         "git": _git_state(),
     }
@@ -80,15 +82,6 @@ def _keep_own(file: Path) -> None:
         own = file.with_name(OWN_FILE)
         os.replace(file, own)
         logger.warning(f"{file} becomes what was given now; the file that was there is {own}")
-
-
-def read_record(save: str | Path) -> dict[str, Any]:
-    """Return the content of `launch.json` of a run folder; {}: it has none that can be read."""
-    try:
-        found = json.loads((Path(save) / LAUNCH).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def this_launch_id() -> dict[str, str]:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mindspeed_mm.checkpoint.best import BEST, BestCheckpoint, read_best, write_best
 from mindspeed_mm.utils.errors import CheckpointError
@@ -28,6 +28,11 @@ ONLY_BEST = "only_best"
 METRICS = "metrics.jsonl"
 ANSWERS = "eval_answers.jsonl"
 ROWS = "rows"
+LAUNCH = "launch.json"
+RUN_FILE = "run.yaml"
+ENDINGS = "report/endings.jsonl"
+REPORT_PAGE = "report.html"
+LOSS_PICTURE = "loss.png"
 #: --ckpt-step: an iteration, or the one that best.json names
 CheckpointStep = int | Literal["best"]
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
@@ -326,3 +331,12 @@ def _is_only_best(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(state, dict) and state.get(ONLY_BEST) is True
+
+
+def read_record(save: str | Path) -> dict[str, Any]:
+    """Return the content of `launch.json` of a run folder; {}: it has none that can be read."""
+    try:
+        found = json.loads((Path(save) / LAUNCH).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "data extract-features": Command(
         "mindspeed_mm.tools.feature_extraction.command", "extract_by_words", "encode clips and captions before training"
     ),
+    "report": Command("mindspeed_mm.tools.report", "main", "make the page of a run, or of several that are compared"),
     "chat": Command("mindspeed_mm.tasks.inference.chat", "main", "talk to a model"),
     "serve": Command("mindspeed_mm.tasks.serving.command", "main", "answer OpenAI's clients"),
     "export": Command("mindspeed_mm.tools.export", "main", "write a run's weights in the hub's layout"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.checkpoint.lock_holder import LOCK
 from mindspeed_mm.checkpoint.run_folder import checkpoints
-from mindspeed_mm.checkpoint.run_lock import LOCK, RunLock
+from mindspeed_mm.checkpoint.run_lock import RunLock
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
 from tests.support.tiny import write_mixed_dataset

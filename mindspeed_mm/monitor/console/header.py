@@ -17,7 +17,14 @@ _NAMES = 12
 
 
 def header_lines(run: Run, outline: ModelOutline | None, data: RunData, iteration: int, dtype: str) -> list[str]:
-    """Return the lines, one a fact.
+    """Return the lines, one a fact: see `header_facts`."""
+    return [f"{name:<{_NAMES}}{text}" for name, text in header_facts(run, outline, data, iteration, dtype)]
+
+
+def header_facts(
+    run: Run, outline: ModelOutline | None, data: RunData, iteration: int, dtype: str
+) -> Iterator[tuple[str, str]]:
+    """Yield names and texts.
 
     Args:
         run: the run, with its length.
@@ -26,12 +33,6 @@ def header_lines(run: Run, outline: ModelOutline | None, data: RunData, iteratio
         iteration: step of the checkpoint that it goes on from; 0: a new run.
         dtype: bf16, fp16 or fp32, in which it computes.
     """
-    return [f"{name:<{_NAMES}}{text}" for name, text in _facts(run, outline, data, iteration, dtype)]
-
-
-def _facts(
-    run: Run, outline: ModelOutline | None, data: RunData, iteration: int, dtype: str
-) -> Iterator[tuple[str, str]]:
     if outline is not None:
         yield "model", _model(run, outline)
     yield "devices", _devices(run)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.checkpoint.launch_record import RUN_FILE, read_record
+from mindspeed_mm.checkpoint.run_folder import RUN_FILE, read_record
 from mindspeed_mm.configs.files import YAML_SUFFIXES, read_yaml
 from mindspeed_mm.configs.other_scripts import describes_generation
 from mindspeed_mm.configs.scalars import read_bool

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from mindspeed_mm.checkpoint.attempts import continued, is_own
-from mindspeed_mm.checkpoint.launch_record import LAUNCH, record_launch
-from mindspeed_mm.checkpoint.run_folder import TRACKER
+from mindspeed_mm.checkpoint.launch_record import record_launch
+from mindspeed_mm.checkpoint.run_folder import LAUNCH, TRACKER
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.utils.launch import Launch

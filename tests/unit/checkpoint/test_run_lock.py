@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.checkpoint.run_lock import LOCK, Holder, RunLock, lock_run_folder, process_start
+from mindspeed_mm.checkpoint.lock_holder import LOCK, Holder, process_start
+from mindspeed_mm.checkpoint.run_lock import RunLock, lock_run_folder
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
 
 
@@ -146,7 +147,7 @@ def test_a_run_of_another_machine_is_watched(tmp_path: Path, said: list[str], li
 def test_a_heartbeat_is_seen_by_who_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides are ours here; the second takes itself for another machine."""
     with RunLock(tmp_path, beat_seconds=0.05) as lock:
-        monkeypatch.setattr("mindspeed_mm.checkpoint.run_lock._machine", lambda: "elsewhere")
+        monkeypatch.setattr("mindspeed_mm.checkpoint.lock_holder.machine_identity", lambda: "elsewhere")
         with pytest.raises(ConfigError, match="is alive"), RunLock(tmp_path, beat_seconds=0.05, patience_seconds=5):
             pass
         lock.check()
