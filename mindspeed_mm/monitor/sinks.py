@@ -5,6 +5,7 @@ from __future__ import annotations
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.metrics import MetricsSink
 from mindspeed_mm.monitor.records import Sink
+from mindspeed_mm.monitor.report.sink import ReportSink
 from mindspeed_mm.monitor.tensorboard import TensorboardSink
 
 
@@ -22,4 +23,6 @@ def open_sinks(run: Run, *, resumed: bool, is_logging_rank: bool) -> list[Sink]:
         sinks.append(MetricsSink(run.checkpoint.save, resumed=resumed))
     if run.logging.tensorboard_dir:
         sinks.append(TensorboardSink(run.logging.tensorboard_dir))
+    if run.checkpoint.save and run.logging.report:
+        sinks.append(ReportSink(run.checkpoint.save))  # closed last: it shows what the others have written
     return sinks

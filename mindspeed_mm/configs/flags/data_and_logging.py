@@ -63,6 +63,13 @@ class LoggingArguments:
     ] = 8
     eval_max_new_tokens: Annotated[int, flag("ours: of eval-generate: longest answer in tokens", minimum=1)] = 128
     tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
+    report: Annotated[
+        bool,
+        flag(
+            "ours: make a report of the run, <save>/report.html, and renew it while the run trains",
+            off_spellings=("--no-report",),
+        ),
+    ] = True
     log_row_ids: Annotated[
         bool, flag("each rank records which rows each step trained on: <save>/rows/rank<k>.jsonl")
     ] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.run_folder import REPORT_PAGE
 from mindspeed_mm.configs.eval_metrics import EVAL_METRICS, improves
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.console import words
@@ -105,6 +106,8 @@ def _what_is_there(folder: Path, run: Run, is_over: bool) -> Iterator[tuple[str,
     export = folder / "hf"
     is_exported = is_over and run.checkpoint.save_hf is not None and export.is_dir()
     yield "written", f"{folder}" + (f", exported to {export}" if is_exported else "")
+    if run.logging.report:
+        yield "report", f"{folder / REPORT_PAGE}"
     if not is_over:
         yield "go on", f"mindspeed-mm train {folder} --load {folder}"
     elif run.model is not None and not run.generates_media:

@@ -130,6 +130,7 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
         "evaluation  best loss 2.5000 at step 20, wer 10.0 at step 10",
         "memory      20.0 GiB at most on this device",
         f"written     {tmp_path}, exported to {tmp_path}/hf",
+        f"report      {tmp_path}/report.html",
         f"try it      mindspeed-mm chat {tmp_path}/hf",
     ]
 
@@ -139,7 +140,11 @@ def test_the_summary_of_a_launch_that_ends_early_counts_its_own_steps() -> None:
     lines = summary_lines(run, fed(start=30), {}, is_over=False)
     assert lines[0] == "trained     20 steps, 640 samples, 2.00k tokens, 16.7 tokens/s"
     assert lines[2].startswith("loss        5.9761 at step 31, 1.2500 at step 50")
-    assert lines[-2:] == ["written     runs/x", "go on       mindspeed-mm train runs/x --load runs/x"]
+    assert lines[-3:] == [
+        "written     runs/x",
+        "report      runs/x/report.html",
+        "go on       mindspeed-mm train runs/x --load runs/x",
+    ]
     assert len(lines) <= 8
     assert summary_lines(run, Totals(30, 0, 0), {}, is_over=False) == []
 
@@ -148,11 +153,13 @@ def test_the_summary_of_a_launch_that_ends_early_counts_its_own_steps() -> None:
     "model, trained, last",
     [
         (LANGUAGE_MODEL, "2.00k tokens, 16.7 tokens/s", "try it      mindspeed-mm chat runs/x"),
-        (SoRAModelConfig.model_construct(), "640 samples, 5.33 samples/s", "written     runs/x"),
-        (None, "2.00k tokens, 16.7 tokens/s", "written     runs/x"),
+        (SoRAModelConfig.model_construct(), "640 samples, 5.33 samples/s", "report      runs/x/report.html"),
+        (None, "2.00k tokens, 16.7 tokens/s", "report      runs/x/report.html"),
     ],
     ids=["language", "generation", "a model of the script's own"],
 )
 def test_only_language_models_of_ours_chat(model: Any, trained: str, last: str) -> None:
     lines = summary_lines(run_of(save="runs/x", model=model), fed(), {}, is_over=True)
     assert lines[0].endswith(trained) and lines[-1] == last
+    without = summary_lines(run_of(save="runs/x", model=model, report=False), fed(), {}, is_over=True)
+    assert without == [line for line in lines if not line.startswith("report ")]

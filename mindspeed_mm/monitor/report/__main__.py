@@ -1,0 +1,13 @@
+"""`python -m mindspeed_mm.monitor.report FOLDER`: what `ReportSink` starts beside a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mindspeed_mm.monitor.report.follower import ReportFollower
+
+if __name__ == "__main__":
+    os.nice(19)
+    ReportFollower(Path(sys.argv[1])).run(sys.stdin.fileno())
