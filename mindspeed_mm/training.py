@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from mindspeed_mm.monitor.ending_record import EndingRecord
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
+from mindspeed_mm.monitor.recording.recording import Recording, open_recording
 from mindspeed_mm.monitor.records import EvaluationRecord
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
@@ -122,7 +123,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
     report_progress(data_parallel_rank=batch.rank, data_parallel_size=batch.size)
     memory = MemorySnapshots(run.tools.memory_profile, batch.rank)
     memory.step()
-    with lock_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock:
+    with lock_run_folder(run.checkpoint.save, run.launch.rank, backend.gather_objects) as lock, ExitStack() as stack:
         start, progress = resume_point(run, backend)
         begin = DataStart(batch.rank, batch.size, progress.consumed_samples, progress.data_state)
         set_current_start(begin)
@@ -146,6 +147,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 is_evaluated = data.valid is None or _is_due(progress.iteration, run.logging.eval_interval)
                 if run.checkpoint.save_hf is None and is_evaluated:
                     return
+            recording = stack.enter_context(open_recording(run, data, is_logging_rank=backend.world.is_logging_rank))
             load_weights = start.directory is None or start.has_adapters
             model = backend.build_model(recipe.model_of(run), load_weights=load_weights, base=start.base)
             report_progress()
@@ -159,7 +161,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 record_launch(
                     run.checkpoint.save, run, iteration=progress.iteration, changed=progress.changed, facts=facts
                 )
-            train(recipe.forward_step, data, backend, run, progress, memory, lock, stop)
+            train(recipe.forward_step, data, backend, run, progress, memory, lock, stop, recording)
 
 
 def train(
@@ -171,17 +173,19 @@ def train(
     memory: MemorySnapshots,
     lock: RunLock | None = None,
     stop: StopSignal | None = None,
+    recording: Recording | None = None,
 ) -> None:
     """Train until --train-iters, --early-stop, a stop request or a time limit; save and export at the end.
 
     Args:
         lock: lock of the --save folder, on rank 0.
         stop: handler of this process's termination signals; None: signals are not handled.
+        recording: what this rank records for the report.
     """
     epoch_samples = _epoch_samples(data, run)
     saver = _open_saver(run, progress, backend, lock)
     totals = Totals(progress.iteration, progress.consumed_samples, progress.consumed_tokens)
-    watch = _open_watch(backend, run, progress.iteration, totals)
+    watch = _open_watch(backend, run, progress.iteration, totals, recording)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
     started, stop = time.time(), stop or StopSignal()
@@ -433,7 +437,7 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
     return False
 
 
-def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals) -> Watch:
+def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals, recording: Recording | None) -> Watch:
     rows = None
     if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
         rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
@@ -442,6 +446,7 @@ def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals) -> W
         sinks=[*files, totals],
         console=open_console(run, is_logging_rank=backend.world.is_logging_rank),
         row_log=rows,
+        recording=recording,
         log_interval=run.logging.log_interval,
         train_iters=run.train_iters,
         global_batch_size=run.batch.global_batch_size,

@@ -11,6 +11,7 @@ from typing import Protocol
 from mindspeed_mm import accelerator
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console.base import Console
+from mindspeed_mm.monitor.recording.recording import Recording
 from mindspeed_mm.monitor.records import EvaluationRecord, Sink, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
 
@@ -56,6 +57,7 @@ class Watch:
         world_size: int = 1,
         compute_dtype: str = "fp32",
         row_log: RowLog | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """
         Args:
@@ -64,8 +66,9 @@ class Watch:
             world_size: devices that share a step's FLOPs.
             compute_dtype: bf16, fp16 or fp32: its peak is the reference of MFU.
             row_log: writes the rows of this rank, whether or not the rank logs anything else.
+            recording: what this rank records for the report.
         """
-        self._row_log = row_log
+        self._row_log, self._recording = row_log, recording
         self._world_size, self._compute_dtype = world_size, compute_dtype
         self._console = console
         self._sinks: tuple[Sink, ...] = (*sinks, console)
@@ -107,6 +110,8 @@ class Watch:
         """
         if self._row_log is not None:
             self._row_log.write(iteration, counts.row_ids)
+        if self._recording is not None:
+            self._recording.count(counts)
         self._console.advance(iteration)
         self._steps += 1
         self._outcomes.append(outcome)

@@ -38,7 +38,7 @@ def text_pieces(ids: Sequence[int], labels: Sequence[int], tokenizer: Any) -> li
     found = []
     for is_trained, places in groupby(range(len(ids)), lambda place: labels[place] != IGNORE_INDEX):
         tokens = [int(ids[place]) for place in places]
-        found.append(TextPiece(_text(tokens, tokenizer), is_trained, len(tokens)))
+        found.append(TextPiece(_text(tokens, tokenizer), bool(is_trained), len(tokens)))
     return found
 
 

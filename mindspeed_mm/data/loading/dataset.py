@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from mindspeed_mm.configs.data_config import DatasetParam
 from mindspeed_mm.data.adapter import DataAdapter
 from mindspeed_mm.data.conversation.encode import TOO_LONG, Encoder, Prepared, TokenSample
+from mindspeed_mm.data.conversation.messages import Conversation
 from mindspeed_mm.data.conversation.tokens import Decoded
 from mindspeed_mm.data.loading.identity import hash_of, row_settings
 from mindspeed_mm.data.loading.token_cache import TokenCache
@@ -232,6 +233,18 @@ class RecordDataset(Dataset):
             raise
         except Exception as error:
             raise self._unforeseen(row, error) from error
+
+    def conversation(self, index: int) -> Conversation:
+        """Return a row as it was read, before it is rendered.
+
+        Raises:
+            BadSample: It can't be read as one.
+        """
+        return self.source.read(self._row(index))
+
+    def media_of(self, index: int) -> RowMedia:
+        """Return the reader of a row's media."""
+        return self._media_of(self._row(index))
 
     def _prepare(self, row: int, limit: int | None) -> list[Prepared]:
         if self.cache is not None:

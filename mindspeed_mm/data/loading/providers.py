@@ -94,6 +94,7 @@ class RunData:
             micro-batches of these. Other data have been checked.
         where: names the file and row of a number in `row_ids`; None: unknown.
         faults: why rows were left out on this rank so far, counted.
+        loader: yields the training micro-batches that `train` counts; None: unknown.
     """
 
     train: CountingIterator
@@ -106,6 +107,7 @@ class RunData:
     check_streams: Callable[[], None] = lambda: None
     where: Callable[[int], str] | None = None
     faults: Callable[[], Mapping[str, int]] = dict
+    loader: MMDataLoader | UserLoader | None = None
 
 
 def data_json_provider(
@@ -269,6 +271,7 @@ def build_run_data(
         check_streams,
         getattr(train_loader.dataset, "where", None) if isinstance(train_loader, MMDataLoader) else None,
         (lambda: train_loader.faults) if isinstance(train_loader, MMDataLoader) else dict,
+        train_loader,
     )
 
 

@@ -98,6 +98,11 @@ class MediaReader:
         self._timeout, self._most = options.media_timeout, options.media_max_pixels
         self._seen: OrderedDict[Any, Any] = OrderedDict()
 
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second of the sounds that `open` returns."""
+        return self._sound.rate
+
     def locate(self, ref: MediaRef, folders: Sequence[str], where: object) -> str:
         """Return the full path of a medium: in the first of `folders` where it exists.
 
