@@ -441,7 +441,7 @@ def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals, reco
     rows = None
     if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
         rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
-    files = open_sinks(run, resumed=iteration > 0, is_logging_rank=backend.world.is_logging_rank)
+    files = open_sinks(run, iteration=iteration, is_logging_rank=backend.world.is_logging_rank)
     return Watch(
         sinks=[*files, totals],
         console=open_console(run, is_logging_rank=backend.world.is_logging_rank),

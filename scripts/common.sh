@@ -50,6 +50,18 @@ mm_make_venv() {
     )
 }
 
+# For the tests: the trackers, which nothing else needs.
+mm_add_trackers() {
+    (
+        cd "$MM_ROOT" || exit 1
+        stamp="$(mm_install_stamp)"
+        if [ "$(cat .venv/.trackers 2>/dev/null)" != "$stamp" ]; then
+            .venv/bin/python -m pip install -q -e ".[trackers]" -c constraints.txt || exit 1
+            echo "$stamp" > .venv/.trackers
+        fi
+    )
+}
+
 mm_activate_venv() {
     # shellcheck disable=SC1091
     source "$MM_ROOT/.venv/bin/activate"

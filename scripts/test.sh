@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/common.sh
 
 mm_make_venv
+mm_add_trackers
 mm_activate_venv
 
 # One thread a process: the distributed tests start several. The suite works without a network and says so to the hub client.

@@ -9,6 +9,7 @@ from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.layout_rules import check_layout, log_layout_notices
 from mindspeed_mm.configs.lora import check_lora
 from mindspeed_mm.configs.run_sections import ScheduleConfig
+from mindspeed_mm.configs.tracker_rules import check_trackers, tracker_notices
 from mindspeed_mm.utils.files import is_inside
 from mindspeed_mm.utils.log import notice
 
@@ -24,6 +25,7 @@ def check_arguments(args: ParsedFlags) -> list[str]:
         *_check_saving(args),
         *check_lora(args),
         *check_evaluation(args),
+        *check_trackers(args),
     ]
     if not problems:
         _log_notices(args)
@@ -149,6 +151,8 @@ def _log_notices(args: ParsedFlags) -> None:
         for name, default in (("max_seq_len", 2048), ("dynamic_batch_buffer_size", 200)):
             if getattr(args, name) != default:
                 notice(f"--{name.replace('_', '-')} has no effect here: --use-txt-dynamic-batching is missing")
+    for sentence in tracker_notices(args):
+        notice(sentence)
     if not args.exit_signal_handler:
         notice("--exit-signal-handler false has no effect here: signals always save before the exit")
     if not args.check_for_nan_in_loss_and_grad:

@@ -19,6 +19,7 @@ from mindspeed_mm.configs.parallel_model import check_generation_sizes, check_pa
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run, build_run
 from mindspeed_mm.configs.sections import raise_all
+from mindspeed_mm.configs.tracker_rules import asked_trackers
 from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.launch import Launch, this_launch
 from mindspeed_mm.utils.log import notice
@@ -88,5 +89,5 @@ def _require_extras(args: ParsedFlags, recipe: Recipe) -> None:
         require_extra("generation", "a model that makes images or videos")
     if lora_options(args) is not None:
         require_extra("lora", "--lora-target-modules")
-    if args.tensorboard_dir:
-        require_extra("tensorboard", "--tensorboard-dir")
+    for tracker, flag in asked_trackers(args).items():
+        require_extra(tracker, flag)

@@ -15,7 +15,19 @@ from mindspeed_mm.configs.data_config import MaybeNames, Names, Shares, read_row
 from mindspeed_mm.configs.fsdp2_config import Paths
 from mindspeed_mm.configs.model_config import Plugins
 from mindspeed_mm.configs.scalars import read_float, read_int
-from mindspeed_mm.configs.sections import Above0, AtLeast0, Bool, Count, DtypeName, Float, Int, Section, Size, one_of
+from mindspeed_mm.configs.sections import (
+    Above0,
+    AtLeast0,
+    Bool,
+    Count,
+    DtypeName,
+    Float,
+    Int,
+    Section,
+    Size,
+    Texts,
+    one_of,
+)
 from mindspeed_mm.configs.tools_config import Ranks
 
 FractionBelow1 = Annotated[Float, Field(ge=0, lt=1)]
@@ -238,6 +250,13 @@ class LlmTraining(Section):
     log_format: Annotated[str, one_of(("auto", "full", "short", "live"))] = Field(
         "auto", description="ours: form of the log lines, see --log-format"
     )
+    report_to: Texts = Field(
+        None,
+        description="ours: trackers that get the figures, by name, see --report-to",
+    )
+    run_project: str | None = Field(None, description="ours: project that holds the run in trackers")
+    run_name: str | None = Field(None, description="ours: name of the run in trackers")
+    run_tags: Texts = Field(None, description="ours: tags of the run in trackers")
     calculate_per_token_loss: Bool = Field(
         False, description="true = sum over all targets of a step ÷ their number; false = mean of micro-batches' means"
     )

@@ -18,6 +18,7 @@ from mindspeed_mm.configs.flags.data_and_logging import LoggingArguments
 from mindspeed_mm.configs.flags.model import FusedKernelArguments, LossArguments, PrecisionArguments, ProcessArguments
 from mindspeed_mm.configs.flags.parsed import ParsedFlags
 from mindspeed_mm.configs.flags.spec import BackendName
+from mindspeed_mm.configs.flags.trackers import TrackerArguments
 from mindspeed_mm.configs.flags.training import TrainingArguments
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config, load_fsdp2_config
 from mindspeed_mm.configs.layout_rules import dims_of
@@ -75,6 +76,7 @@ class Run:
     precision: PrecisionArguments
     checkpoint: CheckpointArguments
     logging: LoggingArguments
+    trackers: TrackerArguments
     trust_remote_code: bool
     lora: LoraOptions | None
     own_flags: Mapping[str, object]
@@ -160,6 +162,7 @@ def build_run(
         precision=pick(PrecisionArguments, args),
         checkpoint=pick(CheckpointArguments, args),
         logging=pick(LoggingArguments, args),
+        trackers=pick(TrackerArguments, args),
         trust_remote_code=args.trust_remote_code,
         lora=lora_options(args),
         own_flags=own_flags,

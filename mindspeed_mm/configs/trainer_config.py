@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from mindspeed_mm.configs.fsdp2_config import ShardingSize
 from mindspeed_mm.configs.model_config import Plugins
-from mindspeed_mm.configs.sections import AtLeast0, Bool, Count, DtypeName, Float, Paths, Section, Size
+from mindspeed_mm.configs.sections import AtLeast0, Bool, Count, DtypeName, Float, Paths, Section, Size, Texts
 
 
 def _read_optional_size(value: object) -> object:
@@ -222,6 +222,10 @@ class TrainerTraining(Section):
     no_save_rng: Bool = Field(False, description="--no-save-rng")
     log_interval: Count = Field(1, description="--log-interval")
     log_format: Literal["auto", "full", "short", "live"] = Field("auto", description="ours: --log-format")
+    report_to: Texts = Field(None, description="ours: --report-to")
+    run_project: str | None = Field(None, description="ours: --run-project")
+    run_name: str | None = Field(None, description="ours: --run-name")
+    run_tags: Texts = Field(None, description="ours: --run-tags")
     val_interval: Size = Field(0, description="--eval-interval")
     val_micro_batch_size: Count | None = Field(None, description="must be micro_batch_size, where there is validation")
     save_best: str | None = Field(None, description="ours: --save-best")

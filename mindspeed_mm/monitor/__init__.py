@@ -1,1 +1,1 @@
-"""Monitoring of a run: console line, metrics.jsonl, tensorboard, profiler, memory, stop signals."""
+"""Monitoring of a run: console line, metrics.jsonl, trackers, profiler, memory, stop signals."""

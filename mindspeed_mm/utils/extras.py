@@ -22,6 +22,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "tables": {"pyarrow": "pyarrow"},
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},
+    "wandb": {"wandb": "wandb"},
     "convert": {"jsonargparse": "jsonargparse"},
     "serve": {
         "fastapi": "fastapi",

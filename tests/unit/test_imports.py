@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = (
     *("av", "diffusers", "jsonargparse", "matplotlib", "megatron.core", "pandas"),
     *("pyarrow", "rich", "sklearn", "tensorboard", "torch", "transformers"),
+    *("mlflow", "swanlab", "trackio", "wandb"),
     *("mindspeed_mm.configs.generation_data", "mindspeed_mm.configs.sora_config", "mindspeed_mm.data.generation"),
 )
 CODE = """

@@ -26,6 +26,7 @@ from mindspeed_mm.configs.flags.model import (
 )
 from mindspeed_mm.configs.flags.not_yet import PreferenceArguments, SearchArguments
 from mindspeed_mm.configs.flags.optimizer import OptimizerArguments, ScheduleArguments
+from mindspeed_mm.configs.flags.trackers import TrackerArguments
 from mindspeed_mm.configs.flags.training import BatchArguments, TrainingArguments
 
 #: the groups in the order of the documentation; the honoured ones first
@@ -45,6 +46,7 @@ GROUPS: tuple[type, ...] = (
     MegatronBackendArguments,
     CheckpointArguments,
     LoggingArguments,
+    TrackerArguments,
     MegatronStructureArguments,
     MegatronKernelArguments,
     MegatronParallelArguments,

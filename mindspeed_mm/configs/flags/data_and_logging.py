@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from mindspeed_mm.configs.eval_metrics import METRIC_SYNONYMS, AnswerScoreName, TranscriptLanguage
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
-_ONE_LOGGER = no_effect("metrics.jsonl and tensorboard are the writers here")
+_ONE_LOGGER = no_effect("there is no writer for it: --report-to names the trackers that there are")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class LoggingArguments:
         int, flag("ours: of eval-generate: rows that a process answers at a time", minimum=1)
     ] = 8
     eval_max_new_tokens: Annotated[int, flag("ours: of eval-generate: longest answer in tokens", minimum=1)] = 128
-    tensorboard_dir: Annotated[str | None, flag("folder of tensorboard events", path="output")] = None
     report: Annotated[
         bool,
         flag(
@@ -77,12 +76,6 @@ class LoggingArguments:
     log_throughput: Annotated[
         bool, no_effect("TFLOP/s per device are always logged, where the model's FLOPs are known")("TFLOP/s per device")
     ] = False
-    tensorboard_log_interval: Annotated[
-        int, no_effect("tensorboard gets what each log line says")("steps between two events")
-    ] = 1
-    tensorboard_queue_size: Annotated[int, no_effect("tensorboard's own default is used")("events kept in memory")] = (
-        1000
-    )
     log_timers_to_tensorboard: Annotated[bool, no_effect("step and data-wait times are always logged")("timers")] = (
         False
     )
@@ -96,15 +89,6 @@ class LoggingArguments:
     log_num_zeros_in_grad: Annotated[
         bool, no_effect("it would cost a pass over all gradients at each step")("zeros in gradients")
     ] = False
-    wandb_project: Annotated[
-        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B project")
-    ] = None
-    wandb_exp_name: Annotated[
-        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B run")
-    ] = None
-    wandb_save_dir: Annotated[
-        str | None, no_effect("metrics.jsonl and tensorboard are the writers here")("W&B folder")
-    ] = None
     enable_one_logger: Annotated[bool, _ONE_LOGGER("report the run to one_logger")] = False
     one_logger_project: Annotated[str | None, _ONE_LOGGER("one_logger's project")] = None
     one_logger_run_name: Annotated[str | None, _ONE_LOGGER("one_logger's run")] = None

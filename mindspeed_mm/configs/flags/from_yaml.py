@@ -97,7 +97,7 @@ def _words(action: argparse.Action, option: str, value: object) -> list[str] | N
         off = [name for name in action.option_strings if name.startswith("--no-")]
         return [option] if value else off[:1] if isinstance(action, argparse.BooleanOptionalAction) else None
     if value is None:
-        return [f"{option}=null"] if _takes_null(action) else None
+        return [f"{option}=null"] if _takes_null(action) and not several else None
     if several:
         ours = action.default is argparse.SUPPRESS
         items = value.split(",") if isinstance(value, str) and ours else value if isinstance(value, list) else [value]

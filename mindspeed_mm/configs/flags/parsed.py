@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         flags.MegatronBackendArguments,
         flags.CheckpointArguments,
         flags.LoggingArguments,
+        flags.TrackerArguments,
         flags.MegatronStructureArguments,
         flags.MegatronKernelArguments,
         flags.MegatronParallelArguments,

@@ -50,6 +50,7 @@ gpt_args:
   lr_mult: 0.5
   weight_decay_exclude_modules: "embed_tokens, norm"
   eval_interval: null
+  recompute_modules: null
   seed: null
 data:
   dataset_param:
@@ -101,7 +102,8 @@ def test_it_is_the_run_that_flags_and_files_describe(run_yaml: Path) -> None:
     }
     assert (args.mm.model, args.mm.data, args.mm.tool) == (flags.mm.model, flags.mm.data, flags.mm.tool)
     assert (args.bf16, args.no_load_rng, args.check_for_nan_in_loss_and_grad) == (False, False, True)
-    assert args.lr_scale_modules == ["visual", "merger"] and args.eval_interval is None and args.seed == 1234
+    assert args.lr_scale_modules == ["visual", "merger"] and args.eval_interval is args.recompute_modules is None
+    assert args.seed == 1234
 
 
 @pytest.mark.parametrize("written", ["v_proj,o_proj", "v_proj, o_proj", "[v_proj, o_proj]", '["v_proj,o_proj"]'])

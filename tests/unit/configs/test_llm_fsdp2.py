@@ -190,6 +190,10 @@ CHANGES: dict[str, tuple[str, Any, Any]] = {
     "training.resume_from_checkpoint=other": ("checkpoint.load", None, "other"),
     "training.logging_steps=5": ("logging.log_interval", 1, 5),
     "training.log_format=short": ("logging.log_format", "auto", "short"),
+    "training.report_to=[wandb,tensorboard]": ("trackers.report_to", (), ("wandb", "tensorboard")),
+    "training.report_to=wandb training.run_project=p": ("trackers.run_project", None, "p"),
+    "training.report_to=wandb training.run_name=n": ("trackers.run_name", None, "n"),
+    "training.report_to=wandb training.run_tags=[a,b]": ("trackers.run_tags", (), ("a", "b")),
     "training.calculate_per_token_loss=true": ("model.loss_cfg.loss_type", "default", "per_token_loss"),
     "training.dataloader_num_workers=3": ("batch.num_workers", 0, 3),
     "training.dataloader_num_workers=3 training.dataloader_prefetch_factor=4": (

@@ -195,6 +195,10 @@ SEEN: dict[str, Seen] = {
     "training.no_save_rng": flag("checkpoint.no_save_rng", True),
     "training.log_interval": flag("logging.log_interval", 7),
     "training.log_format": flag("logging.log_format", "short"),
+    "training.report_to": flag("trackers.report_to", "wandb", ("wandb",)),
+    "training.run_project": Seen("p", {"trackers.run_project": "p"}, {"training.report_to": ["wandb"]}),
+    "training.run_name": Seen("n", {"trackers.run_name": "n"}, {"training.report_to": ["wandb"]}),
+    "training.run_tags": Seen(["a", "b"], {"trackers.run_tags": ("a", "b")}, {"training.report_to": ["wandb"]}),
     "training.val_interval": flag("logging.eval_interval", 7),
     "training.val_micro_batch_size": Seen(1, {}, {"training.val_interval": 7}),  # another is a mistake, below
     "training.save_best": Seen("eval_loss", {"checkpoint.save_best": "loss"}, VALIDATION),

@@ -16,6 +16,7 @@ import pytest
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.configs.flags.trackers import TRACKERS
 from mindspeed_mm.data.adapter import DefaultAdapter
 from mindspeed_mm.data.generation import captions
 from mindspeed_mm.data.loading.usable import require_media_packages
@@ -71,9 +72,11 @@ def test_every_extra_of_the_package_is_known_by_its_distributions() -> None:
     names = {extra: {word.split(">=")[0].split("[")[0] for word in extras[extra]} for extra in EXTRAS}
     assert names == {extra: set(packages) for extra, packages in EXTRAS.items()}
     # transformers imports torchao at every start where it is installed: only who quantises pays for it; Liger's kernels
-    # need Triton, which not every machine has
-    of_all = ",".join(extra for extra in EXTRAS if extra not in ("quantization", "liger"))
+    # need Triton, which not every machine has; and trackers are a matter of taste
+    trackers = [name for name in TRACKERS if name != "tensorboard"]
+    of_all = ",".join(extra for extra in EXTRAS if extra not in ("quantization", "liger", *trackers))
     assert extras["all"] == [f"mindspeed_mm[{of_all}]"]
+    assert extras["trackers"] == [f"mindspeed_mm[{','.join(trackers)}]"]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -119,6 +122,8 @@ DOORS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("diffusers", "generation", "makes images or videos"),
     ),
     "tensorboard": (run("--use-torch-fsdp2", "--tensorboard-dir", "x"), *("tensorboard",) * 2, "--tensorboard-dir"),
+    "a tracker": (run("--use-torch-fsdp2", "--report-to", "wandb"), *("wandb",) * 2, "--report-to wandb"),
+    "a published tracker": (run("--use-torch-fsdp2", "--wandb-project", "p"), *("wandb",) * 2, "--wandb-project"),
     "rows with videos": (rows_with("video"), "av", "video", "row 2: a video needs av"),
     "rows with sounds": (rows_with("audio"), "av", "audio", "row 2: a sound needs av"),
     "a video that is opened": (open_clip, "av", "video", "clip.mp4"),

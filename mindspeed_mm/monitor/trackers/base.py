@@ -1,0 +1,94 @@
+"""What a tracker is told of a run, and what it can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+DEFAULT_PROJECT = "mindspeed_mm"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a run folder keeps of the run in a tracker.
+
+    Attributes:
+        run_id: by which the tracker continues it.
+        place: where its figures can be seen: an address or a folder.
+        step: the last step whose figures it has; 0: none.
+        evaluation: the last step whose evaluation it has; 0: none.
+    """
+
+    run_id: str
+    place: str
+    step: int = 0
+    evaluation: int = 0
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers show it.
+
+    Attributes:
+        project: that holds the run; None: nothing was given.
+        name: of the run; None: nothing was given.
+        default_name: of a run without a name; None: the tracker makes one.
+        tags: of the run.
+        config: section → setting → value, of JSON's types, without secrets.
+        folder: the run folder; None: there is none.
+        iteration: step of the checkpoint that the run goes on from; 0: it is new.
+        earlier: what an earlier start has kept of the tracker; None: there was none.
+    """
+
+    project: str | None
+    name: str | None
+    default_name: str | None
+    tags: tuple[str, ...]
+    config: Mapping[str, Any]
+    folder: Path | None
+    iteration: int = 0
+    earlier: Kept | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """By which the tracker knows the run; None: it is new there."""
+        return None if self.earlier is None else self.earlier.run_id
+
+    def project_or(self, variable: str) -> str | None:
+        """The project; None where only an environment variable, which the tracker reads by itself, names one."""
+        return self.project or (None if os.environ.get(variable) else DEFAULT_PROJECT)
+
+    def name_or(self, variable: str) -> str | None:
+        """The name; None where an environment variable names the run, or the tracker does."""
+        return self.name or (None if os.environ.get(variable) else self.default_name)
+
+    def keep(self, run_id: str, place: str) -> Kept:
+        """Return what is kept from now on; how far the figures have come counts for the same run only."""
+        if self.earlier is None or self.earlier.run_id != run_id:
+            return Kept(run_id, place)
+        return replace(self.earlier, place=place)
+
+
+class Tracker(Protocol):
+    """A run in a tracker, used by one thread. Its methods may raise anything: `TrackerSink` knows what to do."""
+
+    @property
+    def kept(self) -> Kept:
+        """What it begins with: records up to these steps don't come to it again."""
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what `log` has taken outlives a kill of the process."""
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Take figures of a step, all of them finite; a step may come twice, with figures of other names."""
+
+    def close(self, *, failed: bool) -> None:
+        """Finish; what was logged is in the tracker's files when this returns.
+
+        Args:
+            failed: whether an error ends the run.
+        """

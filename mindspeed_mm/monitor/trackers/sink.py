@@ -1,0 +1,167 @@
+"""A tracker as a sink: a thread of its own hands the figures on, and no fault of a tracker reaches the run."""
+
+from __future__ import annotations
+
+import io
+import math
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
+from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun, Tracker
+from mindspeed_mm.monitor.trackers.kept import KeptFile
+from mindspeed_mm.utils.log import logger
+from mindspeed_mm.utils.text import shorten
+
+#: records that wait for a tracker at most; further ones are lost, and counted
+_WAITING = 10_000
+#: how long the end of a run waits for a tracker to take what is left, and to finish
+CLOSE_SECONDS = 90.0
+
+
+class _Record(NamedTuple):
+    kind: Literal["step", "evaluation"]
+    iteration: int
+    figures: dict[str, float]
+
+
+class TrackerSink:
+    """Hands the figures of logged steps and evaluations on to a tracker.
+
+    The tracker is opened, written to and finished by one thread, so that training waits for none of it, and so that
+    the tracker leaves the handlers of signals alone, which only the main thread may set. If it can't be opened, or
+    raises, there is one warning; records that it lacks are counted, and told at the end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        run: TrackedRun,
+        open_run: Callable[[TrackedRun], Tracker],
+        close_seconds: float = CLOSE_SECONDS,
+    ) -> None:
+        """Begin to open the tracker.
+
+        Args:
+            name, title: of the tracker, in file names and in messages.
+            run: the run; what an earlier start of it has kept of the tracker is added.
+            open_run: begins or continues the run in the tracker.
+            close_seconds: how long `close` waits.
+        """
+        self._title, self._close_seconds = title, close_seconds
+        self._run, self._open_run = run, open_run
+        self._file = KeptFile(run.folder, name)
+        self._records: queue.Queue[_Record | None] = queue.Queue(_WAITING)
+        self._offered = self._taken = 0
+        self._has_warned = self._has_failed = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Hand a step on; returns at once."""
+        self._offer(_Record("step", record.iteration, figures_of_line(record.line)))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Hand an evaluation on; returns at once."""
+        self._offer(_Record("evaluation", record.iteration, figures_of_line(record.line)))
+
+    def close(self) -> None:
+        """Let the tracker take what is left and finish, and say how many records it lacks.
+
+        An error that is being handled is the one that ends the run.
+        """
+        self._has_failed = sys.exception() is not None
+        with suppress(queue.Full):
+            self._records.put(None, timeout=self._close_seconds)
+            self._thread.join(self._close_seconds)
+        if self._thread.is_alive():
+            logger.warning(f"{self._title} hasn't finished after {self._close_seconds:g} s; the run ends without it")
+        lacking = self._offered - self._taken
+        if lacking:
+            logger.warning(f"{self._title} lacks {lacking} of {self._offered} records; metrics.jsonl has them all")
+
+    def _offer(self, record: _Record) -> None:
+        self._offered += 1
+        with suppress(queue.Full):
+            self._records.put_nowait(record)
+
+    def _work(self) -> None:
+        tracker = self._open()
+        kept = None if tracker is None else tracker.kept
+        while (record := self._records.get()) is not None:
+            if tracker is not None and kept is not None:
+                kept = self._take(tracker, kept, record)
+        if tracker is None or kept is None:
+            return
+        try:
+            tracker.close(failed=self._has_failed)
+            self._file.write(kept)
+        except Exception as error:
+            self._warn(f"{self._title} hasn't finished", error)
+
+    def _open(self) -> Tracker | None:
+        earlier = self._file.read() if self._run.iteration else None
+        try:
+            with _without_input():
+                tracker = self._open_run(replace(self._run, earlier=earlier))
+            self._file.write(tracker.kept)
+        except Exception as error:
+            self._warn(f"{self._title} can't be opened", error)
+            return None
+        line, first, last = f"{self._title}: {tracker.kept.place}", self._run.iteration + 1, tracker.kept.step
+        if last >= first:
+            line += f"; it has steps {first} to {last} of an earlier start, which aren't logged again"
+        logger.info(line)
+        return tracker
+
+    def _take(self, tracker: Tracker, kept: Kept, record: _Record) -> Kept:
+        """Log a record; returns what is kept now."""
+        if record.iteration <= (kept.step if record.kind == "step" else kept.evaluation):
+            self._taken += 1  # by an earlier start, which had come further than its last checkpoint
+            return kept
+        try:
+            tracker.log(record.figures, record.iteration)
+            self._taken += 1
+            if record.kind == "step":
+                kept = replace(kept, step=record.iteration)
+            else:
+                kept = replace(kept, evaluation=record.iteration)
+            if tracker.is_durable:
+                self._file.write(kept)
+        except Exception as error:
+            self._warn(f"{self._title} lacks the {record.kind} of iteration {record.iteration}", error)
+        return kept
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._has_warned:
+            said = shorten(" ".join(str(error).split()), 300)
+            logger.warning(f"{what} ({type(error).__name__}: {said}); training goes on")
+        self._has_warned = True
+
+
+def figures_of_line(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line of metrics.jsonl by name; figures by kind get names such as media/image."""
+    flat: dict[str, Any] = {}
+    for name, value in line.items():
+        flat.update({f"{name}/{kind}": v for kind, v in value.items()} if isinstance(value, Mapping) else {name: value})
+    return {
+        name: value
+        for name, value in flat.items()
+        if isinstance(value, (int, float)) and math.isfinite(value) and name != "iteration"
+    }
+
+
+@contextmanager
+def _without_input() -> Iterator[None]:
+    """Trackers ask for a login at a terminal; nobody waits there to answer a process of a launch."""
+    before, sys.stdin = sys.stdin, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdin = before

@@ -1,0 +1,312 @@
+"""Trackers get the figures of metrics.jsonl, and no fault of theirs reaches the run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.configs.recipe import GeneratedFigures
+from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.tracker_rules import asked_trackers
+from mindspeed_mm.monitor.metrics import MetricsSink, read_metrics
+from mindspeed_mm.monitor.records import EvaluationRecord, Sink
+from mindspeed_mm.monitor.sinks import open_sinks
+from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.described import HIDDEN, tracked_run
+from mindspeed_mm.monitor.trackers.kept import KeptFile
+from mindspeed_mm.monitor.trackers.sink import TrackerSink, figures_of_line
+from mindspeed_mm.utils.errors import ConfigError
+from tests.support.records import step_record
+from tests.support.runs import OWN
+from tests.support.tracker_stores import Figures, tensorboard_figures, wandb_figures
+
+WORDS = "--micro-batch-size 1 --lr 1e-4 --train-iters 9 --use-torch-fsdp2".split()  # noqa: SIM905
+
+
+@dataclass
+class Fake:
+    """Keeps what it is told; raises in the calls of `faults`, and waits in `log` for `gate`."""
+
+    run: TrackedRun
+    faults: tuple[str, ...] = ()
+    gate: threading.Event | None = None
+    is_durable: bool = True
+    logged: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)
+
+    @property
+    def kept(self) -> Kept:
+        return self.run.keep("one", "somewhere")
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if self.gate is not None:
+            self.gate.wait()
+        self.logged.append((step, figures))
+        if "log" in self.faults or f"log {step}" in self.faults:
+            raise OSError("no space\nis left")
+
+    def close(self, *, failed: bool) -> None:
+        self.closed.append(failed)
+        if "close" in self.faults:
+            raise RuntimeError("not there")
+
+
+def tracked(folder: Path | None, iteration: int = 0) -> TrackedRun:
+    return TrackedRun(None, None, None, (), {}, folder, iteration)
+
+
+def sink_of(
+    folder: Path, iteration: int = 0, seconds: float = 20.0, **settings: Any
+) -> tuple[TrackerSink, Callable[[], Fake]]:
+    """A sink, and what returns its tracker once it is open."""
+    made: list[Fake] = []
+
+    def open_run(run: TrackedRun) -> Fake:
+        made.append(Fake(run, **settings))
+        return made[0]
+
+    def tracker() -> Fake:
+        deadline = time.monotonic() + 20
+        while not made and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return made[0]
+
+    return TrackerSink("fake", "Fake", tracked(folder, iteration), open_run, seconds), tracker
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The warnings so far."""
+    monkeypatch.setattr(logging.getLogger("mindspeed_mm"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_tracker_that_fails_is_warned_about_once_and_counted(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    sink, tracker = sink_of(tmp_path, faults=("log 1", "log 3", "close"))
+    for step in (1, 2, 3):
+        sink.step(step_record(iteration=step))
+    sink.close()
+    assert [step for step, _ in tracker().logged] == [1, 2, 3]
+    assert said() == [
+        "Fake lacks the step of iteration 1 (OSError: no space is left); training goes on",
+        "Fake lacks 2 of 3 records; metrics.jsonl has them all",
+    ]
+
+
+def test_one_that_cannot_be_opened_or_finished(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    def refuse(_: TrackedRun) -> Fake:
+        input("Your API key: ")  # nobody is there to type it
+        raise AssertionError
+
+    sink = TrackerSink("fake", "Fake", tracked(None), refuse)
+    sink.step(step_record())
+    sink.close()
+    assert said() == [
+        "Fake can't be opened (EOFError: EOF when reading a line); training goes on",
+        "Fake lacks 1 of 1 records; metrics.jsonl has them all",
+    ]
+    sink, _ = sink_of(tmp_path, faults=("close",))
+    sink.close()
+    assert said()[2:] == ["Fake hasn't finished (RuntimeError: not there); training goes on"]
+
+
+def test_one_that_hangs_delays_neither_the_steps_nor_the_end(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    gate = threading.Event()
+    sink, _ = sink_of(tmp_path, seconds=0.3, gate=gate)
+    began = time.monotonic()
+    for step in range(1, 10_003):
+        sink.step(step_record(iteration=step))
+    taken = time.monotonic() - began
+    sink.close()
+    assert taken < 5 and time.monotonic() - began - taken < 3
+    assert said() == [
+        "Fake hasn't finished after 0.3 s; the run ends without it",
+        "Fake lacks 10002 of 10002 records; metrics.jsonl has them all",
+    ]
+    gate.set()
+
+
+def test_an_error_that_ends_the_run_is_told(tmp_path: Path) -> None:
+    sink, tracker = sink_of(tmp_path)
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError:
+        sink.close()
+    assert tracker().closed == [True]
+    sink, tracker = sink_of(tmp_path)
+    sink.close()
+    assert tracker().closed == [False]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_steps_that_an_earlier_start_has_logged_do_not_come_again(tmp_path: Path, durable: bool) -> None:
+    """Those after the checkpoint: how far a tracker has come is kept at each step if it is durable, else at its end."""
+    sink, tracker = sink_of(tmp_path, is_durable=durable)
+    for step in (1, 2, 3):
+        sink.step(step_record(iteration=step))
+    sink.evaluation(EvaluationRecord(2, 1, 1.0))
+    deadline = time.monotonic() + 20
+    while len(tracker().logged) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    kept = KeptFile(tmp_path, "fake").read()
+    assert kept == (Kept("one", "somewhere", 3, 2) if durable else Kept("one", "somewhere"))
+    sink.close()
+    assert KeptFile(tmp_path, "fake").read() == Kept("one", "somewhere", 3, 2)
+    sink, tracker = sink_of(tmp_path, iteration=1)
+    for step in (2, 3, 4):
+        sink.step(step_record(iteration=step))
+        sink.evaluation(EvaluationRecord(step, 1, 1.0))
+    sink.close()
+    assert [(step, "eval_loss" in figures) for step, figures in tracker().logged] == [(3, True), (4, False), (4, True)]
+    sink, tracker = sink_of(tmp_path)  # another run in the same folder
+    sink.step(step_record(iteration=1))
+    sink.close()
+    assert [step for step, _ in tracker().logged] == [1] and tracker().run.earlier is None
+
+
+def test_figures_are_finite_numbers() -> None:
+    line = {"iteration": 3, "loss": float("nan"), "mfu": None, "rate": {"image": 2.0}, "rows": 3}
+    assert figures_of_line(line) == {"rate/image": 2.0, "rows": 3}
+
+
+def described(*words: str, **settings: Any) -> Run:
+    return describe([*WORDS, *words], OWN)
+
+
+@pytest.mark.parametrize(
+    "words, asked",
+    [
+        ("", {}),
+        ("--tensorboard-dir x", {"tensorboard": "--tensorboard-dir"}),
+        ("--wandb-project p", {"wandb": "--wandb-project"}),
+        (
+            "--report-to wandb wandb --tensorboard-dir x",
+            {"tensorboard": "--tensorboard-dir", "wandb": "--report-to wandb"},
+        ),
+        ("--report-to none --wandb-project p --tensorboard-dir x", {}),
+    ],
+)
+def test_which_trackers_flags_ask_for(words: str, asked: dict[str, str]) -> None:
+    assert asked_trackers(described(*words.split()).trackers) == asked
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--report-to none wandb", "--report-to none wandb: none means no tracker; leave it out, or wandb"),
+        ("--report-to tensorboard", "--report-to tensorboard needs a folder for its events; give --tensorboard-dir"),
+        ("--report-to wandbb", "expected one of tensorboard, wandb"),
+    ],
+)
+def test_flags_that_cannot_be_honoured(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        described(*words.split())
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words, notices",
+    [
+        (
+            "--wandb-exp-name n",
+            ["--wandb-exp-name has no effect here: neither --report-to wandb nor --wandb-project is"],
+        ),
+        ("--run-name n", ["--run-name has no effect here: there is no tracker"]),
+        ("--report-to none --tensorboard-dir x", ["--tensorboard-dir has no effect here: --report-to is none"]),
+        ("--report-to wandb --wandb-exp-name n --run-name n --run-tags a b", []),
+    ],
+)
+def test_flags_without_a_tracker_are_told(words: str, notices: list[str], said: Callable[[], list[str]]) -> None:
+    described(*words.split())
+    assert len(said()) == len(notices) and all(map(str.startswith, said(), notices))
+
+
+def test_what_a_tracker_is_told_of_a_run() -> None:
+    own = {"api_key": "abc", "HF_TOKEN": "abc", "pad_token": "<pad>", "max_tokens": 5, "server": "http://me:abc@host/x"}
+    run = described("--report-to", "wandb", "--run-tags", "first", "--save", "runs/mine/")
+    shown = tracked_run(run, 3)
+    assert (shown.default_name, shown.tags, shown.iteration) == ("mine", ("fsdp2", "first"), 3)
+    assert shown.config["optimizer"]["lr"] == 1e-4 and shown.config["processes"] == 1
+    hidden = {"api_key": HIDDEN, "HF_TOKEN": HIDDEN, "server": "http://host/x"}
+    assert tracked_run(replace(run, own_flags=own), 0).config["own_flags"] == own | hidden
+
+
+def write_records(sinks: list[Sink], first: int, last: int) -> None:
+    """Steps, and an evaluation of each third one."""
+    for step in range(first, last + 1):
+        metrics = {"aux loss": step / 7} if step % 2 else {}
+        record = step_record(
+            iteration=step, loss=1 / step, grad_norm=float("nan") if step == 2 else 0.1, metrics=metrics
+        )
+        for sink in sinks:
+            sink.step(record)
+        if step % 3 == 0:
+            for sink in sinks:
+                sink.evaluation(EvaluationRecord(step, 2, 1.5 / step, GeneratedFigures({"wer": step / 3}, 7)))
+    for sink in sinks:
+        sink.close()
+
+
+def figures_of_file(save: Path) -> Figures:
+    """Those of metrics.jsonl; of steps that came twice, the later."""
+    found: Figures = {}
+    for line in read_metrics(save / "metrics.jsonl"):
+        found[line["iteration"]] = found.get(line["iteration"], {}) | figures_of_line(line)
+    return found
+
+
+def merged(parts: list[Figures]) -> Figures:
+    """One store; no step is in two parts."""
+    found: Figures = {}
+    for part in parts:
+        assert not found.keys() & part.keys()
+        found |= part
+    return found
+
+
+@pytest.fixture
+def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder; no tracker finds a home directory, a login or a network."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine"
+
+
+#: tracker → what reads the parts of its store, in a run folder
+STORES: dict[str, Callable[[Path], list[Figures]]] = {
+    "tensorboard": lambda save: [tensorboard_figures(save / "tensorboard")],
+    "wandb": wandb_figures,
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_the_store_holds_the_figures_of_metrics_jsonl_after_a_resume_too(
+    name: str, save: Path, said: Callable[[], list[str]]
+) -> None:
+    """The first start has come to step 8, with a checkpoint at 6; the second one goes on to 10."""
+    run = described("--report-to", name, "--no-report", "--save", str(save))
+    assert open_sinks(run, iteration=0, is_logging_rank=False) == []
+    before = {thread.ident for thread in threading.enumerate()}
+    for begin, end in ((0, 8), (6, 10)):
+        sinks = open_sinks(run, iteration=begin, is_logging_rank=True)
+        assert [type(sink) for sink in sinks] == [MetricsSink, TrackerSink]
+        write_records(sinks, begin + 1, end)
+    assert said() == []
+    found = merged(STORES[name](save))
+    expected = figures_of_file(save)
+    assert found.keys() == expected.keys() == set(range(1, 11))
+    for step, figures in expected.items():
+        assert found[step] == pytest.approx(figures, rel=1e-6 if name == "tensorboard" else 0), step  # its are fp32
+    assert {thread.ident for thread in threading.enumerate()} == before
