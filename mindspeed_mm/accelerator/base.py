@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from mindspeed_mm.accelerator.attention import AttentionKernel, PlainAttention
 from mindspeed_mm.accelerator.fused import FusedKernels
@@ -155,6 +157,17 @@ class Accelerator(ABC):
         from torch.utils._triton import has_triton
 
         return None if has_triton() else f"kernels for {self.name} are compiled by triton, which isn't installed"
+
+    def use_fast_products(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027 (a device's own library is fast)
+        """Let the library that is fastest for these modules multiply float32 matrices in this process, exactly."""
+
+    def float32_products(self) -> str:
+        """Return which library multiplies float32 matrices here."""
+        return f"the library of {self.name}"
+
+    def small_products(self) -> AbstractContextManager[None]:
+        """Return a context of many small products, in which the library that is fastest for them multiplies."""
+        return nullcontext()
 
     def allow_tf32(self) -> None:
         """Compute float32 matrix products and convolutions in the device's shorter format (--allow-tf32)."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
+from mindspeed_mm.accelerator import host_products
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.base import Accelerator
@@ -26,6 +30,15 @@ class CPUAccelerator(Accelerator):
 
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         return PaddedHeads(CPUFlashAttention())
+
+    def use_fast_products(self, modules: Sequence[nn.Module]) -> None:
+        host_products.use_onednn(modules)
+
+    def float32_products(self) -> str:
+        return host_products.library()
+
+    def small_products(self) -> AbstractContextManager[None]:
+        return host_products.by_blas()
 
     def why_no_inductor(self) -> str | None:
         from torch._inductor.cpp_builder import get_cpp_compiler

@@ -237,7 +237,13 @@ class FSDP2Backend:
     def generation(self) -> Iterator[Generation]:
         """See the protocol; the model is the trained one, sharded as it is."""
         batch = self.world.batch
-        with torch.no_grad(), kept_random_states(), evaluation_mode([self.model]), self._contract.generating():
+        with (
+            torch.no_grad(),
+            accelerator.current().small_products(),
+            kept_random_states(),
+            evaluation_mode([self.model]),
+            self._contract.generating(),
+        ):
             try:
                 yield Generation(self._root, batch.rank, batch.size, in_lockstep=bool(self._units))
             finally:

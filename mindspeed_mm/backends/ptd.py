@@ -223,7 +223,7 @@ class PTDBackend:
         """
         assert self._meta_model is not None, "the recipe's model is one of transformers"
         batch = self.world.batch
-        with torch.no_grad(), kept_random_states():
+        with torch.no_grad(), accelerator.current().small_products(), kept_random_states():
             model = build_from_meta(self._meta_model, self.sizes.params_dtype) if self.world.counts_rows else None
             self._gather_parameters()
             self._stored.fill_whole(model)

@@ -35,6 +35,7 @@ class Findings:
         packages: name → installed version; None: not installed.
         untested: packages in another version than the tested set's, with that one.
         device: kind and model of the devices, their number and memory in bytes, and peak in bf16 (FLOP/s).
+        products: the library that multiplies float32 matrices in training.
         attention: use → kernel, of the tables that a run takes kernels from.
         not_taken: kernel → why it isn't taken.
         implementations: value of attn_implementation → why it doesn't run here; "": it does.
@@ -52,6 +53,7 @@ class Findings:
     packages: dict[str, str | None]
     untested: dict[str, str]
     device: dict[str, Any]
+    products: str
     attention: dict[str, str]
     not_taken: dict[str, str]
     implementations: dict[str, str]
@@ -110,6 +112,7 @@ def examine(*, with_collectives: bool = True) -> Findings:
             "bf16_flops": device.peak_flops("bf16"),
             "collectives": device.collective_backend,
         },
+        products=device.float32_products(),
         attention={f"{line.use} ({line.dtypes})": line.kernel for line in attention_table(device)},
         not_taken=dict(device.kernels_not_taken()),
         implementations={name: device.why_no_attention(name) or "" for name in ATTENTION_NAMES},
@@ -175,6 +178,7 @@ def _lines(found: Findings) -> list[str]:
         lines.append(f"  {device['number']} devices of {device['memory_bytes'] / 2**30:.0f} GiB")
     peak = device["bf16_flops"]
     lines.append(f"  bf16 peak: {peak / 1e12:.0f} TFLOP/s" if peak else "  bf16 peak: unknown, MFU is not logged")
+    lines.append(f"  float32 matrix products of training: {found.products}")
     lines.append("attention, unless model.json's attn_implementation states another:")
     lines += [f"  {use}: {kernel}" for use, kernel in found.attention.items()]
     lines += [f"  not taken: {kernel}: {why}" for kernel, why in found.not_taken.items()]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,18 +70,29 @@ def reference(kind: str) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def run(kind: str, pool: Any, folder: Path, script: str, model: dict[str, Any], fsdp2: Any, **flags: Any) -> None:
+def run(
+    kind: str,
+    pool: Any,
+    folder: Path,
+    script: str,
+    model: dict[str, Any],
+    fsdp2: Any,
+    train: Callable[..., Any] = run_on_batches,
+    **flags: Any,
+) -> list[Any]:
+    """Train and compare; returns what `train` does on each rank."""
     files = write_run_files(folder, model_dir(kind), folder / "unused", model=model, fsdp2=fsdp2)
     settings = {"micro_batch_size": 2, "global_batch_size": len(ROWS), "train_iters": STEPS, "mm_data": None}
     settings |= {"save": folder / "run", "no_save_optim": True, "log_row_ids": True, **flags}
     batches = packed_batches(samples(kind))
-    pool.run(run_on_batches, launch_flags(files, **settings), script, batches, timeout=120)
+    returned = pool.run(train, launch_flags(files, **settings), script, batches, timeout=120)
     split = flags.get("tensor_model_parallel_size", 1) * flags.get("pipeline_model_parallel_size", 1)
     check_figures(folder / "run", pool.world_size // split)
     losses, norms = metrics_of(folder / "run")
     expected_losses, expected_norms = reference(kind)
     assert losses == pytest.approx(expected_losses, rel=LOSS_TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=NORM_TOLERANCE)
+    return returned
 
 
 def check_figures(folder: Path, data_parallel: int) -> None:
@@ -103,6 +116,23 @@ def test_fsdp2_equals_samples_alone(kind: str, name: str, pools: dict[int, Any],
     wrap = WRAP_TEXT if kind == "text" else WRAP
     fsdp2 = {"sub_modules_to_wrap": wrap, **({"recompute_modules": wrap, "use_reentrant": False} if settings else {})}
     run(kind, pools[ranks], tmp_path, "pretrain_transformers.py", model, fsdp2)
+
+
+def train_by_onednn(*args: Any) -> tuple[str, str | None]:
+    """Train as if the model's matrices were large; returns how float32 is multiplied then, and why not by oneDNN."""
+    from mindspeed_mm.accelerator import host_products
+
+    with mock.patch.object(host_products, "_LARGE", 1):
+        run_on_batches(*args)
+    return torch.get_float32_matmul_precision(), host_products.why_not_onednn()
+
+
+def test_products_by_onednn_are_as_exact(pools: dict[int, Any], tmp_path: Path) -> None:
+    """The samples alone, in this process, are multiplied by BLAS."""
+    how = {"train": train_by_onednn}
+    returned = run("vl", pools[1], tmp_path, "pretrain_transformers.py", {}, {"sub_modules_to_wrap": WRAP}, **how)
+    assert [precision == "medium" for precision, _ in returned] == [why is None for _, why in returned]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("name", PTD)

@@ -339,13 +339,16 @@ def _leave_groups() -> None:
 
 
 def forget_globals() -> None:
-    """Drop the package's process-wide state (arguments, notices already said), if it was imported at all."""
+    """Drop the package's process-wide state (arguments, notices already said, the library that multiplies float32
+    matrices), if it was imported at all."""
     arguments = sys.modules.get("mindspeed_mm.configs.global_args")
     if arguments is not None:
         arguments.destroy_args()
     log = sys.modules.get("mindspeed_mm.utils.log")
     if log is not None:
         log.forget_notices()
+    if "mindspeed_mm.accelerator.host_products" in sys.modules:
+        sys.modules["torch"].set_float32_matmul_precision("highest")
 
 
 @functools.cache
