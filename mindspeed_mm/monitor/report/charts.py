@@ -11,7 +11,7 @@ from mindspeed_mm.monitor.report.curves import Curve
 from mindspeed_mm.monitor.report.metrics_file import TRAINING_SECONDS, MetricsFile
 
 #: how values are written: 1234.5, 12.3k, 12.3 %, 1.5 GiB, 145 ms, 1.2e-05
-ValueForm = Literal["number", "amount", "percent", "bytes", "milliseconds", "small"]
+ValueForm = Literal["number", "amount", "percent", "gibibytes", "milliseconds", "small"]
 _DIGITS = 6
 #: points of all charts of a page
 _ALL_BUCKETS = 16_000
@@ -26,7 +26,7 @@ class Chart:
         title: its heading.
         figures: name in metrics.jsonl → label; a name that ends in "/" is that of all figures by kind.
         form: of its values.
-        is_boring: leaves it out if all values are this one.
+        boring: the chart is left out if all its values are this one.
         is_wide: takes a row of the page.
         has_zero: begins the axis at zero.
     """
@@ -37,6 +37,11 @@ class Chart:
     boring: float | None = None
     is_wide: bool = False
     has_zero: bool = False
+
+    @property
+    def unit(self) -> float:
+        """What one is in the chart."""
+        return 2**30 if self.form == "gibibytes" else 1.0
 
 
 CHARTS = (
@@ -54,7 +59,7 @@ CHARTS = (
     Chart("Waiting for data", {"data_wait_fraction": "share of a step"}, "percent", 0.0, has_zero=True),
     Chart("Model FLOPs utilisation", {"mfu": "of the device's peak"}, "percent", has_zero=True),
     Chart("TFLOP/s of a device", {"tflops_per_device": "model FLOPs"}, has_zero=True),
-    Chart("Memory of a device", {"memory_bytes": "largest so far"}, "bytes", has_zero=True),
+    Chart("Memory of a device", {"memory_bytes": "largest so far"}, "gibibytes", has_zero=True),
     Chart("Padding", {"padding_fraction": "share of positions"}, "percent", 0.0, has_zero=True),
     Chart("Imbalance", {"imbalance": "largest cost of a rank over the mean"}, boring=1.0),
     Chart("Loss scale", {"loss_scale": "loss scale"}, "amount", 1.0),
@@ -87,7 +92,7 @@ def charts_of(runs: Sequence[MetricsFile]) -> list[dict[str, Any]]:
             "form": chart.form,
             "wide": chart.is_wide,
             "zero": chart.has_zero,
-            "series": [{"label": label, "run": run, **_drawn(curve, most)} for label, run, curve in series],
+            "series": [{"label": label, "run": run, **_drawn(curve, most, chart.unit)} for label, run, curve in series],
         }
         for chart, series in drawn
     ]
@@ -114,11 +119,11 @@ def _series(chart: Chart, runs: Sequence[MetricsFile]) -> Iterator[tuple[str, in
                 yield figure.removeprefix(name) if is_kind else label, number, curve
 
 
-def _drawn(curve: Curve, most: int) -> dict[str, Any]:
+def _drawn(curve: Curve, most: int, unit: float) -> dict[str, Any]:
     points = curve.points(most)
-    found = {"x": points.x, "y": _rounded(points.y)}
+    found = {"x": points.x, "y": _rounded(points.y, unit)}
     if points.mean_x is not points.x:
-        found |= {"mx": points.mean_x, "my": _rounded(points.mean_y)}
+        found |= {"mx": points.mean_x, "my": _rounded(points.mean_y, unit)}
     return found
 
 
@@ -127,5 +132,5 @@ def _title(name: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.{_DIGITS}g}") for value in values]
+def _rounded(values: Sequence[float], unit: float = 1.0) -> list[float]:
+    return [float(f"{value / unit:.{_DIGITS}g}") for value in values]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 _READ_BYTES = 1 << 20
 
 
@@ -63,6 +64,15 @@ def read_object(path: Path) -> dict[str, Any]:
         return _object(path.read_bytes()) or {}
     except OSError:
         return {}
+
+
+def evenly_spread(items: Sequence[Item], most: int) -> list[Item]:
+    """Return at most so many of the items, evenly chosen, with the first and the last one; of one, the last."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _object(text: bytes) -> dict[str, Any] | None:

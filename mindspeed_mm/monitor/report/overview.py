@@ -132,9 +132,9 @@ def _tiles(run: RunRecord) -> Iterator[Tile]:
         note = f"{words.loss(begun)} at step {first['iteration']:,}" if begun is not None and first is not last else ""
         yield Tile("Loss", words.loss(loss), note=note)
     for metric, (best, iteration) in run.metrics.best.items():
-        title = "Best evaluation loss" if metric == "loss" else f"Best {metric.replace('_', ' ')}"
+        title = f"Evaluation: {metric.replace('_', ' ')}"
         text = words.loss(best) if metric == "loss" else words.figure(best)
-        yield Tile(title, text, note=f"at step {iteration:,}")
+        yield Tile(title, text, note=f"best, at step {iteration:,}")
     tokens, step = _figure(last, "tokens_per_second"), _figure(last, "step_ms")
     if tokens is not None:
         yield Tile("Speed", words.amount(tokens), "tokens/s", f"{words.amount(last['consumed_tokens'])} tokens so far")

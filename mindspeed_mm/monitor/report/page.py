@@ -14,7 +14,10 @@ from markupsafe import Markup
 
 from mindspeed_mm.monitor.report.charts import axes_of, charts_of
 from mindspeed_mm.monitor.report.comparison import differences_of, outcomes_of
+from mindspeed_mm.monitor.report.heat_maps import expert_map, lengths_of, rank_maps
 from mindspeed_mm.monitor.report.overview import environment_of, heading_of, starts_of, tiles_of
+from mindspeed_mm.monitor.report.pictures import PictureRoom
+from mindspeed_mm.monitor.report.rows_shown import answers_of, generated_of, samples_of
 from mindspeed_mm.monitor.report.run_record import RunRecord
 from mindspeed_mm.utils.versions import installed_version
 
@@ -23,6 +26,8 @@ _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
 #: characters of run.yaml that are shown
 _LONGEST_DESCRIPTION = 100_000
+#: characters of what is no style, no script and no text around it
+_LARGEST = 1_700_000
 
 
 def page_of(runs: Sequence[RunRecord]) -> str:
@@ -48,17 +53,27 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         "outcomes": outcomes_of(runs) if compared else [],
         "differences": differences_of(runs) if compared else [],
     }
-    sections = [
-        *(["comparison"] if compared else []),
-        *(["overview"] if not compared and runs[0].facts else []),
-        *(["curves"] if charts else []),
-        *(["starts"] if len(values["starts"]) > 1 else []),
-        *(["configuration"] if values["configurations"] else []),
-        *(["environment"] if values["environment"] else []),
-    ]
+    heats = {} if compared else _heats(runs[0])
+    room = PictureRoom(runs[0].recorded, _LARGEST - len(json.dumps(charts)) - sum(len(run.description) for run in runs))
+    values |= _rows(runs[0], room) if not compared else {}
+    has = {
+        "comparison": compared,
+        "overview": not compared and runs[0].facts,
+        "curves": charts,
+        "generated": values.get("generated"),
+        "answers": values.get("answers"),
+        "samples": values.get("samples"),
+        "lengths": values.get("lengths"),
+        "ranks": heats.get("ranks"),
+        "experts": heats.get("experts"),
+        "starts": len(values["starts"]) > 1,
+        "configuration": values["configurations"],
+        "environment": values["environment"],
+    }
     now = datetime.datetime.now(datetime.UTC)
     data = {
         "charts": charts,
+        "heats": heats,
         "runs": [_run_data(run) for run in runs],
         "made": int(now.timestamp()),
         "waits": not compared and runs[0].state.name == "running",
@@ -66,7 +81,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     template = _environment().get_template("page.html.jinja")
     return template.render(
         **values,
-        sections=sections,
+        sections=[name for name, content in has.items() if content],
         data=_as_json(data),
         styles=_assets(_STYLES),
         scripts=_assets(_SCRIPTS),
@@ -74,6 +89,19 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         version=installed_version("mindspeed_mm") or "",
         command_folders=" ".join(str(run.folder) for run in runs),
     )
+
+
+def _rows(run: RunRecord, room: PictureRoom) -> dict[str, Any]:
+    """Rows and lengths of a run; what is generated has the room that pictures of samples leave."""
+    samples = samples_of(run.recorded, room)
+    generated = generated_of(run.recorded, room)
+    lengths = lengths_of(run.recorded)
+    return {"samples": samples, "generated": generated, "answers": answers_of(run.folder), "lengths": lengths}
+
+
+def _heats(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    experts = expert_map(run.recorded)
+    return {"ranks": rank_maps(run.recorded), "experts": [] if experts is None else [experts]}
 
 
 def _run_data(run: RunRecord) -> dict[str, Any]:

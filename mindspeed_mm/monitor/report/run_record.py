@@ -72,6 +72,11 @@ class RunRecord:
         return self.folder.resolve().name
 
     @property
+    def recorded(self) -> Path:
+        """The folder of what the run has recorded for its report."""
+        return (self.folder / ENDINGS).parent
+
+    @property
     def last_step(self) -> int:
         """The last logged step; 0: there is none."""
         return 0 if self.metrics.last is None else self.metrics.last["iteration"]

@@ -35,7 +35,7 @@
     small: value => (value && Math.abs(value) < 1e-2 ? value.toExponential(2) : digits(value, 4)),
     amount,
     percent: value => `${digits(100 * value, 3)} %`,
-    bytes: value => `${digits(value / 2 ** 30, 4)} GiB`,
+    gibibytes: value => `${digits(value, 4)} GiB`,
     milliseconds: value => (value < 1000 ? `${digits(value, 4)} ms` : `${digits(value / 1000, 4)} s`),
   };
   const AXES = {
@@ -258,6 +258,109 @@
     addEventListener("afterprint", () => { delete document.documentElement.dataset.print; drawAll(); });
   };
 
+  // Maps of colours: rows of ranks or layers, columns of steps or experts.
+  const LABELS = 46;
+  const parsed = text => {
+    const context = document.createElement("canvas").getContext("2d");
+    context.fillStyle = text;
+    return [1, 3, 5].map(at => parseInt(context.fillStyle.slice(at, at + 2), 16));
+  };
+  const between = (one, other, share) => `rgb(${one.map((value, at) => Math.round(value + (other[at] - value) * share)).join(" ")})`;
+
+  const openHeat = map => {
+    const box = make("div", "heat"), canvas = make("canvas"), told = make("span"), scale = make("span", "scale");
+    const legend = make("div", "legend"), gradient = make("i"), low = make("span"), high = make("span");
+    scale.append(low, gradient, high);
+    legend.append(told, scale);
+    box.append(make("h3", "", map.title), legend, canvas);
+    const form = FORMS[map.form], all = map.frames.flatMap(frame => frame.values.flat());
+    const largest = Math.max(...all), smallest = Math.min(...all);
+    const reach = map.relative ? Math.max(0.05, largest - 1, 1 - smallest) : 1;
+    let shown = map.frames.length - 1;
+
+    const colours = () => [colour("--s0"), colour("--card"), colour("--s1")].map(parsed);
+    const shade = (value, [blue, plain, orange]) => {
+      if (!map.relative) return between(plain, blue, largest > smallest ? 0.12 + 0.88 * (value - smallest) / (largest - smallest) : 0.5);
+      const share = Math.min(1, Math.abs(value - 1) / reach);
+      return between(plain, value > 1 ? orange : blue, share);
+    };
+    const place = () => {
+      const rows = map.rows.length, columns = map.columns.length;
+      const names = Math.min(150, Math.max(LABELS, 8 + 6.2 * Math.max(...map.rows.map(name => name.length))));
+      const width = Math.max(220, box.clientWidth - 28), size = Math.max(3, Math.min(22, Math.floor(420 / rows)));
+      return { rows, columns, names, width, size, cell: (width - names) / columns, height: rows * size + 20 };
+    };
+    const draw = () => {
+      const { rows, columns, names, width, size, cell, height } = place(), ratio = devicePixelRatio || 1;
+      canvas.width = width * ratio;
+      canvas.height = height * ratio;
+      canvas.style.height = `${height}px`;
+      const context = canvas.getContext("2d"), palette = colours();
+      context.scale(ratio, ratio);
+      const gap = size > 8 && cell > 8 ? 1 : 0;
+      map.frames[shown].values.forEach((row, at) => row.forEach((value, column) => {
+        context.fillStyle = shade(value, palette);
+        context.fillRect(names + column * cell, at * size, Math.max(1, cell - gap), size - gap);
+      }));
+      context.fillStyle = colour("--muted");
+      context.font = "11px system-ui, sans-serif";
+      context.textBaseline = "middle";
+      context.textAlign = "right";
+      const each = Math.ceil(13 / size);
+      for (let row = 0; row < rows; row += each) context.fillText(map.row ? `${map.row} ${map.rows[row]}` : map.rows[row], names - 6, row * size + size / 2, names - 6);
+      context.textAlign = "left";
+      const step = Math.max(1, Math.ceil(columns * 70 / width));
+      for (let column = 0; column < columns; column += step) context.fillText(map.columns[column].toLocaleString("en"), names + column * cell, rows * size + 11);
+      const [blue, plain, orange] = palette;
+      const stops = map.relative ? [blue, plain, orange] : [plain, blue];
+      gradient.style.setProperty("--gradient", `linear-gradient(90deg, ${stops.map(stop => between(stop, stop, 0)).join(", ")})`);
+      low.textContent = form(map.relative ? Math.max(0, 1 - reach) : smallest);
+      high.textContent = form(map.relative ? 1 + reach : largest);
+      tell();
+    };
+    const tell = (row, column) => {
+      const frame = map.frames[shown];
+      if (row !== undefined) {
+        told.textContent = `${map.row} ${map.rows[row]}, ${map.column} ${map.columns[column].toLocaleString("en")}: ${form(frame.values[row][column])}`.trim();
+        return;
+      }
+      const values = frame.values.flat();
+      told.textContent = `${frame.label ? `${frame.label}: ` : ""}from ${form(Math.min(...values))} to ${form(Math.max(...values))}`;
+    };
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", map.title);
+    canvas.addEventListener("mousemove", event => {
+      const { names, size, cell, rows, columns } = place();
+      const row = Math.floor(event.offsetY / size), column = Math.floor((event.offsetX - names) / cell);
+      if (row >= 0 && row < rows && column >= 0 && column < columns) tell(row, column); else tell();
+    });
+    canvas.addEventListener("mouseleave", () => tell());
+    if (map.frames.length > 1) {
+      const slider = make("input");
+      Object.assign(slider, { type: "range", min: 0, max: shown, value: shown, ariaLabel: "step" });
+      slider.addEventListener("input", () => { shown = Number(slider.value); draw(); });
+      box.append(slider);
+    }
+    return { box, draw };
+  };
+
+  const openHeats = () => {
+    const heats = [];
+    for (const holder of document.querySelectorAll("[data-heats]")) {
+      for (const map of data.heats[holder.dataset.heats]) {
+        const heat = openHeat(map);
+        holder.append(heat.box);
+        heats.push(heat);
+      }
+    }
+    const drawHeats = () => heats.forEach(heat => heat.draw());
+    drawHeats();
+    addEventListener("resize", drawHeats);
+    addEventListener("beforeprint", drawHeats);
+    addEventListener("afterprint", drawHeats);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHeats);
+  };
+
   // The bar of sections.
   for (const section of document.querySelectorAll("main > section[id]")) {
     const link = make("a", "", section.querySelector("h2").firstChild.textContent.trim());
@@ -265,6 +368,7 @@
     document.querySelector("nav").append(link);
   }
   if (data.charts.length) openCharts();
+  openHeats();
   if (data.waits) {
     const minutes = Math.floor((Date.now() / 1000 - data.made) / 60);
     if (minutes >= 30) {

@@ -96,16 +96,18 @@ def test_the_process_of_a_run_that_is_killed_shows_that_and_ends(tmp_path: Path)
     """The run holds its lock, and a child of it has the pipe open for a while longer."""
     folder = write_run(tmp_path / "run", 3)
     program = f"""
-import os, sys, time
-from mindspeed_mm.checkpoint.run_lock import RunLock
+import dataclasses, json, os, time
+from pathlib import Path
+from mindspeed_mm.checkpoint.lock_holder import LOCK, Holder
 from mindspeed_mm.monitor.report.sink import ReportSink
-with RunLock({str(folder)!r}):
-    sink = ReportSink({str(folder)!r})
-    print(sink._process.pid, flush=True)
-    if os.fork() == 0:
-        time.sleep(20)
-        os._exit(0)
-    time.sleep(60)
+folder = {str(folder)!r}
+Path(folder, LOCK).write_text(json.dumps(dataclasses.asdict(Holder.this_process())))
+sink = ReportSink(folder)
+print(sink._process.pid, flush=True)
+if os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+time.sleep(60)
 """
     run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None

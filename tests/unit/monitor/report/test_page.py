@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from mindspeed_mm.monitor.report.metrics_file import MetricsFile
 from mindspeed_mm.monitor.report.page import page_of
 from mindspeed_mm.monitor.report.run_record import read_run
-from tests.support.run_folders import start_of, write_run
+from tests.support.run_folders import start_of, step_line, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
+
+#: an object with keys of the files of a run, and other values
+OTHER = b'{"iteration": 1, "index": 1, "pieces": 3, "media": [4], "starts": [7], "histogram": 1, "layers": {"a": 1}}\n'
 
 
 class Page(HTMLParser):
@@ -86,6 +95,138 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     assert evil.texts["dd"][0].startswith("</script><script>")
     assert EVIL[1:].lower() in [chart["title"].lower()[1:] for chart in evil.data["charts"]]
     assert plain.sections == evil.sections
+
+
+def write_recorded(folder: Path, *, text: str = "Which digit?", sheets: int = 2, noise: int = 24) -> None:
+    """Write what a run records for its report, with pictures of random pixels.
+
+    Args:
+        text: of rows and prompts.
+        sheets: number of steps whose samples are there.
+        noise: side of a picture in pixels.
+    """
+    recorded = folder / "report"
+    generator = np.random.default_rng(0)
+
+    def picture(name: str) -> str:
+        (recorded / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (noise, noise, 3), dtype=np.uint8)).save(recorded / name)
+        return name
+
+    pieces = [{"text": text, "is_trained": False, "tokens": 3}, {"text": "seven", "is_trained": True, "tokens": 1}]
+    medium = {"kind": "image", "thumbnails": [picture("media/a.jpg")], "width": 56, "height": 28}
+    sample = {"where": f"{text}.json, row 3", "tokens": 4, "trained": 1, "cut_from": None, "pieces": pieces}
+    steps = [100 * number for number in range(1, sheets + 1)]
+    drawn = [
+        {"prompt": text, "index": i, "seed": i, "files": [picture(f"generated/step-{step}-{i}.jpg")], "iteration": step}
+        for step in steps
+        for i in range(2)
+    ]
+    lengths = {"rows": 30, "histogram": {"edges": [0, 10, 20], "counts": [10, 20]}, "capacity": 15, "padding": 0.25}
+    experts = [{"iteration": step, "layers": {text: [0.5, 0.25, 0.25, 0.0]}} for step in steps]
+    ranks = [{"iteration": step, "cost": [1.0, 3.0], "memory_bytes": [2**30, 2**31]} for step in steps]
+    answers = [
+        {"iteration": step, "index": 0, "prompt": text, "answer": str(step), "reference": "200"} for step in steps
+    ]
+    write_lines(recorded / "samples.jsonl", [{**sample, "media": [medium]}])
+    write_lines(recorded / "generated.jsonl", drawn)
+    write_lines(recorded / "experts.jsonl", experts)
+    write_lines(recorded / "ranks.jsonl", ranks)
+    write_lines(folder / "eval_answers.jsonl", answers)
+    (recorded / "lengths.json").write_text(json.dumps(lengths))
+
+
+def test_what_a_run_has_recorded_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_recorded(folder)
+    text = text_of(folder)
+    found = Page(text)
+    recorded = ["generated", "answers", "samples", "lengths", "ranks", "experts"]
+    assert found.sections == ["run", "curves", *recorded, "configuration", "environment"]
+    pictures = [attributes["src"] or "" for tag, attributes in found.elements if tag == "img"]
+    original = base64.b64encode((folder / "report/generated/step-100-0.jpg").read_bytes()).decode()
+    assert pictures[0] == f"data:image/jpeg;base64,{original}" and len(pictures) == 5
+    assert found.texts["mark"] == ["marked text", "seven"] and "4 tokens, 1 of them trained" in text
+    cells = [attributes for tag, attributes in found.elements if tag == "td" and attributes.get("class") == "right"]
+    assert len(cells) == 1 and text.count(">200</td>") == 1
+    assert "10 to 20 tokens: 20 rows" in text and "30 rows · 15 tokens fit into a packed row · 25.0 % padding" in text
+    cost, memory = found.data["heats"]["ranks"]
+    assert cost["frames"][0]["values"] == [[0.5, 0.5], [1.5, 1.5]] and cost["columns"] == [100, 200]
+    assert memory["frames"][0]["values"] == [[1.0, 1.0], [2.0, 2.0]]
+    (experts,) = found.data["heats"]["experts"]
+    assert experts["frames"][1] == {"label": "step 200", "values": [[2.0, 1.0, 1.0, 0.0]]}
+
+
+def test_texts_of_rows_are_no_markup_and_files_outside_of_the_folder_no_pictures(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_recorded(folder, text=EVIL.replace("/", "|"))
+    plain = write_run(tmp_path / "plain")
+    write_recorded(plain)
+    evil = page(folder)
+    assert [tag for tag, _ in evil.elements] == [tag for tag, _ in page(plain).elements]
+    outside = tmp_path / "outside.jpg"
+    outside.write_bytes((folder / "report/media/a.jpg").read_bytes())
+    (folder / "report/media/text.jpg").write_text("<svg onload=alert(1)>")
+    names = [f"../../{outside.name}", str(outside), "media/text.jpg", "media/absent.jpg", 3, "\0"]
+    medium = {"kind": "image", "thumbnails": names}
+    write_lines(folder / "report/samples.jsonl", [{"pieces": [], "media": [medium]}])
+    pictures = [attributes["src"] or "" for tag, attributes in page(folder).elements if tag == "img"]
+    assert len(pictures) == 4 and all(picture.startswith("data:image/jpeg") for picture in pictures)
+
+
+def test_a_page_of_a_long_run_with_many_pictures_is_at_most_two_megabytes(tmp_path: Path) -> None:
+    """60 sheets of pictures of 50 kB, 6,000 steps with 40 figures of the loss function: fewer of them are shown."""
+    folder = write_run(tmp_path / "run", settings="x: " + "word " * 100_000)
+    own = {f"figure_{number}": math.pi * number for number in range(40)}
+    values = random.Random(0)
+    write_lines(
+        folder / "metrics.jsonl",
+        (step_line(i, **{n: v * values.random() for n, v in own.items()}) for i in range(1, 6_001)),
+    )
+    write_recorded(folder, sheets=60, noise=240)
+    text = text_of(folder)
+    assert 1_000_000 < len(text.encode()) < 2_000_000
+    sheet = text.partition('<section id="generated">')[2].partition("</section>")[0]
+    assert "of 60 steps are shown" in sheet and "step 6,000" in sheet and "step 100<" in sheet
+    assert 4 <= sheet.count("<img") < 16
+
+
+def test_a_folder_with_nothing_but_faults_still_has_a_page(tmp_path: Path) -> None:
+    """Files of another form, cut in two or empty: what can't be read is as if it weren't there."""
+    folder = write_run(tmp_path / "run")
+    write_recorded(folder)
+    for file in [*folder.glob("*.json*"), *folder.glob("report/*.json*"), folder / "run.yaml"]:
+        content = file.read_bytes()
+        for broken in (
+            b"",
+            b"[1, 2]",
+            OTHER,
+            b"\xff{",
+        ):
+            file.write_bytes(broken)
+            assert "</html>" in text_of(folder)
+        file.write_bytes(content[: len(content) // 2])
+        assert "</html>" in text_of(folder)
+    assert page(folder).sections
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    """Figures, with the best marked, and what differs in what they were given, but for where they write."""
+    one = write_run(tmp_path / "one", 30)
+    other = write_run(tmp_path / "other", 20, settings="gpt_args:\n  lr: 0.002\n  save: runs/y\n  extra: true\n")
+    text = text_of(one, other)
+    found = Page(text)
+    assert found.sections == ["comparison", "curves", "configuration", "environment"]
+    rows = re.findall(r'<tr><th scope="row"[^>]*>([^<]*)</th>(.*?)</tr>', text)
+    cells = {name: re.findall(r"<td(.*?)>([^<]*)</td>", cells) for name, cells in rows}
+    assert cells["last loss"] == [(' class="best"', f"{5 / math.sqrt(30):.4f}"), ("", f"{5 / math.sqrt(20):.4f}")]
+    assert [value for _, value in cells["best validation loss"]] == ["0.1000", "0.1500"]
+    assert [value for _, value in cells["gpt_args.lr"]] == ["0.001", "0.002"]
+    assert [value for _, value in cells["gpt_args.extra"]] == ["", "True"] and "gpt_args.save" not in cells
+    loss = found.data["charts"][0]
+    assert [(series["run"], series["label"]) for series in loss["series"]] == [
+        (run, label) for run in range(2) for label in ("training", "evaluation")
+    ]
 
 
 def test_sections_without_data_are_absent(tmp_path: Path) -> None:
