@@ -11,13 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from mindspeed_mm.monitor.report.metrics_file import MetricsFile
 from mindspeed_mm.monitor.report.page import page_of
 from mindspeed_mm.monitor.report.run_record import read_run
-from tests.support.run_folders import start_of, step_line, write_lines, write_run
+from tests.support.run_folders import start_of, step_line, write_lines, write_recorded, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
 
@@ -95,45 +92,6 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     assert evil.texts["dd"][0].startswith("</script><script>")
     assert EVIL[1:].lower() in [chart["title"].lower()[1:] for chart in evil.data["charts"]]
     assert plain.sections == evil.sections
-
-
-def write_recorded(folder: Path, *, text: str = "Which digit?", sheets: int = 2, noise: int = 24) -> None:
-    """Write what a run records for its report, with pictures of random pixels.
-
-    Args:
-        text: of rows and prompts.
-        sheets: number of steps whose samples are there.
-        noise: side of a picture in pixels.
-    """
-    recorded = folder / "report"
-    generator = np.random.default_rng(0)
-
-    def picture(name: str) -> str:
-        (recorded / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 255, (noise, noise, 3), dtype=np.uint8)).save(recorded / name)
-        return name
-
-    pieces = [{"text": text, "is_trained": False, "tokens": 3}, {"text": "seven", "is_trained": True, "tokens": 1}]
-    medium = {"kind": "image", "thumbnails": [picture("media/a.jpg")], "width": 56, "height": 28}
-    sample = {"where": f"{text}.json, row 3", "tokens": 4, "trained": 1, "cut_from": None, "pieces": pieces}
-    steps = [100 * number for number in range(1, sheets + 1)]
-    drawn = [
-        {"prompt": text, "index": i, "seed": i, "files": [picture(f"generated/step-{step}-{i}.jpg")], "iteration": step}
-        for step in steps
-        for i in range(2)
-    ]
-    lengths = {"rows": 30, "histogram": {"edges": [0, 10, 20], "counts": [10, 20]}, "capacity": 15, "padding": 0.25}
-    experts = [{"iteration": step, "layers": {text: [0.5, 0.25, 0.25, 0.0]}} for step in steps]
-    ranks = [{"iteration": step, "cost": [1.0, 3.0], "memory_bytes": [2**30, 2**31]} for step in steps]
-    answers = [
-        {"iteration": step, "index": 0, "prompt": text, "answer": str(step), "reference": "200"} for step in steps
-    ]
-    write_lines(recorded / "samples.jsonl", [{**sample, "media": [medium]}])
-    write_lines(recorded / "generated.jsonl", drawn)
-    write_lines(recorded / "experts.jsonl", experts)
-    write_lines(recorded / "ranks.jsonl", ranks)
-    write_lines(folder / "eval_answers.jsonl", answers)
-    (recorded / "lengths.json").write_text(json.dumps(lengths))
 
 
 def test_what_a_run_has_recorded_is_shown(tmp_path: Path) -> None:
