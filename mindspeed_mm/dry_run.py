@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.working_directory import enter_working_directory
 from mindspeed_mm.configs.yaml_run import in_words_of_the_file
 from mindspeed_mm.launch import errors_as_sentences
 from mindspeed_mm.utils.errors import MMError, kind_of
@@ -45,8 +46,9 @@ def dry_run(recipe: Recipe, words: Sequence[str]) -> int:
     """
 
     def outline() -> Mapping[str, object]:
-        with in_words_of_the_file(words):
-            return outline_of(describe(words, recipe), recipe)
+        there = enter_working_directory(words)
+        with in_words_of_the_file(there):
+            return outline_of(describe(there, recipe), recipe)
 
     return print_answer(outline)
 

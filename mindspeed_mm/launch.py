@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.recipe import Recipe
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.working_directory import enter_working_directory
 from mindspeed_mm.configs.yaml_run import in_words_of_the_file
 from mindspeed_mm.monitor.signals import StopSignal
 from mindspeed_mm.utils.errors import MMError, kind_of
@@ -32,12 +33,17 @@ def described(recipe: Recipe, argv: Sequence[str] | None = None) -> Iterator[tup
         recipe: what the script trains.
         argv: the words after the script's name; None: those of this process.
     """
-    words = sys.argv[1:] if argv is None else argv
-    with errors_as_sentences(), StopSignal() as stop, in_words_of_the_file(words):
-        run = describe(words, recipe)
-        if run.checkpoint.save and run.launch.local_rank == 0:
-            refuse_unwritable(run.checkpoint.save, "--save")
-        yield run, stop
+    with errors_as_sentences(), StopSignal() as stop:
+        words = enter_working_directory(sys.argv[1:] if argv is None else argv)
+        with in_words_of_the_file(words):
+            yield _described(words, recipe), stop
+
+
+def _described(words: Sequence[str], recipe: Recipe) -> Run:
+    run = describe(words, recipe)
+    if run.checkpoint.save and run.launch.local_rank == 0:
+        refuse_unwritable(run.checkpoint.save, "--save")
+    return run
 
 
 @contextmanager

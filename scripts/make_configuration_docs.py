@@ -108,6 +108,7 @@ in such a word is YAML: `gpt_args.lr=2e-5`, `"fsdp2.recompute_modules=['model.la
 | `data` | that of `data.json` |
 | `MM_TOOL_PATH`, or `tool` | path of `tools.json`, or its content |
 | `fsdp2` | that of `fsdp2.yaml`, in place of `gpt_args.fsdp2_config_path` |
+| `working_directory` | where relative paths start; absent: the current folder. A run writes it into its run.yaml |
 | a key with an anchor | a value for other places: `SAVE_PATH: &SAVE_PATH runs/mine`, and there `*SAVE_PATH` |
 
 A list gives a flag all of its values, and so does text with commas where a flag takes several; `true` and `false` turn

@@ -14,6 +14,7 @@ from typing import Any
 from mindspeed_mm.checkpoint.lock_holder import Holder
 from mindspeed_mm.checkpoint.run_folder import LAUNCH, RUN_FILE, read_record
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.working_directory import WORKING_DIRECTORY, named_from
 from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.utils.files import is_same_path, replace_file, write_json
 from mindspeed_mm.utils.log import logger
@@ -23,6 +24,8 @@ _PACKAGES = ("mindspeed_mm", "torch", "torchvision", "transformers", "diffusers"
 #: what was there in the place of RUN_FILE, where a run was started with other words beside it
 OWN_FILE = "run.own.yaml"
 _GIT_SECONDS = 5
+#: of `git status --porcelain=v2 --branch`: how the line begins that names the commit, and its name before the first
+_COMMIT, _NO_COMMIT = "# branch.oid ", "(initial)"
 _STARTED = "Started on"
 _HEADING = f"# {_STARTED} "
 
@@ -61,8 +64,9 @@ def record_launch(
     earlier = read_record(save).get("starts", []) if iteration or run.launch.restarts else []
     write_json(Path(save) / LAUNCH, {"launch": this_launch_id(), "starts": [*earlier, start]})
     heading = (
-        f"{_STARTED} {run.launch.world_size} processes in {os.getcwd()}. The same run again, into another folder:\n"
-        f"mindspeed-mm train {save} --save FOLDER"
+        f"{_STARTED} {run.launch.world_size} processes. The same run again, from any folder and into another one:\n"
+        f"mindspeed-mm train {os.path.abspath(save)} --save FOLDER\n"
+        f"Relative paths start at {WORKING_DIRECTORY}; where that isn't there, where 'save' starts here."
     )
     file = Path(save) / RUN_FILE
     if not _is_started_by(file):
@@ -95,9 +99,11 @@ def this_launch_id() -> dict[str, str]:
 
 
 def _program() -> list[str]:
-    """What Python runs: `-m` and a module, or the path of a script."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["-m", spec.name] if spec is not None else [sys.argv[0]]
+    """What Python runs: `-m` and a module, or a script, as the working directory names it if it is inside."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    # __file__ is absolute; sys.argv[0] may start at the folder before `enter_working_directory`
+    return ["-m", spec.name] if spec is not None else [named_from(os.getcwd(), getattr(main, "__file__", sys.argv[0]))]
 
 
 def _versions() -> dict[str, str]:
@@ -106,15 +112,20 @@ def _versions() -> dict[str, str]:
 
 def _git_state() -> dict[str, Any] | None:
     """Commit of the working directory's checkout, and whether files differ from it; None: it is none."""
-    commit = _git("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "is_changed": bool(_git("status", "--porcelain"))}
-
-
-def _git(*words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *words], capture_output=True, text=True, timeout=_GIT_SECONDS, stdin=subprocess.DEVNULL, check=False
+            ["git", "status", "--porcelain=v2", "--branch"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    commit = next((line.removeprefix(_COMMIT) for line in lines if line.startswith(_COMMIT)), _NO_COMMIT)
+    if commit == _NO_COMMIT:
+        return None
+    return {"commit": commit, "is_changed": any(not line.startswith("# ") for line in lines)}

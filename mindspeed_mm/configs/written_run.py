@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from mindspeed_mm.configs.files import FileSection, read_yaml
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.spec import all_flags
 from mindspeed_mm.configs.run import Run
+from mindspeed_mm.configs.working_directory import WORKING_DIRECTORY, named_from
 from mindspeed_mm.utils.files import is_same_path
 
 #: flags whose files are sections of the file, and those that another start must give anew
@@ -34,7 +36,10 @@ def written_run(run: Run, heading: str) -> str:
         run: its flags are written as they were given, its files with the content that was read.
         heading: lines of comments above it, without their '#'.
     """
-    content: dict[str, Any] = {"gpt_args": _flags(run)}
+    folder = os.getcwd()
+    content: dict[str, Any] = {WORKING_DIRECTORY: folder, "gpt_args": _flags(run)}
+    if "save" in content["gpt_args"]:
+        content["gpt_args"]["save"] = named_from(folder, content["gpt_args"]["save"])
     content |= {name: getattr(run.files, name).to_dict() for name in ("model", "data") if hasattr(run.files, name)}
     if hasattr(run.files, "tool"):
         content["tools"] = run.files.tool.to_dict()

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_mm.configs.files import FileSection, top_level_anchors
 from mindspeed_mm.configs.scalars import show
 from mindspeed_mm.configs.sections import join, raise_all
+from mindspeed_mm.configs.working_directory import WORKING_DIRECTORY
 from mindspeed_mm.configs.yaml_run import Dialect, FlagValue, YamlRun
 from mindspeed_mm.utils.errors import did_you_mean
 from mindspeed_mm.utils.log import notice
@@ -32,7 +33,10 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
     sections: dict[str, FileSection] = {}
     problems = []
     for key, value in content.items():
-        if key == _TOOL_PATH:
+        if key == WORKING_DIRECTORY:
+            if not isinstance(value, str):
+                problems.append(f"{path}: '{key}' is {show(value)}; expected the path of a folder")
+        elif key == _TOOL_PATH:
             flags.append(FlagValue(key, "mm_tool", value))
         elif key in _FLAG_SECTIONS or key in _FILE_SECTIONS:
             if value is not None and not isinstance(value, Mapping):
@@ -44,7 +48,7 @@ def _read(content: Mapping[str, Any], path: str) -> YamlRun:
             else:
                 sections[_FILE_SECTIONS[key]] = FileSection(path, key, value or {})
         elif key not in _VARIABLES and (key not in anchors or isinstance(value, Mapping)):
-            known = (*_FLAG_SECTIONS, *_FILE_SECTIONS, _TOOL_PATH, *_VARIABLES)
+            known = (*_FLAG_SECTIONS, *_FILE_SECTIONS, _TOOL_PATH, WORKING_DIRECTORY, *_VARIABLES)
             hint = did_you_mean(key, known) or f"; keys here: {', '.join(known[:8])}"
             problems.append(f"{path}: unknown key '{key}' (value {show(value)}){hint}")
         elif anchors.get(key) not in referred:

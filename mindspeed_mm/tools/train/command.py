@@ -59,6 +59,8 @@ def main(words: Sequence[str]) -> int:
         return _run_bash(target, before)
     if target.processes is not None and not any(word.startswith(_NUMBERS) for word in before):
         options.nproc_per_node = str(target.processes)
+    if target.folder is not None:
+        os.chdir(target.folder)
     os.environ[STARTER] = "mindspeed-mm train"  # of a bash script the published log lines are expected
     return _run(options, target.words)
 

@@ -32,4 +32,6 @@ def main(words: Sequence[str]) -> int:
             "script, and start it by mindspeed-mm train --nproc-per-node 1"
         )
     size = ["--world-size", str(target.processes)] if target.processes and "--world-size" not in words else []
-    return subprocess.run([sys.executable, *target.words, "--dry-run", *size], check=False).returncode
+    return subprocess.run(
+        [sys.executable, *target.words, "--dry-run", *size], cwd=target.folder, check=False
+    ).returncode

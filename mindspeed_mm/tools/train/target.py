@@ -11,6 +11,7 @@ from mindspeed_mm.checkpoint.run_folder import RUN_FILE, read_record
 from mindspeed_mm.configs.files import YAML_SUFFIXES, read_yaml
 from mindspeed_mm.configs.other_scripts import describes_generation
 from mindspeed_mm.configs.scalars import read_bool
+from mindspeed_mm.configs.working_directory import with_absolute_paths, working_directory_of
 from mindspeed_mm.configs.yaml_run import dialects
 from mindspeed_mm.utils.errors import ConfigError, did_you_mean
 
@@ -33,11 +34,13 @@ class LaunchTarget:
         words: what every process runs, after the Python interpreter: `-m` and a module, or a script, and its words.
         bash: a launch script, which names the processes' program itself; None: it isn't one.
         processes: of this machine, as the run of a run folder had them; None: nothing says.
+        folder: where the words are read, of a run folder; None: the current one.
     """
 
     words: tuple[str, ...] = ()
     bash: str | None = None
     processes: int | None = None
+    folder: str | None = None
 
 
 def find_target(name: str, words: Sequence[str]) -> LaunchTarget:
@@ -53,6 +56,8 @@ def find_target(name: str, words: Sequence[str]) -> LaunchTarget:
     path = Path(name)
     if path.is_dir() and (path / RUN_FILE).is_file():
         return _of_run_folder(path, words)
+    if path.name == RUN_FILE and path.is_file() and read_record(path.parent):
+        return _of_run_folder(path.parent, words)
     if path.suffix.lower() in YAML_SUFFIXES:
         return LaunchTarget(("-m", ENTRY_MODULES[entry_of_yaml(str(path), words)], str(path), *words))
     if path.suffix == ".sh" and path.is_file():
@@ -73,7 +78,11 @@ def _of_run_folder(folder: Path, words: Sequence[str]) -> LaunchTarget:
     start = (record.get("starts") or [{}])[-1]
     file = str(folder / RUN_FILE)
     program = start.get("program") or ["-m", ENTRY_MODULES[entry_of_yaml(file, words)]]
-    return LaunchTarget((*program, file, *words), processes=start.get("processes_per_machine"))
+    directory = working_directory_of(file) or start.get("working_directory")  # a file of one's own names none
+    if directory is not None and not Path(directory).is_dir():
+        directory = None
+    there = [file, *words] if directory is None else with_absolute_paths([file, *words])
+    return LaunchTarget((*program, *there), processes=start.get("processes_per_machine"), folder=directory)
 
 
 def entry_of_yaml(path: str, words: Sequence[str] = ()) -> str:

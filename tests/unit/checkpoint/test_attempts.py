@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from mindspeed_mm.checkpoint.attempts import continued, is_own
 from mindspeed_mm.checkpoint.launch_record import record_launch
-from mindspeed_mm.checkpoint.run_folder import LAUNCH, TRACKER
+from mindspeed_mm.checkpoint.run_folder import LAUNCH, TRACKER, read_record
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.written_run import written_run
 from mindspeed_mm.utils.launch import Launch
@@ -78,3 +79,29 @@ def test_a_file_that_alone_starts_a_run_keeps_its_comments(tmp_path: Path, monke
         record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
         assert file.read_text().startswith("# Started on 1 processes")
         assert (tmp_path / "run.own.yaml").read_text() == own
+
+
+def test_the_state_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit, and whether any file differs from it, an untracked one included; nothing before the first commit."""
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+        return subprocess.run(["git", *identity, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    def state() -> object:
+        record_launch(tmp_path / "run", run_of(save=str(tmp_path / "run")), iteration=0)
+        return read_record(tmp_path / "run")["starts"][-1]["git"]
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert state() is None
+    git("init")
+    assert state() is None
+    git("commit", "--allow-empty", "-m", "first")
+    assert state() == {"commit": git("rev-parse", "HEAD"), "is_changed": False}
+    Path("new").touch()
+    assert state() == {"commit": git("rev-parse", "HEAD"), "is_changed": True}
+    git("add", "new")
+    assert state() == {"commit": git("rev-parse", "HEAD"), "is_changed": True}
