@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.best import BEST
-from mindspeed_mm.checkpoint.run_folder import ANSWERS, METRICS, ROWS, TRACKER, checkpoints, hide
+from mindspeed_mm.checkpoint.run_folder import (
+    ANSWERS,
+    LOSS_PICTURE,
+    METRICS,
+    REPORT_FOLDER,
+    REPORT_PAGE,
+    ROWS,
+    TRACKER,
+    checkpoints,
+    hide,
+)
 from mindspeed_mm.checkpoint.start import Start
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.files import fsync_path, is_inside, is_same_path
@@ -19,12 +29,14 @@ from mindspeed_mm.utils.log import logger
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
 _RECORDS = "|".join(name.removesuffix(".jsonl") for name in (METRICS, ANSWERS))
 _OTHERS = re.compile(rf"hf(_ema)?(_iter_\d{{7,}})?|{ROWS}|({_RECORDS})(\.\d+)?\.jsonl")
+#: what shows a run: no trace of one by itself, as these names may be anybody's
+_SHOWN = (REPORT_PAGE, LOSS_PICTURE, REPORT_FOLDER)
 
 
 def traces_of_run(root: Path) -> list[Path]:
     """Return the files and folders of a run, in the order for removal.
 
-    It is: tracker, best.json, checkpoints, exports, records.
+    It is: tracker, best.json, checkpoints, exports, records, its report.
 
     A tracker that names `release` is not listed: a conversion wrote it, and a run may start from its weights.
     """
@@ -32,12 +44,13 @@ def traces_of_run(root: Path) -> list[Path]:
         return []
     tracker, names = root / TRACKER, sorted(root.iterdir())
     tracks_a_run = tracker.is_file() and tracker.read_text(encoding="utf-8", errors="replace").strip() != "release"
-    return [
+    found = [
         *([tracker] if tracks_a_run else []),
         *([root / BEST] if (root / BEST).is_file() else []),
         *(path for path in names if _CHECKPOINT.fullmatch(path.name)),
         *(path for path in names if _OTHERS.fullmatch(path.name)),
     ]
+    return [*found, *(path for path in names if found and path.name in _SHOWN)]
 
 
 def prepare_run_folder(

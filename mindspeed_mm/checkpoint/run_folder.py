@@ -30,11 +30,11 @@ ANSWERS = "eval_answers.jsonl"
 ROWS = "rows"
 LAUNCH = "launch.json"
 RUN_FILE = "run.yaml"
-ENDINGS = "report/endings.jsonl"
-REPORT_PAGE = "report.html"
-LOSS_PICTURE = "loss.png"
 #: folder of what a run leaves for its report
 REPORT_FOLDER = "report"
+ENDINGS = f"{REPORT_FOLDER}/endings.jsonl"
+REPORT_PAGE = "report.html"
+LOSS_PICTURE = "loss.png"
 #: --ckpt-step: an iteration, or the one that best.json names
 CheckpointStep = int | Literal["best"]
 _ITERATION = re.compile(r"^iter_(\d{7,})$")

@@ -86,7 +86,7 @@ def flags(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     folder = tmp_path_factory.mktemp("train")
     data = write_mixed_dataset(folder / "data", rows=14, images=False)
     files = write_run_files(folder, qwen3_dir, data, fsdp2={"sub_modules_to_wrap": WRAP_TEXT})
-    return launch_flags(files, micro_batch_size=1, global_batch_size=4, save_interval=100_000)
+    return launch_flags(files, micro_batch_size=1, global_batch_size=4, save_interval=100_000, no_report=False)
 
 
 @pytest.fixture
@@ -110,8 +110,11 @@ def test_two_nodes_have_the_losses_of_one_and_end_on_a_signal_to_either(
     assert not any(map(is_alive, started[0].below))
     last = last_of(run)
     assert (run / f"iter_{last:07d}" / "manifest.json").is_file()
-    ranks2.run(run_entry, [*flags, "--train-iters", str(last), "--save", str(whole)], timeout=120)
+    ranks2.run(run_entry, [*flags, "--no-report", "--train-iters", str(last), "--save", str(whole)], timeout=120)
     assert losses_of(run) == losses_of(whole)
+    (end,) = read_metrics(run / "report" / "endings.jsonl")
+    assert (end["state"], end["iteration"]) == ("stopped", last)
+    assert f"stopped after step {last} of 100,000" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_launch_script_goes_on_after_a_rank_is_killed(
@@ -129,6 +132,11 @@ def test_a_launch_script_goes_on_after_a_rank_is_killed(
     os.kill(started[0].rank(1), signal.SIGKILL)
     assert started[0].wait() == 0, started[0].log.read_text()[-4000:]
     assert "(restart 1 of at most 1)" in started[0].log.read_text()
-    ranks2.run(run_entry, [*flags, "--save", str(whole)], timeout=120)
+    ranks2.run(run_entry, [*flags, "--no-report", "--save", str(whole)], timeout=120)
     assert losses_of(run) == losses_of(whole)
     assert not any(map(is_alive, started[0].below))
+    ends = [(line["state"], line["rank"]) for line in read_metrics(run / "report" / "endings.jsonl")]
+    assert ends == [("failed", 0), ("finished", 0)]
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "finished: step 40 of 40" in page and "went on after step 6" in page
+    assert not (whole / "report.html").exists()

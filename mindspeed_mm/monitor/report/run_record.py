@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_mm.checkpoint.run_folder import ENDINGS, RUN_FILE, read_record
+from mindspeed_mm.checkpoint.run_folder import ENDINGS, REPORT_FOLDER, RUN_FILE, read_record
 from mindspeed_mm.monitor.report.lines import whole_lines
 from mindspeed_mm.monitor.report.metrics_file import MetricsFile
 from mindspeed_mm.monitor.report.state import State, parse_time, state_of
@@ -74,7 +74,7 @@ class RunRecord:
     @property
     def recorded(self) -> Path:
         """The folder of what the run has recorded for its report."""
-        return (self.folder / ENDINGS).parent
+        return self.folder / REPORT_FOLDER
 
     @property
     def last_step(self) -> int:

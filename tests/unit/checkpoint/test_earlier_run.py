@@ -69,6 +69,17 @@ def test_every_trace_of_a_run_makes_a_folder_used(tmp_path: Path, trace: str) ->
         settle(tmp_path)
 
 
+def test_a_report_is_removed_with_its_run_and_nobody_elses_by_itself(tmp_path: Path) -> None:
+    """Files of these names may be a user's own: they make no folder a run's."""
+    shown = ("loss.png", "report", "report.html")
+    used(tmp_path, others=shown)
+    settle(tmp_path, overwrite=True)
+    assert names(tmp_path) == sorted(shown)
+    (tmp_path / "metrics.jsonl").touch()
+    settle(tmp_path, overwrite=True)
+    assert names(tmp_path) == []
+
+
 def test_a_folder_of_converted_weights_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "release").mkdir()
     (tmp_path / "release" / ".metadata").touch()
