@@ -148,6 +148,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS: dict[str, AttentionKernel] = {
     "plain": PLAIN,
     "cpu": PaddedHeads(CPUFlashAttention()),
+    "cpu, heads repeated": PaddedHeads(CPUFlashAttention(takes_groups=False)),
     "cuda": PaddedHeads(CUDAFlashAttention(), multiple=8),
     "ascend": PaddedHeads(NPUFusionAttention()),
 }
