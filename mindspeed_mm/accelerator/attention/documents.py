@@ -37,10 +37,13 @@ class Documents:
     def of(cls, numbers: Tensor) -> Documents:
         """Find the documents of `numbers` [batch, sequence] int64: equal neighbours are a document, 0 is padding."""
         rows: list[list[tuple[int, bool]]] = [[] for _ in numbers]
-        of_rows = torch.arange(len(numbers)).unsqueeze(1).expand_as(numbers)
-        runs, lengths = torch.stack([of_rows, numbers]).flatten(1).unique_consecutive(return_counts=True, dim=1)
-        for row, number, length in zip(*runs.tolist(), lengths.tolist(), strict=True):
-            rows[row].append((length, number != 0))
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        torch.ne(numbers[:, 1:], numbers[:, :-1], out=begins[:, 1:])
+        flat = begins.flatten().nonzero().squeeze(1)
+        lengths = flat.diff(append=flat.new_tensor([numbers.numel()]))
+        of_runs = flat // max(1, numbers.shape[1]), lengths, numbers.flatten()[flat] != 0
+        for row, length, is_document in torch.stack(of_runs).T.tolist():
+            rows[row].append((length, bool(is_document)))
         return cls(tuple(map(tuple, rows)))
 
     @classmethod

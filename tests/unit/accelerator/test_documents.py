@@ -82,6 +82,17 @@ def test_where_documents_are() -> None:
     assert not Documents.in_one_row([3, 0, 2]).has_padding and Documents.in_one_row([3, 0, 2]).shape == (1, 5)
 
 
+def test_reading_longer_rows_takes_no_more_operators() -> None:
+    """`unique_consecutive` compares the tokens of several rows one by one."""
+
+    def operators_of(tokens: int) -> int:
+        with torch.profiler.profile() as profile:
+            Documents.of(torch.arange(2 * tokens).view(2, tokens) // 4)
+        return sum(event.count for event in profile.key_averages())
+
+    assert operators_of(1024) == operators_of(8) < 100
+
+
 def test_documents_of_other_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="for documents of 1 rows of 5 tokens"):
         document_attention(KERNELS["cpu"], *draw(), Documents.in_one_row([3, 2]), scale=SCALE)
