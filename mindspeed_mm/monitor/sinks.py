@@ -10,7 +10,7 @@ from mindspeed_mm.monitor.metrics import MetricsSink
 from mindspeed_mm.monitor.records import Sink
 from mindspeed_mm.monitor.report.sink import ReportSink
 from mindspeed_mm.monitor.trackers.described import tracked_run
-from mindspeed_mm.monitor.trackers.registry import TITLES, open_tracker
+from mindspeed_mm.monitor.trackers.registry import TITLES, load_tracker
 from mindspeed_mm.monitor.trackers.sink import TrackerSink
 
 
@@ -30,7 +30,7 @@ def open_sinks(run: Run, *, iteration: int, is_logging_rank: bool) -> list[Sink]
     tracked = tracked_run(run, iteration) if names else None
     for name in names:
         assert tracked is not None
-        sinks.append(TrackerSink(name, TITLES[name], tracked, partial(open_tracker, name, flags=run.trackers)))
+        sinks.append(TrackerSink(name, TITLES[name], tracked, partial(load_tracker, name, run.trackers)))
     if run.checkpoint.save and run.logging.report:
         sinks.append(ReportSink(run.checkpoint.save))  # closed last: it shows what the others have written
     return sinks

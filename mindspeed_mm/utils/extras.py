@@ -23,6 +23,9 @@ EXTRAS: dict[str, dict[str, str]] = {
     "plots": {"matplotlib": "matplotlib"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "wandb": {"wandb": "wandb"},
+    "swanlab": {"swanlab": "swanlab"},
+    "mlflow": {"mlflow-skinny": "mlflow", "sqlalchemy": "sqlalchemy", "alembic": "alembic"},
+    "trackio": {"trackio": "trackio"},
     "convert": {"jsonargparse": "jsonargparse"},
     "serve": {
         "fastapi": "fastapi",

@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mindspeed_mm.monitor.metrics import read_metrics
-from tests.support.launch import ROOT, WRAP_TEXT, launch_flags, run_entry, write_run_files
-from tests.support.processes import free_port, is_alive, processes_below
+from tests.support.launch import WRAP_TEXT, launch_flags, run_entry, write_run_files
+from tests.support.processes import free_port, is_alive
 from tests.support.tiny import write_mixed_dataset
+from tests.support.train_command import Command, last_of, losses_of
 from tests.support.workers import RankPool
 
-TRAIN = [sys.executable, "-m", "mindspeed_mm.tools.cli", "train"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-
-
-class Command:
-    """A command line of `mindspeed-mm train`, in a session of its own."""
-
-    def __init__(self, words: list[str], log: Path) -> None:
-        self.log = log
-        with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                [*TRAIN, *words],
-                cwd=ROOT,
-                env=ENVIRONMENT,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.below: set[int] = set()
-
-    def wait_for(self, run: Path, iteration: int) -> None:
-        """Wait until the run in a folder has logged an iteration."""
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or last_of(run) < iteration:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"ended or hangs:\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.01)
-        self.below |= set(processes_below(self.process.pid))
-
-    def rank(self, number: int) -> int:
-        """Return the process id of a rank."""
-        variable = f"\0LOCAL_RANK={number}\0".encode()
-        tree = processes_below(self.process.pid)
-        ranks = [pid for pid in tree if variable in Path(f"/proc/{pid}/environ").read_bytes()]
-        return next(pid for pid in ranks if not any(pid in tree[other] for other in ranks))  # no worker of its loader
-
-    def wait(self) -> int:
-        """Wait for the end, and return the status."""
-        return self.process.wait(timeout=120)
-
-    def kill(self) -> None:
-        """End what still runs."""
-        for pid in {*self.below, *(processes_below(self.process.pid) if self.process.poll() is None else ())}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def last_of(run: Path) -> int:
-    """The last iteration that a run has logged."""
-    return max((record["iteration"] for record in read_metrics(run / "metrics.jsonl")), default=0)
-
-
-def losses_of(run: Path) -> dict[int, float]:
-    """The loss of each iteration; of those that ran twice, the later one."""
-    return {record["iteration"]: record["loss"] for record in read_metrics(run / "metrics.jsonl")}
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,53 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
+from mindspeed_mm.monitor.trackers.kept import KeptFile
+
 Figures = dict[int, dict[str, float]]
+
+
+def offline_variables(folder: Path) -> dict[str, str]:
+    """Environment variables with which trackers write below a folder, and reach for no network."""
+    return {
+        "HOME": str(folder / "home"),
+        "WANDB_MODE": "offline",
+        **{f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "CACHE", "DATA")},
+        "SWANLAB_MODE": "offline",
+        "SWANLAB_ROOT": str(folder / "swanlab"),
+        "MLFLOW_TRACKING_URI": str(folder / "mlruns"),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TRACKIO_DIR": str(folder / "trackio"),  # read when trackio is imported
+    }
+
+
+def figures_by_tracker(save: Path, project: str, trackio: Path) -> dict[str, Callable[[], list[Figures]]]:
+    """Tracker → what reads the parts of its store: of most there is one, of W&B and SwanLab one a start.
+
+    Args:
+        save: run folder.
+        project: of the run in trackers.
+        trackio: Trackio's folder.
+    """
+
+    def known_as(name: str) -> str:
+        kept = KeptFile(save, name).read()
+        assert kept is not None
+        return kept.run_id
+
+    return {
+        "tensorboard": lambda: [tensorboard_figures(save / "tensorboard")],
+        "wandb": lambda: wandb_figures(save),
+        "swanlab": lambda: swanlab_figures(save),
+        "mlflow": lambda: [mlflow_figures(known_as("mlflow"))],
+        "trackio": lambda: [trackio_figures(trackio / f"{project}.db", known_as("trackio"))],
+    }
 
 
 def tensorboard_figures(folder: Path) -> Figures:
@@ -18,9 +60,7 @@ def tensorboard_figures(folder: Path) -> Figures:
     found: Figures = {}
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
-            figures = found.setdefault(event.step, {})
-            assert name not in figures, f"step {event.step} twice"
-            figures[name] = event.value
+            _add(found, event.step, name, event.value)
     return found
 
 
@@ -42,6 +82,49 @@ def wandb_figures(folder: Path) -> list[Figures]:
             found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
         parts.append(found)
     return parts
+
+
+def swanlab_figures(folder: Path) -> list[Figures]:
+    """Those of each part of a SwanLab experiment, in the order of the starts."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    parts = []
+    for file in sorted(folder.glob("swanlog/run-*/run-*.swanlab")):
+        found: Figures = {}
+        for data in _log_records(file, header=7):
+            record = Record()
+            record.ParseFromString(data)
+            if record.HasField("scalar"):
+                _add(found, record.scalar.step, record.scalar.key, record.scalar.value.number)
+        parts.append(found)
+    return parts
+
+
+def mlflow_figures(run_id: str) -> Figures:
+    """Those of a run in MLflow's store."""
+    from mlflow import MlflowClient
+
+    client, found = MlflowClient(), Figures()
+    for name in client.get_run(run_id).data.metrics:
+        for metric in client.get_metric_history(run_id, name):
+            _add(found, metric.step, name, metric.value)
+    return found
+
+
+def trackio_figures(file: Path, run: str) -> Figures:
+    """Those of a run in the database of a Trackio project."""
+    found: Figures = {}
+    with closing(sqlite3.connect(file)) as store:
+        for step, metrics in store.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", (run,)):
+            for name, value in json.loads(metrics).items():
+                _add(found, step, name, value)
+    return found
+
+
+def _add(found: Figures, step: int, name: str, value: float) -> None:
+    figures = found.setdefault(step, {})
+    assert name not in figures, f"step {step} has {name} twice"
+    figures[name] = value
 
 
 def _log_records(file: Path, header: int) -> Iterator[bytes]:

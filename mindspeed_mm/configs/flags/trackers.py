@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from mindspeed_mm.configs.flags.spec import flag, no_effect
 
 #: names of --report-to; each is an extra too
-TrackerName = Literal["tensorboard", "wandb"]
-TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb")
+TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"]
+TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TrackerArguments:
     """Trackers."""
 
     report_to: Annotated[
-        list[Literal["tensorboard", "wandb", "none"]],
+        list[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio", "none"]],
         flag("ours: trackers that get the figures of metrics.jsonl, by name; none = not even those of other flags"),
     ] = field(default_factory=list)
     run_project: Annotated[

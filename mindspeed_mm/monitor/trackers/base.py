@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 DEFAULT_PROJECT = "mindspeed_mm"
+RecordKind = Literal["step", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class Kept:
     place: str
     step: int = 0
     evaluation: int = 0
+
+    def reached(self, kind: RecordKind) -> int:
+        """The last step whose record of a kind it has."""
+        return self.step if kind == "step" else self.evaluation
+
+    def with_reached(self, kind: RecordKind, iteration: int) -> Kept:
+        """Return what is kept once it has that of another step."""
+        return replace(self, step=iteration) if kind == "step" else replace(self, evaluation=iteration)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Tracker(Protocol):
 
     @property
     def is_durable(self) -> bool:
-        """Whether what `log` has taken outlives a kill of the process."""
+        """Whether what `log` has taken outlives a kill of the process; else `kept` is renewed at the end only."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Take figures of a step, all of them finite; a step may come twice, with figures of other names."""

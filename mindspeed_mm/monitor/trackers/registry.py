@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments, TrackerName
 from mindspeed_mm.monitor.trackers.base import TrackedRun, Tracker
@@ -12,17 +13,18 @@ from mindspeed_mm.monitor.trackers.base import TrackedRun, Tracker
 TITLES: Mapping[TrackerName, str] = {
     "tensorboard": "TensorBoard",
     "wandb": "W&B",
+    "swanlab": "SwanLab",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
 }
 
 
-def open_tracker(name: TrackerName, run: TrackedRun, *, flags: TrackerArguments) -> Tracker:
-    """Import a tracker's module and begin, or continue, a run there.
+def load_tracker(name: TrackerName, flags: TrackerArguments) -> Callable[[TrackedRun], Tracker]:
+    """Import a tracker's module, and its package with it; return what begins, or continues, a run there.
 
     Args:
         name: of the tracker, whose module has a function `open_<name>(run, flags)`.
-        run: what it is told of the run.
         flags: those about trackers.
     """
     module = importlib.import_module(f"mindspeed_mm.monitor.trackers.{name}")
-    tracker: Tracker = vars(module)[f"open_{name}"](run, flags)
-    return tracker
+    return partial(vars(module)[f"open_{name}"], flags=flags)

@@ -7,13 +7,16 @@ import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from mindspeed_mm.checkpoint.run_folder import METRICS
+from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
-from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun, Tracker
+from mindspeed_mm.monitor.trackers.base import Kept, RecordKind, TrackedRun, Tracker
 from mindspeed_mm.monitor.trackers.kept import KeptFile
 from mindspeed_mm.utils.log import logger
 from mindspeed_mm.utils.text import shorten
@@ -22,10 +25,12 @@ from mindspeed_mm.utils.text import shorten
 _WAITING = 10_000
 #: how long the end of a run waits for a tracker to take what is left, and to finish
 CLOSE_SECONDS = 90.0
+#: of one tracker after the other, as they change what belongs to the process
+_OPENING = threading.Lock()
 
 
 class _Record(NamedTuple):
-    kind: Literal["step", "evaluation"]
+    kind: RecordKind
     iteration: int
     figures: dict[str, float]
 
@@ -34,8 +39,11 @@ class TrackerSink:
     """Hands the figures of logged steps and evaluations on to a tracker.
 
     The tracker is opened, written to and finished by one thread, so that training waits for none of it, and so that
-    the tracker leaves the handlers of signals alone, which only the main thread may set. If it can't be opened, or
-    raises, there is one warning; records that it lacks are counted, and told at the end.
+    the tracker leaves the handlers of signals alone, which only the main thread may set. Its package is imported
+    before: a loader's worker that is forked meanwhile would wait forever for the lock of a half-imported module.
+
+    If the tracker can't be opened, or raises, there is one warning; records that it lacks are counted, and told at the
+    end. Steps before the checkpoint that a run goes on from are taken from metrics.jsonl, as far as it lacks them.
     """
 
     def __init__(
@@ -43,7 +51,7 @@ class TrackerSink:
         name: str,
         title: str,
         run: TrackedRun,
-        open_run: Callable[[TrackedRun], Tracker],
+        load: Callable[[], Callable[[TrackedRun], Tracker]],
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """Begin to open the tracker.
@@ -51,16 +59,22 @@ class TrackerSink:
         Args:
             name, title: of the tracker, in file names and in messages.
             run: the run; what an earlier start of it has kept of the tracker is added.
-            open_run: begins or continues the run in the tracker.
+            load: imports what the tracker needs, and returns what begins or continues the run there.
             close_seconds: how long `close` waits.
         """
         self._title, self._close_seconds = title, close_seconds
-        self._run, self._open_run = run, open_run
+        self._run = run
         self._file = KeptFile(run.folder, name)
         self._records: queue.Queue[_Record | None] = queue.Queue(_WAITING)
-        self._offered = self._taken = 0
+        self._offered = self._offered_before = self._taken = 0
         self._has_warned = self._has_failed = False
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread: threading.Thread | None = None
+        try:
+            open_run = load()
+        except Exception as error:
+            self._warn(f"{title} can't be imported", error)
+            return
+        self._thread = threading.Thread(target=self._work, args=(open_run,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
@@ -77,39 +91,46 @@ class TrackerSink:
         An error that is being handled is the one that ends the run.
         """
         self._has_failed = sys.exception() is not None
-        with suppress(queue.Full):
-            self._records.put(None, timeout=self._close_seconds)
-            self._thread.join(self._close_seconds)
-        if self._thread.is_alive():
-            logger.warning(f"{self._title} hasn't finished after {self._close_seconds:g} s; the run ends without it")
-        lacking = self._offered - self._taken
-        if lacking:
-            logger.warning(f"{self._title} lacks {lacking} of {self._offered} records; metrics.jsonl has them all")
+        thread, deadline = self._thread, time.monotonic() + self._close_seconds
+        if thread is not None and thread.is_alive():
+            with suppress(queue.Full):
+                self._records.put(None, timeout=self._close_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning(
+                    f"{self._title} hasn't finished after {self._close_seconds:g} s; the run ends without it"
+                )
+        offered = self._offered + self._offered_before
+        if offered > self._taken:
+            logger.warning(f"{self._title} lacks {offered - self._taken} of {offered} records; metrics.jsonl has all")
 
     def _offer(self, record: _Record) -> None:
         self._offered += 1
         with suppress(queue.Full):
             self._records.put_nowait(record)
 
-    def _work(self) -> None:
-        tracker = self._open()
-        kept = None if tracker is None else tracker.kept
-        while (record := self._records.get()) is not None:
-            if tracker is not None and kept is not None:
-                kept = self._take(tracker, kept, record)
-        if tracker is None or kept is None:
+    def _work(self, open_run: Callable[[TrackedRun], Tracker]) -> None:
+        tracker = self._open(open_run)
+        if tracker is None:
             return
+        kept = tracker.kept
+        for record in self._records_before():
+            if record.iteration > kept.reached(record.kind):
+                self._offered_before += 1
+                kept = self._take(tracker, kept, record)
+        while (waiting := self._records.get()) is not None:
+            kept = self._take(tracker, kept, waiting)
         try:
             tracker.close(failed=self._has_failed)
             self._file.write(kept)
         except Exception as error:
             self._warn(f"{self._title} hasn't finished", error)
 
-    def _open(self) -> Tracker | None:
+    def _open(self, open_run: Callable[[TrackedRun], Tracker]) -> Tracker | None:
         earlier = self._file.read() if self._run.iteration else None
         try:
-            with _without_input():
-                tracker = self._open_run(replace(self._run, earlier=earlier))
+            with _OPENING, _without_input():
+                tracker = open_run(replace(self._run, earlier=earlier))
             self._file.write(tracker.kept)
         except Exception as error:
             self._warn(f"{self._title} can't be opened", error)
@@ -122,21 +143,31 @@ class TrackerSink:
 
     def _take(self, tracker: Tracker, kept: Kept, record: _Record) -> Kept:
         """Log a record; returns what is kept now."""
-        if record.iteration <= (kept.step if record.kind == "step" else kept.evaluation):
+        if record.iteration <= kept.reached(record.kind):
             self._taken += 1  # by an earlier start, which had come further than its last checkpoint
             return kept
         try:
             tracker.log(record.figures, record.iteration)
             self._taken += 1
-            if record.kind == "step":
-                kept = replace(kept, step=record.iteration)
-            else:
-                kept = replace(kept, evaluation=record.iteration)
+            kept = kept.with_reached(record.kind, record.iteration)
             if tracker.is_durable:
                 self._file.write(kept)
         except Exception as error:
             self._warn(f"{self._title} lacks the {record.kind} of iteration {record.iteration}", error)
         return kept
+
+    def _records_before(self) -> Iterator[_Record]:
+        """What metrics.jsonl has of the steps before this start, in their order; of one that came twice, the later."""
+        if not self._run.iteration or self._run.folder is None or not (self._run.folder / METRICS).exists():
+            return
+        found: dict[tuple[int, bool], _Record] = {}
+        for line in read_metrics(self._run.folder / METRICS):
+            iteration, is_evaluation = line["iteration"], "eval_batches" in line
+            if iteration <= self._run.iteration:
+                kind: RecordKind = "evaluation" if is_evaluation else "step"
+                found[iteration, is_evaluation] = _Record(kind, iteration, figures_of_line(line))
+        for key in sorted(found):
+            yield found[key]
 
     def _warn(self, what: str, error: Exception) -> None:
         if not self._has_warned:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
 from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
@@ -14,16 +17,14 @@ class Tensorboard:
 
     is_durable = False
 
-    def __init__(self, directory: str, purge_step: int | None) -> None:
+    def __init__(self, kept: Kept, purge_step: int | None) -> None:
         """
         Args:
-            directory: the folder.
+            kept: what the run folder keeps of it; its id is the folder.
             purge_step: the first step that comes anew: events of earlier files from there on are not shown.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.kept = Kept(directory, directory)
-        self._writer = SummaryWriter(directory, purge_step=purge_step)
+        self.kept = kept
+        self._writer = SummaryWriter(kept.run_id, purge_step=purge_step)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Write each figure as a scalar."""
@@ -38,4 +39,10 @@ class Tensorboard:
 def open_tensorboard(run: TrackedRun, flags: TrackerArguments) -> Tensorboard:
     """Open a file in --tensorboard-dir, else in the run folder."""
     directory = flags.tensorboard_dir or str((run.folder or Path()) / "tensorboard")
-    return Tensorboard(directory, purge_step=run.iteration + 1 if run.iteration else None)
+    kept = run.keep(directory, directory)
+    if not run.iteration:
+        return Tensorboard(kept, purge_step=None)
+    if run.earlier is None:  # the folder may have more than this run folder's metrics.jsonl knows
+        kept = replace(kept, step=run.iteration, evaluation=run.iteration)
+    kept = replace(kept, step=min(kept.step, run.iteration), evaluation=min(kept.evaluation, run.iteration))
+    return Tensorboard(kept, purge_step=kept.step + 1)

@@ -6,11 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import wandb
+
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
 from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
 
-#: of the upload that is left when the run ends; what it doesn't reach is in the folder, for `wandb sync`
-_FINISH_SECONDS = 60.0
+#: for W&B's answer at the start, and for the upload that is left at the end; the folder has all, for `wandb sync`
+_SECONDS = 60.0
 
 
 class Wandb:
@@ -32,19 +34,15 @@ class Wandb:
 
     def close(self, *, failed: bool) -> None:
         """Finish the run, and end W&B's process."""
-        import wandb
-
         self._run.finish(exit_code=1 if failed else 0)
         wandb.teardown()
 
 
 def open_wandb(run: TrackedRun, flags: TrackerArguments) -> Wandb:
     """Begin or continue a run, in the mode that WANDB_MODE says: online, offline, disabled."""
-    import wandb
-
     given = dict(os.environ)
     folder = flags.wandb_save_dir or (None if given.get("WANDB_DIR") or run.folder is None else str(run.folder))
-    settings: dict[str, Any] = {"silent": True, "finish_timeout": _FINISH_SECONDS}
+    settings: dict[str, Any] = {"silent": True, "init_timeout": _SECONDS, "finish_timeout": _SECONDS}
     if "WANDB_CONSOLE" not in given:  # it would record the line that is renewed on a terminal
         settings["console"] = "off"
     if folder is not None:

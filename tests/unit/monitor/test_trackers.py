@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.configs.flags.trackers import TRACKERS
 from mindspeed_mm.configs.recipe import GeneratedFigures
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.tracker_rules import asked_trackers
@@ -26,7 +31,7 @@ from mindspeed_mm.monitor.trackers.sink import TrackerSink, figures_of_line
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.records import step_record
 from tests.support.runs import OWN
-from tests.support.tracker_stores import Figures, tensorboard_figures, wandb_figures
+from tests.support.tracker_stores import Figures, figures_by_tracker, offline_variables
 
 WORDS = "--micro-batch-size 1 --lr 1e-4 --train-iters 9 --use-torch-fsdp2".split()  # noqa: SIM905
 
@@ -79,7 +84,7 @@ def sink_of(
             time.sleep(0.001)
         return made[0]
 
-    return TrackerSink("fake", "Fake", tracked(folder, iteration), open_run, seconds), tracker
+    return TrackerSink("fake", "Fake", tracked(folder, iteration), lambda: open_run, seconds), tracker
 
 
 @pytest.fixture
@@ -97,7 +102,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_counted(tmp_path: Path, s
     assert [step for step, _ in tracker().logged] == [1, 2, 3]
     assert said() == [
         "Fake lacks the step of iteration 1 (OSError: no space is left); training goes on",
-        "Fake lacks 2 of 3 records; metrics.jsonl has them all",
+        "Fake lacks 2 of 3 records; metrics.jsonl has all",
     ]
 
 
@@ -106,12 +111,12 @@ def test_one_that_cannot_be_opened_or_finished(tmp_path: Path, said: Callable[[]
         input("Your API key: ")  # nobody is there to type it
         raise AssertionError
 
-    sink = TrackerSink("fake", "Fake", tracked(None), refuse)
+    sink = TrackerSink("fake", "Fake", tracked(None), lambda: refuse)
     sink.step(step_record())
     sink.close()
     assert said() == [
         "Fake can't be opened (EOFError: EOF when reading a line); training goes on",
-        "Fake lacks 1 of 1 records; metrics.jsonl has them all",
+        "Fake lacks 1 of 1 records; metrics.jsonl has all",
     ]
     sink, _ = sink_of(tmp_path, faults=("close",))
     sink.close()
@@ -129,7 +134,7 @@ def test_one_that_hangs_delays_neither_the_steps_nor_the_end(tmp_path: Path, sai
     assert taken < 5 and time.monotonic() - began - taken < 3
     assert said() == [
         "Fake hasn't finished after 0.3 s; the run ends without it",
-        "Fake lacks 10002 of 10002 records; metrics.jsonl has them all",
+        "Fake lacks 10002 of 10002 records; metrics.jsonl has all",
     ]
     gate.set()
 
@@ -171,6 +176,24 @@ def test_steps_that_an_earlier_start_has_logged_do_not_come_again(tmp_path: Path
     sink.step(step_record(iteration=1))
     sink.close()
     assert [step for step, _ in tracker().logged] == [1] and tracker().run.earlier is None
+
+
+def test_steps_before_the_checkpoint_that_a_tracker_lacks_are_taken_from_metrics_jsonl(tmp_path: Path) -> None:
+    """All of them if it is asked for later, or a kill has lost them; of steps that came twice, the later figures."""
+    metrics = MetricsSink(str(tmp_path), resumed=False)
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 4.0)):
+        metrics.step(step_record(iteration=step, loss=loss))
+    metrics.evaluation(EvaluationRecord(2, 1, 5.0))
+    metrics.close()
+    sink, tracker = sink_of(tmp_path, iteration=2)
+    sink.step(step_record(iteration=3, loss=6.0))
+    sink.close()
+    seen = [(step, figures.get("loss", figures.get("eval_loss"))) for step, figures in tracker().logged]
+    assert seen == [(1, 1.0), (2, 4.0), (2, 5.0), (3, 6.0)]
+    KeptFile(tmp_path, "fake").write(Kept("one", "somewhere", 1, 0))
+    sink, tracker = sink_of(tmp_path, iteration=2)
+    sink.close()
+    assert [(step, figures.get("loss")) for step, figures in tracker().logged] == [(2, 4.0), (2, None)]
 
 
 def test_figures_are_finite_numbers() -> None:
@@ -274,39 +297,51 @@ def merged(parts: list[Figures]) -> Figures:
 
 
 @pytest.fixture
-def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder; no tracker finds a home directory, a login or a network."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for name in ("CONFIG", "CACHE", "DATA"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run folder; no tracker finds a home directory or a login, and none reaches for the network."""
+    for name, value in offline_variables(tmp_path).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "mine"
+    reached: list[object] = []
+    connect = socket.socket.connect
+
+    def watched(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            reached.append(address)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", watched)
+    yield tmp_path / "mine"
+    assert reached == []
 
 
-#: tracker → what reads the parts of its store, in a run folder
-STORES: dict[str, Callable[[Path], list[Figures]]] = {
-    "tensorboard": lambda save: [tensorboard_figures(save / "tensorboard")],
-    "wandb": wandb_figures,
-}
+@pytest.mark.full
+def test_mlflow_s_own_store(save: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its making takes seconds."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{save.parent}/mlflow.db")
+    test_the_store_holds_the_figures_of_metrics_jsonl_after_a_resume_too("mlflow", save, said)
 
 
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_the_store_holds_the_figures_of_metrics_jsonl_after_a_resume_too(
     name: str, save: Path, said: Callable[[], list[str]]
 ) -> None:
     """The first start has come to step 8, with a checkpoint at 6; the second one goes on to 10."""
-    run = described("--report-to", name, "--no-report", "--save", str(save))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run = described("--report-to", name, "--no-report", "--save", str(save), "--run-project", save.name)
     assert open_sinks(run, iteration=0, is_logging_rank=False) == []
-    before = {thread.ident for thread in threading.enumerate()}
+    before = set(psutil.Process().children(recursive=True))
     for begin, end in ((0, 8), (6, 10)):
         sinks = open_sinks(run, iteration=begin, is_logging_rank=True)
         assert [type(sink) for sink in sinks] == [MetricsSink, TrackerSink]
         write_records(sinks, begin + 1, end)
     assert said() == []
-    found = merged(STORES[name](save))
+    trackio = Path(sys.modules["trackio"].utils.TRACKIO_DIR) if name == "trackio" else save
+    found = merged(figures_by_tracker(save, save.name, trackio)[name]())
     expected = figures_of_file(save)
     assert found.keys() == expected.keys() == set(range(1, 11))
     for step, figures in expected.items():
         assert found[step] == pytest.approx(figures, rel=1e-6 if name == "tensorboard" else 0), step  # its are fp32
-    assert {thread.ident for thread in threading.enumerate()} == before
+    assert not set(psutil.Process().children(recursive=True)) - before
+    assert not [thread for thread in threading.enumerate() if thread.name == f"tracker {name}"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
