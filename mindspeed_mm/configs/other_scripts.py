@@ -54,7 +54,11 @@ _OWNERS = (
         ("predictor",),
         trained_as="generation",
     ),
-    _Owner("pretrain_sora.py", "a model that makes videos or images", ("predictor", "diffusion", "ae")),
+    _Owner(
+        "pretrain_sora.py",
+        "a model that makes videos or images",
+        ("predictor", "diffusion", "ae", "init_from_diffusers"),
+    ),
     _Owner("inference_vlm.py", "answering prompts", ("generation_config", "pipeline_class"), trained_as="language"),
     _Owner("pretrain_transformers.py", "a model of transformers", ("init_from_hf_path", "model_id")),
     _Owner("pretrain_vlm.py", "a vision-language model", ("text_decoder", "image_encoder", "audio_encoder")),

@@ -11,43 +11,116 @@ import pytest
 
 from mindspeed_mm.tools.cli import main
 from mindspeed_mm.tools.train.target import find_target
+from tests.support.first_rows import CAPTIONS, PICTURE_ROWS, ROWS
 from tests.support.launch import metrics_of, run_entry
 from tests.support.workers import RankPool
 
-SUMS = [(a, b) for a in range(6) for b in range(5)]
+FULL = pytest.mark.full
 
 
-def sums_as_messages(folder: Path) -> Path:
-    rows = [
-        {"messages": [{"role": "user", "content": f"{a} + {b}"}, {"role": "assistant", "content": str(a + b)}]}
-        for a, b in SUMS
-    ]
-    file = folder / "rows.json"
-    file.write_text(json.dumps(rows))
-    return file
+def start_as_train_does(where: Path, words: list[str]) -> None:
+    """Run what `mindspeed-mm train run` starts, in this process.
 
-
-#: name → writes 30 rows into a folder, and returns what --data names
-ROWS: dict[str, Callable[[Path], Path]] = {"messages": sums_as_messages}
-
-
-def start_as_train_does(folder: str, where: Path) -> None:
-    """Run what `mindspeed-mm train FOLDER` starts, in this process."""
+    Args:
+        where: the folder in which it is started.
+        words: section.key=value, behind the run folder.
+    """
     os.chdir(where)
-    module, file = find_target(folder, []).words[1:]
-    run_entry([file], script=f"{module.rpartition('.')[2]}.py")
+    _, module, *rest = find_target("run", words).words
+    run_entry(rest, script=f"{module.rpartition('.')[2]}.py")
 
 
-@pytest.mark.parametrize("form", ROWS)
-def test_a_text_model_learns_rows(
-    form: str, qwen3_dir: Path, ranks1: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def trained(where: Path, pool: RankPool, *words: str) -> list[float]:
+    """Train the run of a folder, and return the loss of each step."""
+    written = (where / "run" / "run.yaml").read_text()
+    pool.run(start_as_train_does, where, list(words), timeout=300)
+    assert words or (where / "run" / "run.yaml").read_text() == written
+    return metrics_of(where / "run")[0]
+
+
+def init(*words: str) -> None:
+    """Run `mindspeed-mm init` into the folder `run` of the current one."""
+    assert main(["init", "--output", "run", *words]) == 0
+
+
+@pytest.mark.parametrize("form", ["messages", *(pytest.param(form, marks=FULL) for form in ROWS if form != "messages")])
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("megatron", marks=FULL)])
+def test_a_text_model_learns_rows_of_each_form(
+    form: str,
+    backend: str,
+    qwen3_dir: Path,
+    ranks1: RankPool,
+    megatron_pools: dict[int, RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = ROWS[form](tmp_path)
-    assert main(["init", "--model", str(qwen3_dir), "--data", data.name, "--output", "run"]) == 0
-    written = (tmp_path / "run" / "run.yaml").read_text()
-    ranks1.run(start_as_train_does, "run", tmp_path, timeout=120)
-    losses, _ = metrics_of(tmp_path / "run")
-    assert losses[-1] < 0.6 * losses[0]
+    init("--model", str(qwen3_dir), "--data", ROWS[form](tmp_path).name, "--backend", backend)
+    losses = trained(tmp_path, ranks1 if backend == "fsdp2" else megatron_pools[1])
+    assert losses[-1] < 0.7 * losses[0]
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    assert (tmp_path / "run" / "run.yaml").read_text() == written
+
+
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp2", marks=FULL)])
+def test_a_model_that_reads_pictures_learns_llava_rows(
+    backend: str,
+    qwen2_5_vl_dir: Path,
+    ranks1: RankPool,
+    megatron_pools: dict[int, RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init("--model", str(qwen2_5_vl_dir), "--data", PICTURE_ROWS["llava"](tmp_path).name, "--backend", backend)
+    losses = trained(tmp_path, ranks1 if backend == "fsdp2" else megatron_pools[1])
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.full
+def test_adapters_learn_rows(
+    qwen3_dir: Path, ranks1: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init("--model", str(qwen3_dir), "--data", ROWS["messages"](tmp_path).name, "--lora")
+    losses = trained(tmp_path, ranks1)
+    assert losses[-1] < 0.9 * losses[0]
+    assert (tmp_path / "run" / "hf" / "adapter_model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name → directory of a small pipeline."""
+
+    def saved(name: str) -> Path:
+        from tests.support import tiny_image_pipelines
+
+        path = tmp_path_factory.mktemp("pipeline") / name
+        getattr(tiny_image_pipelines, name)().save_pretrained(path)
+        return path
+
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "form", "words"),
+    [
+        ("sd3", "metadata", ["gpt_args.train_epochs=8"]),  # of the 40 that are written
+        *(pytest.param("sd3", form, [], marks=FULL) for form in CAPTIONS),
+        *(pytest.param(name, "metadata", [], marks=FULL) for name in ("flux", "qwenimage", "wan")),
+    ],
+)
+def test_a_model_of_pictures_learns_captioned_pictures(
+    pipeline: str,
+    form: str,
+    words: list[str],
+    pipelines: Callable[[str], Path],
+    ranks1: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init("--model", str(pipelines(pipeline)), "--data", CAPTIONS[form](tmp_path).name)
+    losses = trained(tmp_path, ranks1, *words)
+    first, last = (sum(part) / len(part) for part in (losses[:7], losses[-7:]))
+    assert last < (0.9 if words else 0.6) * first
+    assert json.loads((tmp_path / "run" / "hf" / "model_index.json").read_text())["transformer"]

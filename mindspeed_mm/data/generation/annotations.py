@@ -17,7 +17,7 @@ from mindspeed_mm.utils.errors import BadSample, DataError, did_you_mean
 from mindspeed_mm.utils.log import info_rank0
 from mindspeed_mm.utils.text import whole_characters
 
-PATH_COLUMNS = ("path", "video", "image")
+PATH_COLUMNS = ("path", "video", "image", "file_name")
 CAPTION_COLUMNS = ("cap", "caption", "text")
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _CHECKED_ROWS = 16
@@ -100,7 +100,7 @@ def read_annotation(row: Mapping[str, Any], pictures_only: bool, where: object) 
     """Read a row.
 
     Args:
-        row: path (or video, image), cap (or caption, text): text or a list; optionally num_frames, fps,
+        row: path (or video, image, file_name), cap (or caption, text): text or a list; optionally num_frames, fps,
             resolution {height, width}, cut [first frame, frame after the last], crop [left, right, top, bottom].
             Numbers and objects may be written as text, as in csv.
         pictures_only: All files are pictures; else those with a picture's suffix are.

@@ -136,7 +136,8 @@ def _files_of_folder(folder: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     )
     files = [name for name in names if name.lower().endswith(suffixes)]
     if not files:
-        seen = f"found {', '.join(names[:8])}" if names else "it is empty"
+        held = names or sorted(f"{entry.name}/" for entry in os.scandir(folder))
+        seen = f"found {', '.join(held[:8])}" if held else "it is empty"
         raise DataError(f"{folder}: a folder without data files ({', '.join(suffixes)}); {seen}")
     return tuple(os.path.join(folder, name) for name in files)
 

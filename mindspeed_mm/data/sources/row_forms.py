@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +12,14 @@ from mindspeed_mm.configs.data_config import DatasetAttr
 from mindspeed_mm.data.conversation.contents import list_of_text
 from mindspeed_mm.data.places import Place
 from mindspeed_mm.data.sources.files import DataEntry
+from mindspeed_mm.data.sources.near_forms import nearest_attr
 from mindspeed_mm.data.sources.row_files import open_rows
 from mindspeed_mm.utils.errors import DataError
 from mindspeed_mm.utils.log import info_rank0
 
 #: rows of each file that are inspected
 _ROWS = 1_000
+_ROWS_FOR_NEAREST = 16
 _MEDIA_COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), "audios": ("audios", "audio")}
 _ALL_MEDIA_COLUMNS = frozenset(itertools.chain.from_iterable(_MEDIA_COLUMNS.values()))
 #: where one of these isn't named by `attr`, its column is looked for; every other key describes the form
@@ -30,6 +33,28 @@ KNOWN_FORMS = (
     "human, assistant or gpt), 'query' and 'response' (with 'history', 'system'), 'instruction' and 'output' (with "
     "'input', 'history', 'system')"
 )
+
+
+class UnknownForm(DataError):
+    """Rows have none of the forms that are known.
+
+    Attributes:
+        nearest: keys of `attr` that describe what they probably hold; {}: nothing is near.
+    """
+
+    def __init__(self, paths: Sequence[str], columns: Collection[str], nearest: Mapping[str, str]) -> None:
+        """
+        Args:
+            paths: of the files.
+            columns: of their first rows.
+            nearest: see `nearest_attr`.
+        """
+        self.nearest = dict(nearest)
+        near = f", probably {json.dumps(self.nearest, ensure_ascii=False)}" if self.nearest else ""
+        super().__init__(
+            f"{', '.join(paths)}: the form of the rows isn't known; columns found: {', '.join(sorted(columns))}; "
+            f"known forms: {KNOWN_FORMS}; for another one, name the columns in dataset_param.attr{near}"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,10 +112,8 @@ def recognise(entry: DataEntry, only: str | None = None) -> DataEntry:
     if not columns:
         return entry  # an empty or damaged file: reading it raises the error
     if found is None:
-        raise DataError(
-            f"{', '.join(entry.paths)}: the form of the rows isn't known; columns found: {', '.join(sorted(columns))}; "
-            f"known forms: {KNOWN_FORMS}; for another one, name the columns in dataset_param.attr"
-        )
+        first_rows = itertools.islice(_first_rows(entry), _ROWS_FOR_NEAREST)
+        raise UnknownForm(entry.paths, columns, nearest_attr(row for row, _ in first_rows))
     names = {**_names(found, roles, columns), **_media(attr, columns, filled)}
     info_rank0(
         f"{', '.join(entry.paths)}: rows recognised as {_describe(found)}; "

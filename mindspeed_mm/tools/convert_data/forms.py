@@ -88,7 +88,7 @@ def open_source(entry: DataEntry, form: str | None, wanted: Wanted, pictures_onl
     """
     if form == "coco" or (form is None and all(is_coco(path) for path in entry.paths)):
         return _CocoSource(entry, wanted)
-    if form == "captions" or (form is None and not entry.attr.model_fields_set and _has_captions(entry)):
+    if form == "captions" or (form is None and not entry.attr.model_fields_set and has_captions(entry)):
         return _CaptionSource(entry, wanted, pictures_only)
     if wanted.kind == "captions":
         raise ConfigError(f"--as captions: {', '.join(entry.paths)} holds conversations, which aren't captions")
@@ -99,7 +99,7 @@ def open_source(entry: DataEntry, form: str | None, wanted: Wanted, pictures_onl
     return _ConversationSource(recognise(entry, None if form is None else CONVERSATIONS[form]), form, wanted)
 
 
-def _has_captions(entry: DataEntry) -> bool:
+def has_captions(entry: DataEntry) -> bool:
     """Whether the first row that can be read names a file and a caption, and holds no conversation."""
     rows = itertools.chain.from_iterable(open_rows(path).head(100) for path in entry.paths)
     first = next((row for row in rows if isinstance(row, dict)), {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_mm.tools.init.machine import Machine
 
@@ -26,6 +28,10 @@ _LARGE = 1_000_000_000
 _ROWS_FOR_PACKING = 1_000
 _PACK = (1_024, 4_096)
 _EMPTIER = 4
+
+
+#: flags of adapters
+LORA_FLAGS: Mapping[str, Any] = {"lora_target_modules": "all-linear", "lora_r": 16, "lora_alpha": 32}
 
 
 @dataclass(frozen=True)
@@ -70,17 +76,18 @@ class BatchSizes:
         return None if self.steps <= _STEPS_FOR_CHECKPOINTS else max(100, self.steps // 5)
 
 
-def choose_tuning(parameters: int, machine: Machine, *, asked: bool) -> Tuning:
+def choose_tuning(parameters: int, machine: Machine, *, asked: bool, beside: int = 0) -> Tuning:
     """Choose between training all weights and adapters.
 
     Args:
         parameters: number of the model's weights.
         machine: over whose devices the weights are sharded.
         asked: whether adapters are asked for.
+        beside: bytes of frozen encoders, which each device holds whole.
     """
     whole = TRAINED_BYTES * parameters
     frozen = FROZEN_BYTES[not machine.is_host] * parameters
-    there = machine.devices * machine.memory
+    there = machine.devices * max(0, machine.memory - beside)
     sizes = f"{_gib(whole)} for weights, gradients and optimizer of {count_in_words(parameters)} parameters"
     if asked:
         return Tuning(True, f"adapters, as --lora asks; all weights would take {sizes}")
@@ -115,7 +122,9 @@ def choose_pack(rows: int, longest: int, mean: float, machine: Machine) -> int |
     return capacity if rows >= _ROWS_FOR_PACKING and mean * _EMPTIER <= capacity else None
 
 
-def choose_batches(rows: int, longest: int, machine: Machine, *, rows_a_pack: float = 1.0, most: int) -> BatchSizes:
+def choose_batches(
+    rows: int, longest: int, machine: Machine, *, most: int, rows_a_pack: float = 1.0, passes: int = 1
+) -> BatchSizes:
     """Choose the sizes of batches.
 
     An epoch has about six steps at least, and a step at most 64 rows.
@@ -124,8 +133,9 @@ def choose_batches(rows: int, longest: int, machine: Machine, *, rows_a_pack: fl
         rows: rows that can be trained on.
         longest: tokens of the longest row, or of a pack.
         machine: each of its devices takes rows of its own.
-        rows_a_pack: rows that share a row of the batch.
         most: tokens that a device takes at once (`tokens_at_once`).
+        rows_a_pack: rows that share a row of the batch.
+        passes: factor on the epochs: samples that are seen with other noise each time bear more of them.
     """
     validation = min(_LARGEST_VALIDATION, rows // 20) if rows >= _ROWS_FOR_VALIDATION else 0
     rows -= validation
@@ -135,7 +145,7 @@ def choose_batches(rows: int, longest: int, machine: Machine, *, rows_a_pack: fl
     micro = max(1, min(a_device, power_of_two(max(1, most // longest))))
     whole = a_device * machine.devices
     epochs = next(count for below, count in _EPOCHS if below is None or rows < below)
-    return BatchSizes(micro, whole, epochs, max(1, packs // whole), validation)
+    return BatchSizes(micro, whole, passes * epochs, max(1, packs // whole), validation)
 
 
 def tokens_at_once(parameters: int, hidden: int, layers: int, machine: Machine, *, is_lora: bool) -> int:
@@ -161,6 +171,13 @@ def tokens_at_once(parameters: int, hidden: int, layers: int, machine: Machine, 
 def recomputes(parameters: int, machine: Machine) -> bool:
     """Whether blocks are recomputed in backward: of large models on a device, whose memory activations would fill."""
     return not machine.is_host and parameters >= _LARGE
+
+
+def recompute_flags(parameters: int, machine: Machine) -> dict[str, Any]:
+    """Return the flags of recompute; {} without."""
+    if not recomputes(parameters, machine):
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def power_of_two(number: float, *, up: bool = False) -> int:

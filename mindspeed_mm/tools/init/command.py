@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.launch_record import RUN_FILE
-from mindspeed_mm.tools.init.machine import this_machine
+from mindspeed_mm.tools.init.captions import find_captions, measure_clips, write_captions
+from mindspeed_mm.tools.init.choices import BatchSizes, Tuning
+from mindspeed_mm.tools.init.machine import Machine, this_machine
 from mindspeed_mm.tools.init.model_directory import ModelDirectory, read_model_directory
 from mindspeed_mm.tools.init.rows import find_rows, measure_rows, require_template
 from mindspeed_mm.utils.errors import ConfigError
+from mindspeed_mm.utils.extras import require_extra
 from mindspeed_mm.utils.files import refuse_unwritable, replace_file
 from mindspeed_mm.utils.log import logger
 
@@ -48,9 +51,9 @@ def main(words: Sequence[str]) -> int:
     folder = Path(options.output or default_folder(options.model, names[0]))
     refuse_full(folder)
     refuse_unwritable(folder, "--output")
-    with _quiet():
+    with _quiet(), _removed_on_error(folder):
         model = read_model_directory(options.model, from_scratch=options.from_scratch)
-        text, found = _language(model, names, folder, options)
+        text, found = (_generation if model.is_pipeline else _language)(model, names, folder, options)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / RUN_FILE, text)
     print("\n".join(found))
@@ -107,14 +110,36 @@ def _language(
         lora=options.lora,
         from_scratch=options.from_scratch,
     )
-    batches = plan.batches
-    found = [
-        f"model: {model_line(plan)}",
-        "rows: " + "; ".join(rows_lines(plan.rows)),
-        f"machine: {plan.machine}; {plan.tuning.why}",
+    found = [f"model: {model_line(plan)}", "rows: " + "; ".join(rows_lines(plan.rows))]
+    return write_language(plan), [*found, *_training_lines(plan.machine, plan.tuning, plan.batches)]
+
+
+def _generation(
+    model: ModelDirectory, names: Sequence[str], folder: Path, options: argparse.Namespace
+) -> tuple[str, list[str]]:
+    """The text of the file of a model that makes images or videos, and lines about what was found."""
+    is_megatron = options.backend == "megatron"
+    given = {"--backend megatron": is_megatron, "--template": options.template, "--attr": options.attr}
+    if wrong := next((flag for flag, value in given.items() if value), None):
+        raise ConfigError(f"{wrong} is of language models, and --model '{model.path}' is a diffusers pipeline")
+    require_extra("generation", f"--model '{model.path}', a diffusers pipeline,")
+    files = find_captions(names, options.media, skips=options.on_bad_sample == "skip")
+    from mindspeed_mm.tools.init.generation import clips_lines, model_line, plan_generation, task_of, write_generation
+
+    task = task_of(model)
+    clips = measure_clips(write_captions(files, folder))
+    plan = plan_generation(
+        model, task, clips, this_machine(), save=str(folder), lora=options.lora, from_scratch=options.from_scratch
+    )
+    found = [f"model: {model_line(plan)}", "rows: " + "; ".join(clips_lines(clips))]
+    return write_generation(plan), [*found, *_training_lines(plan.machine, plan.tuning, plan.batches)]
+
+
+def _training_lines(machine: Machine, tuning: Tuning, batches: BatchSizes) -> list[str]:
+    return [
+        f"machine: {machine}; {tuning.why}",
         f"training: {batches.steps} steps of {batches.whole}, {batches.epochs} epochs",
     ]
-    return write_language(plan), found
 
 
 def _attr(words: Sequence[str]) -> dict[str, str]:
@@ -130,6 +155,20 @@ def _attr(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--attr {word}: expected KEY=COLUMN, as in --attr prompt=question response=answer")
         found[key] = value
     return found
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """Leave nothing behind in an empty folder, or one that isn't there, if the run can't be written."""
+    there = folder.is_dir()
+    try:
+        yield
+    except BaseException:
+        for file in folder.glob("*") if folder.is_dir() else ():
+            file.unlink()
+        if folder.is_dir() and not there:
+            folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.models.common.families import Family, find_family, require_megatron_form
+from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.tools.init.choices import (
+    LORA_FLAGS,
     BatchSizes,
     Tuning,
     choose_batches,
@@ -16,20 +18,20 @@ from mindspeed_mm.tools.init.choices import (
     choose_tuning,
     count_in_words,
     power_of_two,
-    recomputes,
+    recompute_flags,
     tokens_at_once,
 )
 from mindspeed_mm.tools.init.commented import commented_yaml
 from mindspeed_mm.tools.init.machine import Machine
 from mindspeed_mm.tools.init.model_directory import ModelDirectory
 from mindspeed_mm.tools.init.rows import MeasuredRows
+from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from mindspeed_mm.models.common.family import FamilyTraits
 
-_LORA = {"lora_target_modules": "all-linear", "lora_r": 16, "lora_alpha": 32}
 _ROUND = 64
 #: block of config.json → part of model.json that is frozen, with the key in it
 _TOWERS = {"vision_config": ("image_encoder", "vision_encoder"), "audio_config": ("audio_encoder", "audio_encoder")}
@@ -85,8 +87,9 @@ def plan_language(
     """Decide what the run's file says.
 
     Raises:
-        ConfigError: the family has no Megatron-core form, and the Megatron backend is asked for.
+        ConfigError: nothing trains the architecture, or not the Megatron backend, which is asked for.
     """
+    _require_class(model, hf_config)
     if megatron:
         require_megatron_form(model.model_type)
     text = hf_config.get_text_config()
@@ -104,6 +107,18 @@ def plan_language(
         most=tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora),
     )
     return LanguagePlan(model, hf_config, rows, machine, megatron, from_scratch, save, tuning, batches, pack, limit)
+
+
+def _require_class(model: ModelDirectory, hf_config: PretrainedConfig) -> None:
+    """Refuse an architecture that transformers hasn't, or that writes no text."""
+    from transformers import GenerationMixin
+
+    found = ModelHub.get(None, hf_config, where="--model")
+    if not issubclass(found, GenerationMixin):
+        raise ConfigError(
+            f"--model '{model.path}': {found.__name__} writes no text: it doesn't generate; expected \"architectures\" "
+            f"with a class that does, such as {likely_architecture(hf_config.model_type) or 'Qwen3ForCausalLM'}"
+        )
 
 
 def _most_positions(text: Any) -> int | None:
@@ -150,10 +165,9 @@ def _flags(plan: LanguagePlan) -> dict[str, Any]:
     flags |= {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05}
     if not machine.is_host:
         flags["bf16"] = True
-    if recomputes(plan.model.parameters, machine):
-        flags |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    flags |= recompute_flags(plan.model.parameters, machine)
     if plan.tuning.is_lora:
-        flags |= _LORA
+        flags |= LORA_FLAGS
     flags |= {"save": plan.save}
     if batches.save_interval is not None:
         flags |= {"save_interval": batches.save_interval, "save_total_limit": 2}

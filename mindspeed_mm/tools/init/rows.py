@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DataConfig, DatasetAttr
+from mindspeed_mm.configs.sections import build_section
 from mindspeed_mm.data.conversation.named_templates import TEMPLATES
+from mindspeed_mm.data.generation.annotations import PATH_COLUMNS
 from mindspeed_mm.data.sources.files import DataEntry
 from mindspeed_mm.data.sources.registry import find_data_sets
 from mindspeed_mm.data.sources.row_files import open_rows
-from mindspeed_mm.data.sources.row_forms import recognise
+from mindspeed_mm.data.sources.row_forms import UnknownForm, recognise
 from mindspeed_mm.tools.init.model_directory import ModelDirectory
 from mindspeed_mm.utils.errors import ConfigError, DataError
 
@@ -22,6 +25,8 @@ from mindspeed_mm.utils.errors import ConfigError, DataError
 MEASURED = 512
 _SHOWN = 3
 _TEXT = "text"
+#: columns of conversations, answers and media
+_NOT_PLAIN = {"messages", "conversations", "output", "response", "answer", "images", "videos", *PATH_COLUMNS}
 _FILE = "run.yaml, section data"
 
 
@@ -123,13 +128,43 @@ def find_rows(
     Raises:
         ConfigError, DataError: there is no such file, or its rows have no form that is known; with the nearest one.
     """
-    typed = DatasetAttr(**attr)
+    typed, _ = build_section(DatasetAttr, dict(attr), "--attr", "--attr")
     entries = find_data_sets(names, folder, typed, is_text=all(name.lower().endswith(".txt") for name in names))
     _refuse_empty(entries)
     if not attr and _is_plain_text(entries):
         return RowFiles(tuple(names), folder, attr, template, True, skips, f"plain text in the column '{_TEXT}'")
-    forms = dict.fromkeys(_describe(recognise(entry).attr) for entry in entries)
+    forms = dict.fromkeys(_describe(_recognised(entry).attr) for entry in entries)
     return RowFiles(tuple(names), folder, attr, template, False, skips, "; ".join(forms))
+
+
+def _recognised(entry: DataEntry) -> DataEntry:
+    """A data set with the names of its columns.
+
+    Raises:
+        DataError: its rows have no form that is trained on; with how they are made, or named, so that they are.
+    """
+    from mindspeed_mm.tools.convert_data.coco import is_coco
+    from mindspeed_mm.tools.convert_data.forms import has_captions
+
+    names = " ".join(entry.paths)
+    if all(is_coco(path) for path in entry.paths):
+        raise DataError(
+            f"--data {names}: COCO's annotations, not rows; mindspeed-mm data convert {names} --output FOLDER makes "
+            "rows of them, with captions or boxes as answers"
+        )
+    if not entry.attr.model_fields_set and has_captions(entry):
+        raise DataError(
+            f"--data {names}: rows of captions, which models that make images or videos are trained on (--model with "
+            f"the directory of a diffusers pipeline); for a model that reads images, mindspeed-mm data convert {names} "
+            "--as conversations --output FOLDER makes questions and answers of them"
+        )
+    try:
+        return recognise(entry)
+    except UnknownForm as error:
+        if not error.nearest:
+            raise
+        words = " ".join(shlex.quote(f"{key}={name}") for key, name in error.nearest.items())
+        raise DataError(f"{error}; here: --attr {words}") from None
 
 
 def _refuse_empty(entries: Sequence[DataEntry]) -> None:
@@ -144,7 +179,7 @@ def _is_plain_text(entries: Sequence[DataEntry]) -> bool:
         rows = [row for row in itertools.islice(open_rows(path, is_text=True).head(16), 16) if isinstance(row, dict)]
         if not rows or not all(isinstance(row.get(_TEXT), str) for row in rows):
             return False
-        if any(row.keys() & {"messages", "conversations", "output", "response", "image", "images"} for row in rows):
+        if any(row.keys() & _NOT_PLAIN for row in rows):
             return False
     return True
 
@@ -186,7 +221,7 @@ def measure_rows(model: ModelDirectory, files: RowFiles) -> MeasuredRows:
     faults = [row for row in facts if row.fault]
     good = [row for row in facts if row.lengths]
     if faults and (not files.skips or not good):
-        raise DataError(_about(faults, len(facts), skips=files.skips))
+        raise DataError(report_faults([(str(r.fault), r.note) for r in faults], len(facts), skips=files.skips))
     lengths = tuple(length for row in good for length in row.lengths)
     media: Counter[str] = Counter()
     for row in good:
@@ -202,10 +237,18 @@ def measure_rows(model: ModelDirectory, files: RowFiles) -> MeasuredRows:
     )
 
 
-def _about(faults: Sequence[Any], looked_at: int, *, skips: bool) -> str:
-    reasons = Counter(row.fault for row in faults)
-    shown = "; ".join(row.note for row in faults[:_SHOWN])
-    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    advice = "" if skips or len(faults) == looked_at else ". To leave such rows out: --on-bad-sample skip"
-    counts = ", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())
-    return f"{len(faults)} of {looked_at} rows that were looked at can't be used ({counts}): {shown}{more}{advice}"
+def report_faults(faults: Sequence[tuple[str, str]], looked_at: int, *, skips: bool) -> str:
+    """Return the sentence about rows that can't be used.
+
+    Args:
+        faults: of each, the reason in a few words, and the message with its file and row.
+        looked_at: number of the rows that were looked at.
+        skips: whether such rows were to be left out.
+    """
+    counts = Counter(reason for reason, _ in faults)
+    first = dict(reversed(faults))  # of each reason
+    shown = [f"{count} × {reason}: {first[reason]}" for reason, count in counts.most_common(_SHOWN)]
+    more = f"; and {len(counts) - _SHOWN} more reasons" if len(counts) > _SHOWN else ""
+    all_of_them = skips or len(faults) == looked_at
+    advice = "" if all_of_them else ". To leave such rows out: --on-bad-sample skip"
+    return f"{len(faults)} of {looked_at} rows that were looked at can't be used: {'; '.join(shown)}{more}{advice}"

@@ -31,7 +31,8 @@ def test_a_yaml_file_finds_its_script(tmp_path: Path) -> None:
     megatron = {**language, "gpt_args": {"train": {"use_torch_fsdp2": False}}}
     assert program(megatron, tmp_path) == "pretrain_vlm"
     assert program(megatron, tmp_path, "--use_torch_fsdp2") == "pretrain_transformers"
-    assert program({"gpt_args": {}, "model": GENERATION}, tmp_path) == "pretrain_sora"
+    for model in (GENERATION, {"init_from_diffusers": "ckpt/flux"}):
+        assert program({"gpt_args": {}, "model": model}, tmp_path) == "pretrain_sora"
     assert program({"model": {"model_id": "qwen3_vl"}, "training": {}, "parallel": {}}, tmp_path) == "train_fsdp2"
     assert find_target(str(tmp_path), []).words[1] == "mindspeed_mm.entry.train_fsdp2"  # a run folder
 
