@@ -85,7 +85,10 @@ def test_limits_hold_for_each_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"pat": "a.mp4", "cap": "x"}, r"no column path or video or image or file_name; found pat, cap; did you mean 'pat'\?"),
+        (
+            {"pat": "a.mp4", "cap": "x"},
+            r"no column path or video or image or file_name; found pat.*; did you mean 'pat'\?",
+        ),
         ({"path": "a.mp4"}, "no column cap or caption or text; found path"),
         ({"path": "", "cap": "x"}, "'path' is ''; expected a path"),
         ({"path": "a.mp4", "cap": 3}, "'cap' is '3'; expected text, or a list of texts"),
