@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,6 @@ _LARGE = 1_000_000_000
 _ROWS_FOR_PACKING = 1_000
 _PACK = (1_024, 4_096)
 _EMPTIER = 4
-
-
-#: flags of adapters
-LORA_FLAGS: Mapping[str, Any] = {"lora_target_modules": "all-linear", "lora_r": 16, "lora_alpha": 32}
 
 
 @dataclass(frozen=True)

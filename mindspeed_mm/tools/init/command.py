@@ -11,8 +11,7 @@ from pathlib import Path
 
 from mindspeed_mm.checkpoint.launch_record import RUN_FILE
 from mindspeed_mm.tools.init.captions import find_captions, measure_clips, write_captions
-from mindspeed_mm.tools.init.choices import BatchSizes, Tuning
-from mindspeed_mm.tools.init.machine import Machine, this_machine
+from mindspeed_mm.tools.init.machine import this_machine
 from mindspeed_mm.tools.init.model_directory import ModelDirectory, read_model_directory
 from mindspeed_mm.tools.init.rows import find_rows, measure_rows, require_template
 from mindspeed_mm.utils.errors import ConfigError
@@ -97,7 +96,7 @@ def _language(
     )
     require_template(model, files)
     from mindspeed_mm.configs.hf_directory import read_hf_config
-    from mindspeed_mm.tools.init.language import model_line, plan_language, rows_lines, write_language
+    from mindspeed_mm.tools.init.language import plan_language, rows_lines, write_language
 
     hf_config = read_hf_config(model.path, "--model")
     plan = plan_language(
@@ -110,8 +109,8 @@ def _language(
         lora=options.lora,
         from_scratch=options.from_scratch,
     )
-    found = [f"model: {model_line(plan)}", "rows: " + "; ".join(rows_lines(plan.rows))]
-    return write_language(plan), [*found, *_training_lines(plan.machine, plan.tuning, plan.batches)]
+    found = [f"model: {plan.title}", "rows: " + "; ".join(rows_lines(plan.rows))]
+    return write_language(plan), [*found, *plan.training.summary()]
 
 
 def _generation(
@@ -124,22 +123,15 @@ def _generation(
         raise ConfigError(f"{wrong} is of language models, and --model '{model.path}' is a diffusers pipeline")
     require_extra("generation", f"--model '{model.path}', a diffusers pipeline,")
     files = find_captions(names, options.media, skips=options.on_bad_sample == "skip")
-    from mindspeed_mm.tools.init.generation import clips_lines, model_line, plan_generation, task_of, write_generation
+    from mindspeed_mm.tools.init.generation import clips_lines, plan_generation, task_of, write_generation
 
     task = task_of(model)
     clips = measure_clips(write_captions(files, folder))
     plan = plan_generation(
         model, task, clips, this_machine(), save=str(folder), lora=options.lora, from_scratch=options.from_scratch
     )
-    found = [f"model: {model_line(plan)}", "rows: " + "; ".join(clips_lines(clips))]
-    return write_generation(plan), [*found, *_training_lines(plan.machine, plan.tuning, plan.batches)]
-
-
-def _training_lines(machine: Machine, tuning: Tuning, batches: BatchSizes) -> list[str]:
-    return [
-        f"machine: {machine}; {tuning.why}",
-        f"training: {batches.steps} steps of {batches.whole}, {batches.epochs} epochs",
-    ]
+    found = [f"model: {plan.title}", "rows: " + "; ".join(clips_lines(clips))]
+    return write_generation(plan), [*found, *plan.training.summary()]
 
 
 def _attr(words: Sequence[str]) -> dict[str, str]:

@@ -13,20 +13,11 @@ from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.generation.predictor.family import find_predictor_family
 from mindspeed_mm.models.generation.sora_model import generation_rule
 from mindspeed_mm.tools.init.captions import MeasuredClips
-from mindspeed_mm.tools.init.choices import (
-    LORA_FLAGS,
-    BatchSizes,
-    Tuning,
-    choose_batches,
-    choose_rate,
-    choose_tuning,
-    count_in_words,
-    recompute_flags,
-    tokens_at_once,
-)
+from mindspeed_mm.tools.init.choices import choose_batches, choose_tuning, count_in_words, tokens_at_once
 from mindspeed_mm.tools.init.commented import commented_yaml
 from mindspeed_mm.tools.init.machine import Machine
 from mindspeed_mm.tools.init.model_directory import PIPELINE, ModelDirectory
+from mindspeed_mm.tools.init.training import After, Training
 from mindspeed_mm.utils.errors import ConfigError
 
 #: largest picture in pixels, on the host and on a device, and most frames of a clip
@@ -47,11 +38,8 @@ class GenerationPlan:
         task: t2i, t2v, i2v or ti2v.
         rule: the shapes that the model takes.
         clips: the measured rows.
-        machine: where it is meant to run.
+        training: how it is trained.
         from_scratch: begin with a transformer of random weights.
-        save: the run folder.
-        tuning: what is trained.
-        batches: sizes of batches.
         shape: keys of `preprocess_parameters` that decide the shapes of samples.
     """
 
@@ -59,12 +47,20 @@ class GenerationPlan:
     task: str
     rule: GenerationRule
     clips: MeasuredClips
-    machine: Machine
+    training: Training
     from_scratch: bool
-    save: str
-    tuning: Tuning
-    batches: BatchSizes
     shape: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """A line about the model."""
+        model = self.model
+        return f"{model.model_type} ({self.task}), {count_in_words(model.parameters)} parameters, of {model.path}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest sample."""
+        return self.rule.tokens(self.shape["num_frames"], self.shape["max_height"], self.shape["max_width"])
 
 
 def task_of(model: ModelDirectory) -> str:
@@ -111,11 +107,12 @@ def plan_generation(
     beside = max(0, model.stored_bytes - _stored(model))
     tuning = choose_tuning(model.parameters, machine, asked=lora, beside=beside)
     shape = _shape(clips, rule, machine)
-    tokens = rule.tokens(shape["num_frames"], *_sides(shape, rule))
+    tokens = rule.tokens(shape["num_frames"], shape["max_height"], shape["max_width"])
     hidden, layers = _hidden(stored), int(stored.get("num_layers", 1)) + int(stored.get("num_single_layers", 0) or 0)
     most = max(tokens, tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora))
     batches = choose_batches(clips.usable, tokens, machine, most=most, passes=_PASSES)
-    return GenerationPlan(model, task, rule, clips, machine, from_scratch, save, tuning, batches, shape)
+    training = Training(model.parameters, machine, tuning, batches, save)
+    return GenerationPlan(model, task, rule, clips, training, from_scratch, shape)
 
 
 def _stored(model: ModelDirectory) -> int:
@@ -149,31 +146,16 @@ def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> dict
     }
 
 
-def _sides(shape: dict[str, Any], rule: GenerationRule) -> tuple[int, int]:
-    return shape["max_height"], shape["max_width"]
-
-
 def write_generation(plan: GenerationPlan) -> str:
     """Return the text of the run's file."""
-    content = {"gpt_args": _flags(plan), "model": _model(plan), "data": _data(plan), "fsdp2": {"sharding_size": "auto"}}
-    above, after = _comments(plan)
-    return commented_yaml(_heading(plan), content, above, after)
-
-
-def _flags(plan: GenerationPlan) -> dict[str, Any]:
-    batches, machine = plan.batches, plan.machine
-    flags: dict[str, Any] = {"micro_batch_size": batches.micro, "global_batch_size": batches.whole}
-    flags |= {"train_epochs": batches.epochs, "lr": choose_rate(plan.model.parameters, is_lora=plan.tuning.is_lora)}
-    flags |= {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05}
-    if not machine.is_host:
-        flags["bf16"] = True
-    flags |= recompute_flags(plan.model.parameters, machine)
-    if plan.tuning.is_lora:
-        flags |= LORA_FLAGS
-    flags |= {"save": plan.save}
-    if batches.save_interval is not None:
-        flags |= {"save_interval": batches.save_interval, "save_total_limit": 2}
-    return flags | {"save_hf": True}
+    content = {
+        "gpt_args": plan.training.flags(),
+        "model": _model(plan),
+        "data": _data(plan),
+        "fsdp2": {"sharding_size": "auto"},
+    }
+    heading = plan.training.heading([plan.title, *clips_lines(plan.clips)])
+    return commented_yaml(heading, content, *_comments(plan))
 
 
 def _model(plan: GenerationPlan) -> dict[str, Any]:
@@ -199,12 +181,6 @@ def _data(plan: GenerationPlan) -> dict[str, Any]:
     return {"dataset_param": param}
 
 
-def model_line(plan: GenerationPlan) -> str:
-    """Return a line about the model."""
-    model = plan.model
-    return f"{model.model_type} ({plan.task}), {count_in_words(model.parameters)} parameters, of {model.path}"
-
-
 def clips_lines(clips: MeasuredClips) -> list[str]:
     """Return lines about the rows."""
     looked = "" if clips.looked_at == clips.rows else f" ({clips.looked_at} of them looked at)"
@@ -218,49 +194,24 @@ def clips_lines(clips: MeasuredClips) -> list[str]:
     return [f"{clips.rows} captioned {kind}{looked}{left}, {size}: {clips.files.form}"]
 
 
-def _heading(plan: GenerationPlan) -> list[str]:
-    return [
-        model_line(plan),
-        *clips_lines(plan.clips),
-        f"Made for {plan.machine}.",
-        "",
-        f"mindspeed-mm dry-run {plan.save}    what this file trains, without devices",
-        f"mindspeed-mm train {plan.save}      train; section.key=value after it changes a value of this file",
-        "",
-        "Keys of gpt_args are flags, the other sections are model.json, data.json and fsdp2.yaml; all of them, with",
-        "their defaults, are in docs/configuration.md. Paths are relative to the folder in which it is started.",
-    ]
-
-
-def _comments(plan: GenerationPlan) -> tuple[dict[str, str], dict[str, list[str]]]:
-    batches, shape = plan.batches, plan.shape
-    tokens = plan.rule.tokens(shape["num_frames"], *_sides(shape, plan.rule))
-    count = count_in_words(plan.model.parameters)
+def _comments(plan: GenerationPlan) -> tuple[dict[str, str], After]:
+    is_lora = plan.training.tuning.is_lora
+    above, after = plan.training.comments(
+        "samples", "adapters for load_lora_weights" if is_lora else "a whole pipeline for DiffusionPipeline"
+    )
     preprocess = "data.dataset_param.preprocess_parameters"
-    above = {
-        "gpt_args.micro_batch_size": f"Samples of a device at once, and of a step: {batches.steps_per_epoch} "
-        f"steps an epoch, {batches.steps} in all. Each epoch draws other noise.",
-        "gpt_args.lr": f"A usual rate for {'adapters of ' if plan.tuning.is_lora else ''}{count} parameters; "
-        f"{plan.tuning.why}.",
-        "gpt_args.save": "Checkpoints, metrics and what is exported: hf/, "
-        + ("adapters for load_lora_weights." if plan.tuning.is_lora else "a whole pipeline for DiffusionPipeline."),
+    above |= {
+        "gpt_args.train_epochs": "Each epoch draws other noise.",
         "model.task": "The transformer is trained; the pipeline's autoencoder and text encoders stay as they are.",
         f"{preprocess}.num_frames": "Frames and pixels of samples: pictures are scaled to cover them, and cut. "
-        f"{tokens} tokens each; sides are multiples of {plan.rule.spatial_multiple}.",
+        f"{plan.tokens} tokens each; sides are multiples of {plan.rule.spatial_multiple}.",
         f"{preprocess}.cfg": "Share of captions that are left out, so that guidance can be used.",
         "fsdp2": "The transformer is sharded over all devices, each block (found by itself) being a unit.",
     }
-    if "force_resolution" in shape:
+    if "force_resolution" in plan.shape:
         above[f"{preprocess}.force_resolution"] = (
             "Pictures differ: each goes to the nearest of several aspect ratios, of at most so many pixels."
         )
-    after: dict[str, list[str]] = {}
-    if "recompute_granularity" in (flags := _flags(plan)):
-        above["gpt_args.recompute_granularity"] = "Compute blocks again in backward, in place of keeping activations."
-    if "bf16" in flags:
-        above["gpt_args.bf16"] = "Compute in bfloat16, over float32 weights."
-    else:
-        after["gpt_args"] = ["Computed in float32, as this is a CPU; on a device: bf16: true"]
     if plan.clips.files.beside:
         above["data.dataset_param.basic_parameters.data_path"] = (
             "Made of the .txt files beside the pictures, which are not read again."

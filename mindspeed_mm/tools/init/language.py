@@ -9,22 +9,18 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mm.models.common.families import Family, find_family, require_megatron_form
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.tools.init.choices import (
-    LORA_FLAGS,
-    BatchSizes,
-    Tuning,
     choose_batches,
     choose_pack,
-    choose_rate,
     choose_tuning,
     count_in_words,
     power_of_two,
-    recompute_flags,
     tokens_at_once,
 )
 from mindspeed_mm.tools.init.commented import commented_yaml
 from mindspeed_mm.tools.init.machine import Machine
 from mindspeed_mm.tools.init.model_directory import ModelDirectory
 from mindspeed_mm.tools.init.rows import MeasuredRows
+from mindspeed_mm.tools.init.training import After, Training
 from mindspeed_mm.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,12 +41,9 @@ class LanguagePlan:
         model: the model's directory.
         hf_config: its config.json, as transformers reads it.
         rows: the measured rows.
-        machine: where it is meant to run.
+        training: how it is trained.
         megatron: train with the Megatron backend; else with FSDP2.
         from_scratch: begin with random weights.
-        save: the run folder.
-        tuning: what is trained.
-        batches: sizes of batches.
         pack: tokens of a pack; None: rows are padded.
         limit: longest row in tokens; None: none is cut.
     """
@@ -58,12 +51,9 @@ class LanguagePlan:
     model: ModelDirectory
     hf_config: PretrainedConfig
     rows: MeasuredRows
-    machine: Machine
+    training: Training
     megatron: bool
     from_scratch: bool
-    save: str
-    tuning: Tuning
-    batches: BatchSizes
     pack: int | None
     limit: int | None
 
@@ -71,6 +61,13 @@ class LanguagePlan:
     def family(self) -> Family | None:
         """The family's record; None: an architecture of transformers without one."""
         return find_family(self.model.model_type)
+
+    @property
+    def title(self) -> str:
+        """A line about the model."""
+        kind = "" if self.family else " (no family here: trained as transformers has it, without packed rows)"
+        names = self.hf_config.architectures or [self.model.model_type]
+        return f"{names[0]}{kind}, {count_in_words(self.model.parameters)} parameters, from {self.model.path}"
 
 
 def plan_language(
@@ -93,11 +90,11 @@ def plan_language(
     if megatron:
         require_megatron_form(model.model_type)
     text = hf_config.get_text_config()
-    longest = _most_positions(text)
+    positions = _positions(text)
     tuning = choose_tuning(model.parameters, machine, asked=lora)
-    length = min(rows.longest, longest or rows.longest)
+    length = min(rows.longest, positions or rows.longest)
     pack = choose_pack(rows.usable, length, rows.mean, machine) if _packs(model.model_type) else None
-    limit = pack or _limit(rows, longest)
+    limit = pack or _limit(rows, positions)
     hidden, layers = getattr(text, "hidden_size", 4096), getattr(text, "num_hidden_layers", 32)
     batches = choose_batches(
         rows.usable,
@@ -106,7 +103,8 @@ def plan_language(
         rows_a_pack=pack / rows.mean if pack else 1.0,
         most=tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora),
     )
-    return LanguagePlan(model, hf_config, rows, machine, megatron, from_scratch, save, tuning, batches, pack, limit)
+    training = Training(model.parameters, machine, tuning, batches, save)
+    return LanguagePlan(model, hf_config, rows, training, megatron, from_scratch, pack, limit)
 
 
 def _require_class(model: ModelDirectory, hf_config: PretrainedConfig) -> None:
@@ -121,7 +119,7 @@ def _require_class(model: ModelDirectory, hf_config: PretrainedConfig) -> None:
         )
 
 
-def _most_positions(text: Any) -> int | None:
+def _positions(text: Any) -> int | None:
     found = getattr(text, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
@@ -146,35 +144,21 @@ def _limit(rows: MeasuredRows, longest: int | None) -> int | None:
 
 def write_language(plan: LanguagePlan) -> str:
     """Return the text of the run's file."""
-    content: dict[str, Any] = {"gpt_args": _flags(plan), "model": _model(plan), "data": _data(plan)}
+    flags = {**_backend(plan), **plan.training.flags()}
+    content: dict[str, Any] = {"gpt_args": flags, "model": _model(plan), "data": _data(plan)}
     if not plan.megatron:
         content["fsdp2"] = {"sharding_size": "auto"}
-    above, after = _comments(plan)
-    return commented_yaml(_heading(plan), content, above, after)
+    heading = plan.training.heading([plan.title, *rows_lines(plan.rows)])
+    return commented_yaml(heading, content, *_comments(plan))
 
 
-def _flags(plan: LanguagePlan) -> dict[str, Any]:
-    batches, machine = plan.batches, plan.machine
-    flags: dict[str, Any] = {"use_torch_fsdp2": not plan.megatron}
-    if plan.megatron:
-        flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-        flags |= {"use_distributed_optimizer": True} if machine.devices > 1 else {}
-        flags |= {"variable_seq_lengths": True, "seq_length": plan.limit or _rounded(plan.rows.longest)}
-    flags |= {"micro_batch_size": batches.micro, "global_batch_size": batches.whole, "train_epochs": batches.epochs}
-    flags |= {"lr": choose_rate(plan.model.parameters, is_lora=plan.tuning.is_lora)}
-    flags |= {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05}
-    if not machine.is_host:
-        flags["bf16"] = True
-    flags |= recompute_flags(plan.model.parameters, machine)
-    if plan.tuning.is_lora:
-        flags |= LORA_FLAGS
-    flags |= {"save": plan.save}
-    if batches.save_interval is not None:
-        flags |= {"save_interval": batches.save_interval, "save_total_limit": 2}
-    flags["save_hf"] = True
-    if batches.validation:
-        flags |= {"eval_interval": batches.steps_per_epoch, "eval_iters": -(-batches.validation // batches.whole)}
-    return flags
+def _backend(plan: LanguagePlan) -> dict[str, Any]:
+    if not plan.megatron:
+        return {"use_torch_fsdp2": True}
+    flags: dict[str, Any] = {"use_torch_fsdp2": False}
+    flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    flags |= {"use_distributed_optimizer": True} if plan.training.machine.devices > 1 else {}
+    return flags | {"variable_seq_lengths": True, "seq_length": plan.limit or _rounded(plan.rows.longest)}
 
 
 def _model(plan: LanguagePlan) -> dict[str, Any]:
@@ -207,34 +191,13 @@ def _data(plan: LanguagePlan) -> dict[str, Any]:
         basic["cutoff_len"] = plan.limit
     if plan.pack is not None:
         basic["packing"] = True
-    if plan.batches.validation:
-        basic["val_size"] = plan.batches.validation
+    if plan.training.batches.validation:
+        basic["val_size"] = plan.training.batches.validation
     return plan.rows.files.section(plan.model.path, **basic)
 
 
 def _rounded(length: int) -> int:
     return -(-length // _ROUND) * _ROUND
-
-
-def _heading(plan: LanguagePlan) -> list[str]:
-    return [
-        f"{model_line(plan)}",
-        *rows_lines(plan.rows),
-        f"Made for {plan.machine}.",
-        "",
-        f"mindspeed-mm dry-run {plan.save}    what this file trains, without devices",
-        f"mindspeed-mm train {plan.save}      train; section.key=value after it changes a value of this file",
-        "",
-        "Keys of gpt_args are flags, the other sections are model.json, data.json and fsdp2.yaml; all of them, with",
-        "their defaults, are in docs/configuration.md. Paths are relative to the folder in which it is started.",
-    ]
-
-
-def model_line(plan: LanguagePlan) -> str:
-    """Return a line about the model."""
-    kind = "" if plan.family else " (no family here: trained as transformers has it, without packed rows)"
-    names = plan.hf_config.architectures or [plan.model.model_type]
-    return f"{names[0]}{kind}, {count_in_words(plan.model.parameters)} parameters, from {plan.model.path}"
 
 
 def rows_lines(rows: MeasuredRows) -> list[str]:
@@ -249,19 +212,14 @@ def rows_lines(rows: MeasuredRows) -> list[str]:
     ]
 
 
-def _comments(plan: LanguagePlan) -> tuple[dict[str, str], dict[str, list[str]]]:
-    batches = plan.batches
-    unit = "packs" if plan.pack else "rows"
-    above = {
-        "gpt_args.micro_batch_size": f"{unit.capitalize()} of a device at once, and of an optimizer step: "
-        f"{batches.steps_per_epoch} steps an epoch, {batches.steps} in all.",
-        "gpt_args.lr": _rate_comment(plan),
-        "gpt_args.save": "Checkpoints, metrics and what is exported: hf/, a directory for from_pretrained"
-        + (" of PEFT." if plan.tuning.is_lora else "."),
+def _comments(plan: LanguagePlan) -> tuple[dict[str, str], After]:
+    exported = "a directory for from_pretrained" + (" of PEFT" if plan.training.tuning.is_lora else "")
+    above, after = plan.training.comments("packs" if plan.pack else "rows", exported)
+    above |= {
         "model.init_from_hf_path": "Its config.json describes the model, its weights are where training begins.",
         "data": "How rows are read and rendered: mindspeed-mm data check shows it, docs/data.md describes it.",
     }
-    after: dict[str, list[str]] = {}
+    basic = "data.dataset_param.basic_parameters"
     if plan.megatron:
         above["gpt_args.use_torch_fsdp2"] = (
             "Megatron-core's backend; weights are converted while they are loaded, and back for the export. Larger "
@@ -277,22 +235,14 @@ def _comments(plan: LanguagePlan) -> tuple[dict[str, str], dict[str, list[str]]]
             "(sub_modules_to_wrap names others)."
         )
         if plan.limit is not None:
-            above["data.dataset_param.basic_parameters.cutoff_len"] = _limit_comment(plan)
+            above[f"{basic}.cutoff_len"] = _limit_comment(plan)
     if plan.pack:
-        above["data.dataset_param.basic_parameters.packing"] = (
+        above[f"{basic}.packing"] = (
             f"Several rows share {plan.pack} tokens, without seeing each other: rows have {plan.rows.mean:.0f} on "
             "average, and would be mostly padding."
         )
-    if "bf16" in (flags := _flags(plan)):
-        above["gpt_args.bf16"] = "Compute in bfloat16, over float32 weights."
-    else:
-        after.setdefault("gpt_args", []).append("Computed in float32, as this is a CPU; on a device: bf16: true")
-    if "recompute_granularity" in flags:
-        above["gpt_args.recompute_granularity"] = "Compute blocks again in backward, in place of keeping activations."
-    if plan.tuning.is_lora:
-        above["gpt_args.lora_target_modules"] = f"LoRA: {plan.tuning.why}."
-    if batches.validation:
-        above["gpt_args.eval_interval"] = f"An evaluation an epoch, on the {batches.validation} rows of val_size below."
+    if validation := plan.training.batches.validation:
+        above["gpt_args.eval_interval"] = f"An evaluation an epoch, on the {validation} rows of val_size below."
     else:
         after.setdefault("gpt_args", []).append(
             f"{plan.rows.rows} rows are too few to set some apart for validation; val_dataset in data names others"
@@ -300,12 +250,6 @@ def _comments(plan: LanguagePlan) -> tuple[dict[str, str], dict[str, list[str]]]
     if frozen := _frozen(plan):
         above[f"model.{frozen[0][0]}"] = "Encoders stay as they are, which is usual; remove this to train them, too."
     return above, after
-
-
-def _rate_comment(plan: LanguagePlan) -> str:
-    if plan.tuning.is_lora:
-        return f"A usual rate for adapters of a model of {count_in_words(plan.model.parameters)} parameters."
-    return f"A usual rate for {count_in_words(plan.model.parameters)} parameters; {plan.tuning.why}."
 
 
 def _limit_comment(plan: LanguagePlan) -> str:
