@@ -28,6 +28,8 @@ class Variable(NamedTuple):
 
 #: set for the processes that `mindspeed-mm train` starts by itself
 STARTER = "MM_STARTED_BY"
+#: set by `mindspeed-mm train`, to this value, without --traceback
+TRACEBACKS, TO_FILES = "MM_TRACEBACKS", "files"
 _LAUNCHER = "set by torchrun"
 _ASCEND = "read by Ascend's own packages; nothing here depends on it"
 _SNAPSHOT = "memory snapshots are described by tools.json's memory_profile"
@@ -39,6 +41,7 @@ VARIABLES: Mapping[str, Variable] = {
     STARTER: Variable(
         "set by mindspeed-mm train: --log-format auto then writes for people; absent = the published line"
     ),
+    TRACEBACKS: Variable("files: an exception is one sentence, its traceback a file; mindspeed-mm train sets it"),
     "MM_API_KEY": Variable("mindspeed-mm serve: the key that requests need; --api-key-file precedes it"),
     "MM_SERVE_GUARD": Variable("set by mindspeed-mm serve for the vLLM that it starts"),
     "MM_ROAD": Variable("fsdp2 or ptd: the backend that examples/env_config.sh sets the environment for"),

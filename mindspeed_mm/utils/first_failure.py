@@ -69,12 +69,14 @@ def report_failure(text: str) -> bool:
 def report_after(first: str, text: str) -> None:
     """Print on stderr, in one line, why this process ends after another one, whose report is passed to torchrun.
 
+    Only one process of a machine does: what the others find follows from the first failure, too.
+
     Args:
         first: the report of the other process, as `claim` returned it.
     """
     write_torchrun_error(first)  # its summary shows any of the ranks that failed within a second
     before, _, its_text = first.partition(": ")
-    if its_text != printable(text):
+    if its_text != printable(text) and _is_second():
         line = printable(" ".join(text.split()))
         line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
         print(f"rank {rank_word()} ended after {before} had: {line}", file=sys.stderr, flush=True)
@@ -93,6 +95,18 @@ def write_torchrun_error(message: str) -> None:
             json.dump(content, f)
     except OSError:
         pass
+
+
+def _is_second() -> bool:
+    """Whether no other process of this machine has failed after the first one."""
+    first = _place()
+    if first is None:
+        return True
+    try:
+        os.close(os.open(first.with_name("second_failure"), os.O_CREAT | os.O_EXCL))
+    except OSError:
+        return False
+    return True
 
 
 def _place() -> Path | None:

@@ -1,6 +1,7 @@
 """Bad configurations, run as a user runs them: each ends at once with a non-zero status and the right last lines.
 
-Most run the entry script in a process forked from a server that has torch imported; a few are commands of their own.
+Each runs the entry script in a process forked from a server that has torch imported; `-m full` starts each by
+`mindspeed-mm train`, too, of which the sentence is all there is. A few are commands of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ from tests.support.workers import RankError, run_ranks
 LAST_LINES = 5  # of stderr
 LAST_LINES_OF_TORCHRUN = 40
 SECONDS = 20.0  # a case needs under one on an idle machine
+SECONDS_OF_TRAIN = 100.0
+LINES_OF_TRAIN = 3
+LAUNCHERS = {
+    "python": [],
+    "early": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "late": ["-m", "mindspeed_mm.tools.cli", "train", "--nproc-per-node", "2"],
+}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @dataclass
@@ -36,6 +45,8 @@ class Run:
     flags: dict[str, Any] = field(default_factory=dict)
     more: list[str] = field(default_factory=list)
     script: str = "pretrain_transformers.py"
+    how: str = "entry"
+    processes: int = 2  # of mindspeed-mm train; 1 where the case says so, or is about their number
 
     def words(self) -> list[str]:
         settings = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 1, "save": self.folder / "run"}
@@ -78,9 +89,11 @@ def copy_of(good: Path, folder: Path) -> Run:
     return Run(folder, files)
 
 
-@pytest.fixture
-def run(good: Path, tmp_path: Path) -> Run:
-    return copy_of(good, tmp_path)
+@pytest.fixture(params=["entry", pytest.param("train", marks=pytest.mark.full)])
+def run(good: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    made = copy_of(good, tmp_path)
+    made.how = request.param
+    return made
 
 
 @pytest.fixture
@@ -110,7 +123,10 @@ def last_lines(text: str, number: int) -> str:
 
 
 def assert_refused(run: Run, *said: str) -> None:
-    """The launch of one process ends with status 1, and its last lines hold all of `said`."""
+    """The launch ends with status 1, and its last lines hold all of `said`."""
+    if run.how == "train":
+        assert_one_sentence(run, *said)
+        return
     errors = run.folder / "stderr.txt"
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 0 died with exit code 1"):
@@ -123,8 +139,24 @@ def assert_refused(run: Run, *said: str) -> None:
     assert "Traceback" not in text
 
 
+def assert_one_sentence(run: Run, *said: str) -> None:
+    """`mindspeed-mm train` ends with status 1 and says all of `said`, once, and nothing else on stderr."""
+    words = [*LAUNCHERS["late"][:-1], str(run.processes), str(ROOT / run.script), *run.words()]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS_OF_TRAIN
+    )
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 1 and 1 <= len(lines) <= LINES_OF_TRAIN, done.stderr
+    for part in said:
+        assert part in done.stderr, f"'{part}' is not in:\n{done.stderr}"
+    for word in ("Traceback", "Warning", lines[0]):
+        assert word not in done.stdout
+
+
 def test_the_good_run_is_good(run: Run) -> None:
     """Every case below spoils one thing of a run that works."""
+    if run.how == "train":
+        return
     run_ranks(run_entry, 1, run.words(), timeout=60)
     assert (run.folder / "run/latest_checkpointed_iteration.txt").read_text() == "1"
 
@@ -285,11 +317,13 @@ def test_a_path_of_the_outer_model(run: Run) -> None:
 
 
 def test_sharding_size_that_does_not_divide(run: Run) -> None:
+    run.processes = 1
     run.files["fsdp2.yaml"].write_text("sharding_size: 4\n")
     assert_refused(run, "fsdp2.yaml: sharding_size is 4", "data-parallel size 1", "valid here: auto, 1")
 
 
 def test_global_batch_that_does_not_divide(run: Run) -> None:
+    run.processes = 1
     run.flags |= {"micro_batch_size": 4, "global_batch_size": 6}
     assert_refused(run, "--global-batch-size 6", "--micro-batch-size 4", "nearest valid: 4 or 8")
 
@@ -300,6 +334,7 @@ def test_more_rows_than_there_are(run: Run) -> None:
 
 
 def test_expert_parallelism(run: Run) -> None:
+    run.processes = 1
     run.append("fsdp2.yaml", "expert_parallel_size: 2\n")
     assert_refused(run, "expert_parallel_size is 2, which does not divide the 1 process", "valid here: 1")
 
@@ -355,16 +390,19 @@ def test_more_images_than_tags(run: Run) -> None:
 
 
 def test_the_megatron_backend_of_a_script_that_has_none(megatron_run: Run) -> None:
+    megatron_run.processes = 1
     megatron_run.script = "pretrain_transformers.py"
     assert_refused(megatron_run, "--use-torch-fsdp2 is missing", "starts from pretrain_vlm.py")
 
 
 def test_more_ranks_for_a_model_than_processes(megatron_run: Run) -> None:
+    megatron_run.processes = 1
     megatron_run.flags["tensor_model_parallel_size"] = 2
     assert_refused(megatron_run, "1 process can't be split into groups of 2", "--tensor-model-parallel-size 2")
 
 
 def test_virtual_stages_without_stages(megatron_run: Run) -> None:
+    megatron_run.processes = 1
     megatron_run.flags["virtual_pipeline_model_parallel_size"] = 2
     assert_refused(megatron_run, "--virtual-pipeline-model-parallel-size 2 needs --pipeline-model-parallel-size 2")
 
@@ -385,6 +423,7 @@ def test_no_weights_to_start_from(megatron_run: Run) -> None:
 
 
 def test_stages_that_the_lists_do_not_fit(megatron_run: Run) -> None:
+    megatron_run.processes = 1
     megatron_run.edit("model.json", "text_decoder.pipeline_num_layers", [1, 1])
     assert_refused(
         megatron_run, "'text_decoder.pipeline_num_layers' has 2 numbers", "--pipeline-model-parallel-size is 1"
@@ -397,13 +436,6 @@ def test_a_number_that_contradicts_the_hf_directory(megatron_run: Run) -> None:
 
 
 # --- whole commands
-
-LAUNCHERS = {
-    "python": [],
-    "early": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "late": ["-m", "mindspeed_mm.tools.cli", "train", "--nproc-per-node", "2"],
-}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module", autouse=True)

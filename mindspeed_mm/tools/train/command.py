@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_mm.configs.environment import STARTER
+from mindspeed_mm.configs.environment import STARTER, TO_FILES, TRACEBACKS
 from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten
 from mindspeed_mm.tools.train.target import LaunchTarget, find_target
 
@@ -34,6 +34,8 @@ script of bash, or a run folder, whose run it starts again. Often used of torchr
   --nproc-per-node N     processes on this machine; default: one a device, one where there is none
   --max-restarts N       start all again after a failure, from the last checkpoint
   --nnodes N --rdzv-endpoint HOST:PORT     the same command on each of N machines
+and of its own:
+  --traceback            show an exception's traceback, which is otherwise in a file of the run folder
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 let the run save a checkpoint and end with status 0."""
 
 
@@ -92,6 +94,8 @@ def _with_overriding(words: Sequence[str]) -> tuple[argparse.Namespace, list[str
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     """Start the processes, each with a program: `-m` and a module or a script, and its words."""
     quieten()
+    if not options.traceback:
+        os.environ.setdefault(TRACEBACKS, TO_FILES)
     options.module = program[0] == "-m"
     options.training_script, *options.training_script_args = program[1:] if options.module else program
     state = os.environ.pop(_STATE, None)

@@ -121,6 +121,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     parser.allow_abbrev = False
+    parser.add_argument("--traceback", action="store_true")
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(_number_of_devices()))
     options = parser.parse_args(list(words))

@@ -64,6 +64,30 @@ def test_other_exceptions_keep_their_traceback_on_the_first_rank_only(
     assert capfd.readouterr().err == "rank 0 ended after rank 1 had: RuntimeError: Connection closed by peer\n"
 
 
+def test_one_rank_alone_says_what_followed(as_rank, capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in range(5):
+        as_rank(rank)
+        report_failure(f"DataError: row {rank}")
+    assert capfd.readouterr().err == "\nDataError: row 0\nrank 1 ended after rank 0 had: DataError: row 1\n"
+
+
+def test_a_lost_rank_says_nothing_after_the_failure(
+    as_rank, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leave(number: int) -> None:
+        raise SystemExit(number)
+
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr("mindspeed_mm.launch._outlive_peers", lambda: None)
+    as_rank(1)
+    report_failure("DataError: row 3")
+    report = as_rank(0)
+    with pytest.raises(SystemExit, match="1"), errors_as_sentences():
+        raise DistNetworkError("closed")
+    assert capfd.readouterr().err == "\nDataError: row 3\n"
+    assert json.loads(report.read_text())["message"]["message"] == "rank 1: DataError: row 3"
+
+
 class DistNetworkError(RuntimeError):
     """By its name one of torch's, which nothing here imports."""
 
