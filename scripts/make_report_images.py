@@ -11,7 +11,6 @@ is killed, and from its last checkpoint to the end; and the quick start of gener
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -35,7 +34,6 @@ RUNS = Path("runs")
 QUICKSTART, FASTER, DRAWN = RUNS / "quickstart", RUNS / "quickstart_faster", RUNS / "quickstart_sora" / "images_run"
 TRAIN = [sys.executable, "-m", "mindspeed_mm.tools.cli", "train"]
 STEPS, KILLED_AT = 240, 130
-_COLOURS = 200
 _LARGEST = 200_000
 _SECONDS = 1200
 
@@ -49,7 +47,7 @@ def running() -> None:
         _take(QUICKSTART / "report.html", "report-running", height=1060)
         _end(process, 0)
     _take(QUICKSTART / "report.html", "report-dark", height=1060, is_dark=True)
-    _take(QUICKSTART / "report.html", "report-samples", section="answers", height=900)
+    _take(QUICKSTART / "report.html", "report-samples", sections=("answers", "samples"), height=900)
 
 
 def crashed() -> None:
@@ -77,7 +75,7 @@ def generation() -> None:
     shutil.rmtree(DRAWN.parent, ignore_errors=True)
     _run([sys.executable, "examples/quickstart_sora/prepare.py", "--out", str(DRAWN.parent)])
     _run([*TRAIN, "examples/quickstart_sora/train_sora.sh"], SAVE_PATH=str(DRAWN))
-    _take(DRAWN / "report.html", "report-generation", section="generated", height=900)
+    _take(DRAWN / "report.html", "report-generation", sections=("generated", "samples"), height=900)
 
 
 #: name → what takes it, in this order: later ones need the runs of earlier ones
@@ -102,17 +100,17 @@ def main() -> None:
         PICTURES[name]()
 
 
-def _take(page: Path, name: str, *, height: int, section: str = "", is_dark: bool = False) -> None:
-    """Write a picture of a page, in few colours."""
-    path = IMAGES / f"{name}.png"
-    url = page.resolve().as_uri() + (f"#{section}" if section else "")
-    said = take_screenshot(url, path, height=height, is_dark=is_dark)
+def _take(page: Path, name: str, *, height: int, sections: Sequence[str] = (), is_dark: bool = False) -> None:
+    """Write a picture of a page, or of its head and some of its sections."""
+    path, copy = IMAGES / f"{name}.png", page.with_name(f"picture-{page.name}")
+    others = "".join(f":not(#{section})" for section in sections)
+    style = f"<style>main > section{others} {{ display: none }}</style>" if sections else ""
+    copy.write_text(page.read_text(encoding="utf-8").replace("</head>", f"{style}</head>"), encoding="utf-8")
+    said = take_screenshot(copy.resolve().as_uri(), path, height=height, is_dark=is_dark)
+    copy.unlink()
     if said:
         sys.exit(f"{page}: the console says {said}")
-    picture = Image.open(path).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
-    content = io.BytesIO()
-    picture.save(content, "PNG", optimize=True)
-    path.write_bytes(content.getvalue())
+    Image.open(path).convert("RGB").save(path, optimize=True)
     size, of_page = path.stat().st_size, page.stat().st_size
     print(f"{path.relative_to(ROOT)}: {size / 1000:.0f} kB, of a page of {of_page / 1000:.0f} kB", flush=True)
     if size > _LARGEST:
@@ -120,7 +118,7 @@ def _take(page: Path, name: str, *, height: int, section: str = "", is_dark: boo
 
 
 @contextlib.contextmanager
-def _started(words: list[str], **variables: str):
+def _started(words: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", **variables}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:

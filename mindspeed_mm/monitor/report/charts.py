@@ -54,7 +54,7 @@ CHARTS = (
     Chart("Gradient norm", {"grad_norm": "before clipping"}),
     Chart("Learning rate", {"learning_rate": "learning rate"}, "small", has_zero=True),
     Chart("Tokens a second", {"tokens_per_second": "all devices"}, "amount", has_zero=True),
-    Chart("Media a second", {"media_per_second/": ""}, "amount", has_zero=True),
+    Chart("Media a second", {"media_per_second/": ""}, "amount", 0.0, has_zero=True),
     Chart("Time of a step", {"step_ms": "step", "data_wait_ms": "waiting for data"}, "milliseconds", has_zero=True),
     Chart("Waiting for data", {"data_wait_fraction": "share of a step"}, "percent", 0.0, has_zero=True),
     Chart("Model FLOPs utilisation", {"mfu": "of the device's peak"}, "percent", has_zero=True),

@@ -132,12 +132,12 @@ def _tiles(run: RunRecord) -> Iterator[Tile]:
         note = f"{words.loss(begun)} at step {first['iteration']:,}" if begun is not None and first is not last else ""
         yield Tile("Loss", words.loss(loss), note=note)
     for metric, (best, iteration) in run.metrics.best.items():
-        title = f"Evaluation: {metric.replace('_', ' ')}"
+        title = "Evaluation loss" if metric == "loss" else metric.replace("_", " ").capitalize()
         text = words.loss(best) if metric == "loss" else words.figure(best)
         yield Tile(title, text, note=f"best, at step {iteration:,}")
     tokens, step = _figure(last, "tokens_per_second"), _figure(last, "step_ms")
     if tokens is not None:
-        yield Tile("Speed", words.amount(tokens), "tokens/s", f"{words.amount(last['consumed_tokens'])} tokens so far")
+        yield Tile("Tokens a second", words.amount(tokens), note=f"{words.amount(last['consumed_tokens'])} so far")
     if step:
         samples = (_figure(last, "global_batch_size") or 0.0) * 1000 / step
         value, _, unit = words.step_time(step).partition(" ")
@@ -151,7 +151,7 @@ def _tiles(run: RunRecord) -> Iterator[Tile]:
     memory = _figure(last, "memory_bytes")
     if memory is not None:
         value, _, unit = words.gibibytes(int(memory)).partition(" ")
-        yield Tile("Memory", value, unit, "at most, one device")
+        yield Tile("Memory", value, unit, "at most, a device")
     wanted = run.train_iters
     if run.state.name == "running" and wanted and step:
         yield Tile("To go", words.duration(step / 1000 * (wanted - last["iteration"])), note="at this speed")

@@ -105,7 +105,7 @@ Path(folder, LOCK).write_text(json.dumps(dataclasses.asdict(Holder.this_process(
 sink = ReportSink(folder)
 print(sink._process.pid, flush=True)
 if os.fork() == 0:
-    time.sleep(20)
+    time.sleep(60)
     os._exit(0)
 time.sleep(60)
 """
