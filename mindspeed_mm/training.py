@@ -33,18 +33,16 @@ from mindspeed_mm.data.start import DataStart, set_current_start
 from mindspeed_mm.dry_run import asks_for_dry_run, dry_run
 from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
-from mindspeed_mm.monitor.console.choice import open_console
 from mindspeed_mm.monitor.console.header import header_facts, header_lines
 from mindspeed_mm.monitor.console.summary import Totals, summary_lines
 from mindspeed_mm.monitor.ending_record import EndingRecord
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
+from mindspeed_mm.monitor.open_watch import open_watch
 from mindspeed_mm.monitor.profiling import MemorySnapshots, StepProfiler
 from mindspeed_mm.monitor.recording.recording import Recording, open_recording
 from mindspeed_mm.monitor.records import EvaluationRecord
-from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.signals import StopSignal
-from mindspeed_mm.monitor.sinks import open_sinks
 from mindspeed_mm.monitor.skips import SkipWatch
 from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.progress import Progress, load_start, resume_point, with_adapters_of_load
@@ -138,6 +136,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 refuse_without_validation(run)
             elif recipe.scorer is not None:
                 data.valid.scorer = recipe.scorer(run, data.valid)
+            data.drawer = None if recipe.drawer is None else recipe.drawer(run, data)
             if not progress.is_over(run):
                 data.train.start()  # workers prepare the first micro-batches while the model is built
             else:
@@ -147,7 +146,7 @@ def train_run(run: Run, recipe: Recipe, stop: StopSignal) -> None:
                 is_evaluated = data.valid is None or _is_due(progress.iteration, run.logging.eval_interval)
                 if run.checkpoint.save_hf is None and is_evaluated:
                     return
-            recording = stack.enter_context(open_recording(run, data, is_logging_rank=backend.world.is_logging_rank))
+            recording = stack.enter_context(open_recording(run, data, progress.iteration, backend.world))
             load_weights = start.directory is None or start.has_adapters
             model = backend.build_model(recipe.model_of(run), load_weights=load_weights, base=start.base)
             report_progress()
@@ -185,7 +184,7 @@ def train(
     epoch_samples = _epoch_samples(data, run)
     saver = _open_saver(run, progress, backend, lock)
     totals = Totals(progress.iteration, progress.consumed_samples, progress.consumed_tokens)
-    watch = _open_watch(backend, run, progress.iteration, totals, recording)
+    watch = open_watch(run, backend.world, backend.compute_dtype, progress.iteration, totals, recording)
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
     started, stop = time.time(), stop or StopSignal()
@@ -201,14 +200,14 @@ def train(
     with watch, ending, saver or nullcontext():
         watch.begin(partial(header_lines, run, backend.outline, data, progress.iteration, backend.compute_dtype))
         while not progress.is_over(run):
-            pending = train_step(forward_step, data.train, backend, run, wants_to_stop, watch.asks_to_log)
+            pending = train_step(forward_step, data.train, backend, run, wants_to_stop, watch)
             _account(pending, progress, watch, backend, run)
             skips.add(progress.iteration, pending.result, pending.counts.row_ids)
             profiler.step()
             memory.step()
-            best = None
-            if _is_due(progress.iteration, run.logging.eval_interval):
-                best = _judge(forward_step, data, backend, run, watch, progress, saver)
+            is_judged = _is_due(progress.iteration, run.logging.eval_interval)
+            best = _judge(forward_step, data, backend, run, watch, progress, saver) if is_judged else None
+            _draw(data, backend, run, watch, progress)
             if saver:
                 saver.poll()
             if pending.stop or _is_due(progress.iteration, run.length.exit_interval):
@@ -242,17 +241,19 @@ def train_step(
     backend: Backend,
     run: Run,
     wants_to_stop: Callable[[], bool],
-    asks_to_log: Callable[[], bool] = lambda: False,
+    watch: Watch,
 ) -> PendingStep:
     """Run one optimizer step over one global batch.
 
     Args:
         wants_to_stop: returns whether this rank should stop; called after forward and backward. The step's reduction
             shares the request with all ranks, and this step is then the last one.
-        asks_to_log: returns whether this rank asks for the step to be logged; called and shared likewise.
+        watch: knows whether this rank asks for the step to be logged, which is shared likewise, as is its memory.
     """
     backend.forward_backward(forward_step, data_iterator, run.batch.num_microbatches)
-    return backend.step(data_iterator.take(), wants_to_stop(), asks_to_log())
+    counts = data_iterator.take()
+    counts.memory_bytes = watch.take_memory()
+    return backend.step(counts, wants_to_stop(), watch.asks_to_log())
 
 
 def evaluate(
@@ -302,6 +303,14 @@ def _judge(
     metric = progress.improvement.metric
     candidate = BestCheckpoint(progress.iteration, metric, figures[metric])
     return candidate if saver.is_best(candidate) else None
+
+
+def _draw(data: RunData, backend: Backend, run: Run, watch: Watch, progress: Progress) -> None:
+    """Draw samples of prompts, at each --sample-interval and after the last step."""
+    is_due = _is_due(progress.iteration, run.logging.sample_interval) or progress.is_over(run)
+    if data.drawer is not None and is_due:
+        with watch.paused("drawing samples"):
+            watch.log_samples(progress.iteration, data.drawer(backend))
 
 
 def _account(pending: PendingStep, progress: Progress, watch: Watch, backend: Backend, run: Run) -> None:
@@ -435,24 +444,6 @@ def _has_something_new(saver: CheckpointSaver, skips: SkipWatch, progress: Progr
         return True
     info_rank0(f"no checkpoint of iteration {progress.iteration}: no step has changed anything since the last one")
     return False
-
-
-def _open_watch(backend: Backend, run: Run, iteration: int, totals: Totals, recording: Recording | None) -> Watch:
-    rows = None
-    if run.logging.log_row_ids and run.checkpoint.save and backend.world.counts_rows:
-        rows = RowLog(run.checkpoint.save, backend.world.batch.rank, backend.world.batch.size, iteration)
-    files = open_sinks(run, iteration=iteration, is_logging_rank=backend.world.is_logging_rank)
-    return Watch(
-        sinks=[*files, totals],
-        console=open_console(run, is_logging_rank=backend.world.is_logging_rank),
-        row_log=rows,
-        recording=recording,
-        log_interval=run.logging.log_interval,
-        train_iters=run.train_iters,
-        global_batch_size=run.batch.global_batch_size,
-        world_size=run.launch.world_size,
-        compute_dtype=backend.compute_dtype,
-    )
 
 
 def _open_skip_watch(

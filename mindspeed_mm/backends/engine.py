@@ -118,7 +118,8 @@ class StepEngine:
         counts.flops = self._executor.flops(counts)
         own = counts
         if not self._world.counts_rows:
-            own = BatchCounts(wait_seconds=counts.wait_seconds, flops=None if counts.flops is None else 0.0)
+            own = BatchCounts(wait_seconds=counts.wait_seconds, memory_bytes=counts.memory_bytes)
+            own.flops = None if counts.flops is None else 0.0
         reduced = self._reducer.reduce(self._take_sums(), squared, own, (stop_requested, log_requested))
         reduced.counts.row_ids, reduced.counts.lengths = counts.row_ids, counts.lengths
         norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
@@ -191,6 +192,8 @@ class LaunchedStep:
             self._result = self._reduced.result(
                 self._read(), learning_rate=self._schedule.current_lr, loss_scale=self._loss_scale.scale
             )
+            if self._reduced.load is not None:
+                self._result.expert_shares = self._reduced.load.shares
             if self._result.skip_reason != "no targets":
                 self._loss_scale.update(overflowed=self._result.skipped)
             if not self._result.skipped:

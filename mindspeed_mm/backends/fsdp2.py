@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,18 +234,20 @@ class FSDP2Backend:
         return self.engine.evaluate(forward_step, data_iterator, num_microbatches)
 
     @contextmanager
-    def generation(self) -> Iterator[Generation]:
+    def generation(self, *, averaged: bool = False) -> Iterator[Generation]:
         """See the protocol; the model is the trained one, sharded as it is."""
         batch = self.world.batch
+        weights = self.ema.applied() if averaged and self.ema is not None else nullcontext()
         with (
             torch.no_grad(),
             accelerator.current().small_products(),
             kept_random_states(),
             evaluation_mode([self.model]),
             self._contract.generating(),
+            weights,
         ):
             try:
-                yield Generation(self._root, batch.rank, batch.size, in_lockstep=bool(self._units))
+                yield Generation(self._root, batch.rank, batch.size, in_lockstep=bool(self._units), built=self.model)
             finally:
                 for unit in self._units:
                     unit.reshard()

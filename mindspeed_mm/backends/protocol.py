@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ class StepResult:
         learning_rate: learning rate of this step.
         loss_scale: loss scale of this step; 1: the loss was not scaled.
         metrics: global means of the further metrics that the loss function returned.
+        expert_shares: () → layer → share of its tokens that each expert got (a host sync: on logging steps only); {}:
+            there are no experts.
     """
 
     loss: float
@@ -44,6 +46,7 @@ class StepResult:
     learning_rate: float
     loss_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
+    expert_shares: Callable[[], dict[str, list[float]]] = dict
 
     @property
     def skipped(self) -> bool:
@@ -82,12 +85,14 @@ class Generation:
             generate the same.
         in_lockstep: whether parameters are sharded over the ranks, so that all of them must call the model equally
             often.
+        built: what the model's provider returned, of which `model` is the part that is trained; None: it isn't here.
     """
 
     model: Any
     rank: int
     size: int
     in_lockstep: bool
+    built: Any = None
 
 
 class PendingStep(Protocol):
@@ -161,8 +166,11 @@ class Backend(Protocol):
     ) -> tuple[float, float]:
         """Run the forward pass of micro-batches; returns (loss sum, denominator) over all ranks."""
 
-    def generation(self) -> AbstractContextManager[Generation]:
+    def generation(self, *, averaged: bool = False) -> AbstractContextManager[Generation]:
         """Return a context with the model for generation; a collective at both ends.
+
+        Args:
+            averaged: with the averaged weights, if the run keeps any.
 
         Afterwards the state of model, hooks and random generators is that of before, so that the steps that follow are
         those that would have followed without it.

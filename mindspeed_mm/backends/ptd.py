@@ -216,10 +216,10 @@ class PTDBackend:
         return result
 
     @contextmanager
-    def generation(self) -> Iterator[Generation]:
+    def generation(self, *, averaged: bool = False) -> Iterator[Generation]:
         """See the protocol; the model is transformers', with an export's weights, and lives as long as the context.
 
-        Of the ranks that read the same rows one has it.
+        Of the ranks that read the same rows one has it. There are no averages on this backend.
         """
         assert self._meta_model is not None, "the recipe's model is one of transformers"
         batch = self.world.batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.backends.protocol import StepResult, normalise_loss_output
-from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts, RankCounts
 from mindspeed_mm.models.common.expert_load import FIGURES, RoutedTokens, load_figures
-from mindspeed_mm.parallel.world import World
+from mindspeed_mm.parallel.world import RankSet, World
 from mindspeed_mm.utils.errors import ConfigError
 
 _SUMMED = ("rows", "tokens", "positions", "targets", "rows_left_out")
@@ -28,6 +29,7 @@ class StepSums:
         metrics: further metrics of the loss function, each [2]: its sum and its denominator.
         is_pair: whether the loss function returned a metric as a pair (sum, denominator), or as a number.
         routed: tokens that were sent to each expert, [experts]; empty without experts.
+        layers: name of a layer with experts → their number, in the order of `routed`.
         sums, means: number of micro-batches whose loss was a sum with a denominator, or a mean.
     """
 
@@ -38,6 +40,7 @@ class StepSums:
         self.metrics: dict[str, torch.Tensor] = {}
         self.is_pair: dict[str, bool] = {}
         self.routed = self.loss.new_zeros(0)
+        self.layers: Mapping[str, int] = {}
         self.sums = self.means = 0
 
     def add(self, output: object) -> torch.Tensor:
@@ -63,6 +66,7 @@ class StepSums:
                 continue  # the training loop computes the loss from the sums
             if isinstance(value, RoutedTokens):
                 self.routed = value.counts.to(self.loss) + (self.routed if len(self.routed) else 0)
+                self.layers = value.layers
                 continue
             figure = self._figure(value)
             if figure is not None:
@@ -102,6 +106,7 @@ class ReducedStep:
         metrics: [2 * names] float: sum and denominator of each metric.
         counts: counts of the global batch, on the host.
         stop, log: whether any rank requested a stop, or that the step is logged.
+        load: tokens that were sent to each expert; None: there are none, or this rank hasn't met them.
     """
 
     squared_norm: torch.Tensor
@@ -113,6 +118,7 @@ class ReducedStep:
     counts: BatchCounts
     stop: bool
     log: bool
+    load: RoutedTokens | None = None
 
     def figures(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the values that `result` builds a StepResult from, on the device: [3 + 2 * names].
@@ -156,12 +162,15 @@ class StepReducer:
     def __init__(self, world: World) -> None:
         """
         Args:
-            world: sums are taken over its rank set `sums`; its `host` has the same ranks.
+            world: sums are taken over its rank set `sums`; its `host` has the same ranks. Those that read the same rows
+                have one place in its `batch`.
         """
+        self._batch = world.batch
         self._sums, self._host = world.sums, world.host
         self._counts_batches = world.counts_batches
         self._is_pair: dict[str, bool] = {}  # the same on all ranks: each metric, in the order of the device's vector
         self._media: list[str] = []
+        self._layers: Mapping[str, int] = {}  # those with experts, once this rank has met them
         self._experts = 0  # length of the vector of tokens that were sent to each expert
 
     def reduce(
@@ -171,8 +180,9 @@ class StepReducer:
 
         Args:
             squared_norm: float scalar on the device: this rank's part of the squared norm.
-            counts: counts of this rank. Values that are needed of each rank separately (`wait_seconds`, `cost`) have
-                one element for each rank in the vector, which is zero on the other ranks.
+            counts: counts of this rank. Values that are needed of each rank separately (`wait_seconds`, `memory_bytes`;
+                `cost` and `tokens` of each data-parallel rank) have one element for each in the vector, which is zero
+                on the other ranks.
             requests: whether this rank requests a stop, and that the step is logged.
 
         Raises:
@@ -182,20 +192,19 @@ class StepReducer:
             _refuse_two_forms(name, {sums.is_pair[name], self._is_pair[name]})
         has_new = not (sums.is_pair.keys() <= self._is_pair.keys() and counts.media.keys() <= set(self._media))
         has_new = has_new or len(sums.routed) > self._experts
-        ranks, rank = self._sums.size, self._sums.rank
         values = [sums.sums, self._means(sums), has_new, *requests]
         values += [getattr(counts, name) for name in _SUMMED]
         values += [counts.media.get(kind, 0) for kind in self._media]
-        waits, costs = [0.0] * ranks, [0.0] * ranks
-        waits[rank], costs[rank] = counts.wait_seconds, counts.cost
-        host = torch.tensor([*values, *waits, *costs], dtype=torch.float64)
+        apart = [*_placed((counts.wait_seconds, counts.memory_bytes), self._sums)]
+        apart += _placed((counts.cost, counts.tokens), self._batch)
+        host = torch.tensor([*values, *apart], dtype=torch.float64)
 
         own = torch.stack([squared_norm.to(sums.loss), sums.loss, sums.denominator])
         device, host = self._sum(torch.cat([own, sums.figures(self._is_pair), sums.routed_to(self._experts)]), host)
         figures, routed = device[3:].split([2 * len(self._is_pair), self._experts])
 
         summed_up = host.tolist()
-        waits, costs = summed_up[len(values) : -ranks], summed_up[-ranks:]
+        waits, memory, costs, tokens = _split(summed_up[len(values) :], 2 * [self._sums.size] + 2 * [self._batch.size])
         with_sum, means, with_new, stop, log, *numbers = map(int, summed_up[: len(values)])
         _refuse_sums_and_means(with_sum, means)
         media = dict(zip(self._media, numbers[len(_SUMMED) :], strict=True))
@@ -210,14 +219,19 @@ class StepReducer:
             wait_seconds=max(waits),
             flops=None if counts.flops is None else sum(costs),
             imbalance=imbalance(costs),
+            ranks=RankCounts(costs, [int(n) for n in tokens], [int(n) for n in memory] if any(memory) else ()),
         )
         squared, loss, denominator = device[:3].unbind()
         divisor = (torch.full_like(denominator, means) if means else denominator).clamp(min=1e-30)
         has_targets = ~(denominator <= 0)  # True for NaN: a broken denominator is not a lack of targets
         names = list(self._is_pair)
+        load = None
         if self._experts:
             names, figures = [*names, *FIGURES], torch.cat([figures, load_figures(routed)])
-        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, figures, summed, stop > 0, log > 0)
+            self._layers = sums.layers or self._layers
+            load = RoutedTokens(routed, self._layers) if self._layers else None
+        asks = stop > 0, log > 0
+        return ReducedStep(squared, divisor, loss / divisor, has_targets, names, figures, summed, *asks, load)
 
     def reduce_loss(self, sums: StepSums) -> tuple[float, float]:
         """Return (loss sum, denominator) of an evaluation over all ranks.
@@ -285,6 +299,21 @@ class StepReducer:
             dist.all_reduce(new, group=self._sums.group)
         figures, routed = new.split([2 * len(names), experts])
         return figures, routed, totals
+
+
+def _placed(values: Sequence[float], ranks: RankSet) -> list[float]:
+    """Values of this rank, each in its place among zeros for the others of a set."""
+    found = []
+    for value in values:
+        found += [0.0] * ranks.size
+        found[ranks.rank - ranks.size] = value
+    return found
+
+
+def _split(values: Sequence[float], sizes: Sequence[int]) -> list[Sequence[float]]:
+    """Consecutive parts of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def imbalance(costs: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mindspeed_mm.configs.evaluation_rules import check_evaluation
+from mindspeed_mm.configs.evaluation_rules import check_evaluation, check_samples
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.layout_rules import check_layout, log_layout_notices
 from mindspeed_mm.configs.lora import check_lora
@@ -26,6 +26,7 @@ def check_arguments(args: ParsedFlags) -> list[str]:
         *check_lora(args),
         *check_evaluation(args),
         *check_trackers(args),
+        *check_samples(args),
     ]
     if not problems:
         _log_notices(args)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mindspeed_mm.configs.arguments import REQUIRED, parse_args, validate_args
 from mindspeed_mm.configs.config import read_files
-from mindspeed_mm.configs.evaluation_rules import check_answers, check_validation_rows
+from mindspeed_mm.configs.evaluation_rules import check_answers, check_drawn, check_validation_rows
 from mindspeed_mm.configs.flags import GROUPS
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.flags.spec import all_flags
@@ -74,6 +74,7 @@ def describe(argv: Sequence[str] | None, recipe: Recipe) -> Run:
         own_flags=MappingProxyType(own_flags),
     )
     answers = check_answers(run, is_scored=recipe.scorer is not None)
+    answers += check_drawn(run, draws=recipe.drawer is not None)
     raise_all([*check_validation_rows(run), *answers, *check_parallel_model(run, recipe.model_schema)])
     shown = {name: value for name, value in vars(args).items() if name != "given"}
     flat = {**shown, "mm": typed.files, "tools": run.tools, "expert_model_parallel_size": run.dims.ep}

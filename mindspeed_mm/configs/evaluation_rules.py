@@ -1,4 +1,4 @@
-"""What --save-best, --early-stop and --eval-generate need: evaluations, validation rows, a folder for what is saved."""
+"""What --save-best, --early-stop, --eval-generate and --sample-interval need: evaluations, rows, a folder, a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mindspeed_mm.configs.flags.parsed import ParsedFlags
 if TYPE_CHECKING:
     from mindspeed_mm.configs.run import Run
 
+_OF_SAMPLES = ("sample_prompts", "sample_size", "sample_inference_steps", "sample_guidance_scale")
 _OF_ANSWERS = ("eval_generate_language", "eval_generate_rows", "eval_generate_batch_size", "eval_max_new_tokens")
 
 
@@ -37,10 +38,7 @@ def check_evaluation(args: ParsedFlags) -> list[str]:
             f"{args.save_best}"
         )
     if args.eval_generate is None:
-        default = LoggingArguments()
-        changed = {name: getattr(args, name) for name in _OF_ANSWERS if getattr(args, name) != getattr(default, name)}
-        for name, value in changed.items():
-            problems.append(f"--{name.replace('_', '-')} {value} belongs to --eval-generate; give it, too")
+        problems += _of_another(args, _OF_ANSWERS, "--eval-generate")
     elif args.eval_generate_language is not None and args.eval_generate != "wer":
         problems.append(
             f"--eval-generate-language {args.eval_generate_language}: it is the language of transcripts, for wer; the "
@@ -56,6 +54,28 @@ def check_evaluation(args: ParsedFlags) -> list[str]:
     return problems
 
 
+def check_samples(args: ParsedFlags) -> list[str]:
+    """Return a sentence for what is missing beside --sample-interval, or for flags of it that stand alone."""
+    if args.sample_interval is None:
+        return _of_another(args, _OF_SAMPLES, "--sample-interval")
+    flag, problems = f"--sample-interval {args.sample_interval}", []
+    if args.save is None:
+        problems.append(f"{flag} needs --save, the run folder that keeps the samples")
+    if not args.report:
+        problems.append(f"{flag} makes samples for the report, and --no-report leaves it out; remove one of them")
+    if args.sample_size is not None and len(args.sample_size) != 3:
+        found = " ".join(map(str, args.sample_size))
+        problems.append(f"--sample-size is {found}; expected frames, height and width, such as --sample-size 1 256 256")
+    return problems
+
+
+def _of_another(args: ParsedFlags, names: tuple[str, ...], flag: str) -> list[str]:
+    """A sentence for each of the flags that belong to another one, where they have other values than their defaults."""
+    default = LoggingArguments()
+    changed = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(default, name)}
+    return [f"--{name.replace('_', '-')} {value} belongs to {flag}; give it, too" for name, value in changed.items()]
+
+
 def check_validation_rows(run: Run) -> list[str]:
     """Return a sentence if the run's data.json keeps no rows for the evaluations that its flags ask for."""
     asking = asking_flags_of(run)
@@ -63,6 +83,20 @@ def check_validation_rows(run: Run) -> list[str]:
         return []
     why = run.data.dataset_param.why_no_validation
     return [f"{asking[0]} needs validation rows, and {run.files.data.config_file}: {why}"] if why else []
+
+
+def check_drawn(run: Run, *, draws: bool) -> list[str]:
+    """Return a sentence if nothing can be drawn for --sample-interval.
+
+    Args:
+        draws: whether the script's recipe draws samples.
+    """
+    if run.logging.sample_interval is None or draws:
+        return []
+    return [
+        f"--sample-interval {run.logging.sample_interval}: this script's model makes no pictures or videos, as those "
+        "of pretrain_sora.py do; leave it out"
+    ]
 
 
 def check_answers(run: Run, *, is_scored: bool) -> list[str]:

@@ -41,6 +41,29 @@ class GeneratedFigures:
     samples: Sequence[Mapping[str, Any]] = ()
 
 
+@dataclass(frozen=True)
+class DrawnSample:
+    """A picture or a clip that a model in training has made of a prompt.
+
+    Attributes:
+        prompt: its prompt.
+        index: number of the prompt.
+        seed: seed of its noise.
+        size: frames, height and width in pixels.
+        files: ending of the name of a file → its content: a JPEG of each shown frame, and an mp4 of a clip.
+    """
+
+    prompt: str
+    index: int
+    seed: int
+    size: tuple[int, int, int]
+    files: Mapping[str, bytes]
+
+
+#: (backend) → the samples of all ranks; a collective
+SampleDrawer = Callable[[Any], Sequence[DrawnSample]]
+#: (run, RunData) → drawer; None: the flags ask for none
+DrawerProvider = Callable[["Run", Any], SampleDrawer | None]
 #: (backend) → figures; called at each evaluation, a collective
 SampleScorer = Callable[[Any], GeneratedFigures]
 #: (run, ValidData) → scorer; None: the flags ask for none
@@ -66,6 +89,8 @@ class Recipe:
         scorer: (run, ValidData) → what scores samples that the model generates for validation rows, at each evaluation;
             called once the data are open, before the model is built, so that rows and model can be refused then. None:
             nothing is generated.
+        drawer: (run, RunData) → what draws samples of prompts while the model is trained (--sample-interval); called
+            like `scorer`. None: the model makes no pictures.
         own_flags: adds flags of the script's own: gets the parser, returns it.
         defaults: attribute → value that takes the place of a flag's default.
     """
@@ -78,6 +103,7 @@ class Recipe:
     data_schema: FileKind | None = None
     backends: tuple[BackendName, ...] = BACKENDS
     scorer: ScorerProvider | None = None
+    drawer: DrawerProvider | None = None
     own_flags: ExtraArgsProvider | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from mindspeed_mm import accelerator
+from mindspeed_mm.configs.recipe import DrawnSample
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.recording.recording import Recording
@@ -29,6 +30,10 @@ class LoggedOutcome(Protocol):
     @property
     def skip_reason(self) -> str:
         """Why the step was skipped: "not finite" (loss or gradient) or "no targets"; "": it wasn't."""
+
+    @property
+    def expert_shares(self) -> Callable[[], dict[str, list[float]]]:
+        """() → layer → share of its tokens that each expert got."""
 
 
 class Watch:
@@ -80,6 +85,7 @@ class Watch:
         self.skipped_iterations = 0
         self.nan_iterations = 0
         self.iterations_without_targets = 0
+        self._memory = 0  # that the other ranks don't know yet
         self._start_interval()
 
     def begin(self, header: Callable[[], Sequence[str]]) -> None:
@@ -96,6 +102,14 @@ class Watch:
         Ranks have clocks of their own, so they agree: the step's reduction tells all of them (`PendingStep.log`).
         """
         return self._console.is_overdue()
+
+    def take_memory(self) -> int:
+        """Return the largest memory of this rank's device so far, once after each logged step; 0: it was told before.
+
+        The next step's reduction shares it with all ranks.
+        """
+        memory, self._memory = self._memory, 0
+        return memory
 
     def wants_result(self, iteration: int) -> bool:
         """Whether this step's figures will be read whoever asks (a host sync on devices with a queue)."""
@@ -143,6 +157,7 @@ class Watch:
         counts = self._counts
         per_device = self._flops / elapsed / self._world_size if self._flops and elapsed else None
         peak = accelerator.current().peak_flops(self._compute_dtype)
+        self._memory = accelerator.current().max_memory_allocated()
         record = StepRecord(
             iteration=iteration,
             loss=loss,
@@ -162,7 +177,7 @@ class Watch:
             rows_left_out=self.rows_left_out,
             tflops_per_device=per_device / 1e12 if per_device else None,
             mfu=per_device / peak if per_device and peak else None,
-            memory_bytes=accelerator.current().max_memory_allocated(),
+            memory_bytes=self._memory,
             skipped_iterations=self.skipped_iterations,
             nan_iterations=self.nan_iterations,
             iterations_without_targets=self.iterations_without_targets,
@@ -172,12 +187,19 @@ class Watch:
         )
         for sink in self._sinks:
             sink.step(record)
+        if self._recording is not None:
+            self._recording.step(iteration, self._outcomes[-1]().expert_shares)
         self._start_interval()
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
         """Log an evaluation."""
         for sink in self._sinks:
             sink.evaluation(record)
+
+    def log_samples(self, iteration: int, samples: Sequence[DrawnSample]) -> None:
+        """Keep the samples that the model has drawn after a step."""
+        if self._recording is not None:
+            self._recording.draw(iteration, samples)
 
     @contextmanager
     def paused(self, work: str) -> Iterator[None]:

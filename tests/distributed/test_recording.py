@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -92,6 +93,26 @@ def check_samples(run: Path) -> None:
                 assert (medium["width"], medium["height"]) == picture.size == small.size
 
 
+def check_figures(run: Path, ranks: int) -> None:
+    """Lengths and the ranks' tokens are those of the rows that each rank has read."""
+    dataset = build_mm_dataset(json.loads((run.parent / "files" / "data.json").read_text())["dataset_param"])
+    of_row = [0 if "fault" in dataset[row] else len(dataset[row]["input_ids"]) for row in range(len(dataset))]
+    read = [lines_of(path) for path in sorted((run / "rows").glob("*.jsonl"))]
+    tokens = [[sum(of_row[row] for row in step["rows"]) for step in steps] for steps in read]
+    lines = lines_of(run / "report" / "ranks.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in lines] == [list(step) for step in zip(*tokens, strict=True)]
+    assert all(len(line["cost"]) == ranks and min(line["cost"]) > 0 for line in lines)
+    assert all(len(line["memory_bytes"]) == 2 and min(line["memory_bytes"]) > 1 << 20 for line in lines[1:])
+
+    lengths = json.loads((run / "report" / "lengths.json").read_text())
+    own = [of_row[row] for step in read[-1] for row in step["rows"] if of_row[row]]
+    assert lengths["histogram"]["counts"] == np.histogram(own, lengths["histogram"]["edges"])[0].tolist()
+    assert (lengths["rows"], lengths["tokens"]) == (len(own), sum(map(sum, tokens)))
+    paddings = [line["padding_fraction"] for line in lines_of(run / "metrics.jsonl")]
+    assert min(paddings) <= lengths["padding"] <= max(paddings)
+
+
 CASES = {
     "FSDP2": Case(flags={"num_workers": 1}),
     "Megatron PP2": Case(fsdp2=False, flags={"pipeline_model_parallel_size": 2}),
@@ -109,3 +130,4 @@ def test_a_run_records_what_it_trains_and_trains_as_without(
     assert not (tmp_path / "without" / "run" / "report").exists()
     assert metrics_of(tmp_path / "with" / "run") == metrics_of(tmp_path / "without" / "run")
     check_samples(tmp_path / "with" / "run")
+    check_figures(tmp_path / "with" / "run", ranks=2 if case.fsdp2 else 1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.backends.sums import ReducedStep, StepReducer, StepSums, imbalance
-from mindspeed_mm.data.loading.counting import BatchCounts
+from mindspeed_mm.data.loading.counting import BatchCounts, RankCounts
 from mindspeed_mm.parallel.world import RankSet, start_world
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.tiny_steps import CountedCollectives, Micro, TinySteps, own_part
@@ -39,6 +39,7 @@ def reduce_steps(*, has_queue: bool) -> list[tuple[BatchCounts, list[float], tup
         sums.add((torch.tensor(1.0), 1 + rank, {}))
         media = {"video": 1 + rank} if number and rank else {"image": 2}
         own = {"media": media, "row_ids": [rank], "wait_seconds": 0.5 + rank, "flops": 10.0 + 20 * rank}
+        own["memory_bytes"] = (100 + rank) * (number > 0)
         counts = BatchCounts(1, 10, 20, 5, 4 * rank, **own)
         with CountedCollectives() as calls:
             reduced = reducer.reduce(sums, torch.tensor(2.0), counts, (rank == 1, number == rank))
@@ -58,7 +59,8 @@ def test_one_reduction_tells_sums_and_the_worst_rank(ranks2: RankPool, has_queue
             assert calls == (once if number == 2 else with_names)
             assert (values, requests) == ([4.0, 3.0, 2.0 / 3.0], (True, number < 2))
             expected = {"media": media[number], "row_ids": [rank], "wait_seconds": 1.5, "flops": 40.0}
-            assert counts == BatchCounts(2, 20, 40, 10, 4, **expected, imbalance=1.5)
+            ranks = RankCounts([10.0, 30.0], [10, 10], [100, 101] if number else ())
+            assert counts == BatchCounts(2, 20, 40, 10, 4, **expected, imbalance=1.5, ranks=ranks)
 
 
 def test_ranks_that_share_rows_do_not_count_as_idle() -> None:

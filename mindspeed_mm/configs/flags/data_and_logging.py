@@ -62,6 +62,31 @@ class LoggingArguments:
         int, flag("ours: of eval-generate: rows that a process answers at a time", minimum=1)
     ] = 8
     eval_max_new_tokens: Annotated[int, flag("ours: of eval-generate: longest answer in tokens", minimum=1)] = 128
+    sample_interval: Annotated[
+        int | None,
+        flag(
+            "ours: of a model that makes pictures or videos: steps between two sheets of samples, made for the report; "
+            "absent = none",
+            minimum=1,
+        ),
+    ] = None
+    sample_prompts: Annotated[
+        str | None,
+        flag(
+            "ours: of sample-interval: text file, one prompt a line, eight at most; absent = four captions of the "
+            "validation rows, else of the training rows",
+            path="file",
+        ),
+    ] = None
+    sample_size: Annotated[
+        list[int] | None,
+        flag("ours: of sample-interval: frames, height and width in pixels; absent = the first row's shape", minimum=1),
+    ] = None
+    sample_inference_steps: Annotated[int, flag("ours: of sample-interval: denoising steps", minimum=1)] = 20
+    sample_guidance_scale: Annotated[
+        float | None,
+        flag("ours: of sample-interval: classifier-free guidance; absent = the pipeline's own scale", minimum=0),
+    ] = None
     report: Annotated[
         bool,
         flag(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,20 @@ def drop_host_fields(batch: MutableMapping[str, Any]) -> None:
         batch.pop(name, None)
 
 
+@dataclass(frozen=True)
+class RankCounts:
+    """What each rank had of a step.
+
+    Attributes:
+        cost, tokens: of each data-parallel rank; see `BatchCounts`.
+        memory_bytes: the largest memory of each process's device so far; empty in steps in which nobody looked.
+    """
+
+    cost: Sequence[float]
+    tokens: Sequence[int]
+    memory_bytes: Sequence[int] = ()
+
+
 @dataclass
 class BatchCounts:
     """Sums over micro-batches.
@@ -41,6 +55,8 @@ class BatchCounts:
         media_sizes: kind of media → their sizes (what encoders cost), always of this rank alone.
         flops: FLOPs of the model; None: not known.
         imbalance: of a whole step, the largest cost of a rank over the mean of all.
+        memory_bytes: of one rank, the largest memory of its device so far; 0: it hasn't looked.
+        ranks: of a whole step, what each rank had.
     """
 
     rows: int = 0
@@ -55,6 +71,8 @@ class BatchCounts:
     media_sizes: dict[MediaKind, MediaSize] = field(default_factory=dict)
     flops: float | None = None
     imbalance: float = 1.0
+    memory_bytes: int = 0
+    ranks: RankCounts | None = None
 
     @property
     def cost(self) -> float:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from mindspeed_mm.configs.config import ConfigReader
 from mindspeed_mm.configs.data_config import DataConfig, DataloaderParam
 from mindspeed_mm.configs.model_config import TransformersModelConfig
-from mindspeed_mm.configs.recipe import DataProvider, Preparation, SampleScorer
+from mindspeed_mm.configs.recipe import DataProvider, Preparation, SampleDrawer, SampleScorer
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.run_sections import Batch
 from mindspeed_mm.configs.vlm_config import VLMModelConfig
@@ -95,6 +95,7 @@ class RunData:
         where: names the file and row of a number in `row_ids`; None: unknown.
         faults: why rows were left out on this rank so far, counted.
         loader: yields the training micro-batches that `train` counts; None: unknown.
+        drawer: draws samples of prompts while the model is trained; None: it draws none.
     """
 
     train: CountingIterator
@@ -108,6 +109,7 @@ class RunData:
     where: Callable[[int], str] | None = None
     faults: Callable[[], Mapping[str, int]] = dict
     loader: MMDataLoader | UserLoader | None = None
+    drawer: SampleDrawer | None = None
 
 
 def data_json_provider(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +23,19 @@ class RoutedTokens:
 
     Attributes:
         counts: [experts of all layers] float.
+        layers: path of a layer's experts → their number, in the order of `counts`.
     """
 
     counts: torch.Tensor
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    def shares(self) -> dict[str, list[float]]:
+        """Return layer → share of its tokens that each expert got; reads the device."""
+        values, found = self.counts.tolist(), {}
+        for (layer, number), end in zip(self.layers.items(), itertools.accumulate(self.layers.values())):
+            own = values[end - number : end]
+            found[layer] = [value / max(sum(own), 1.0) for value in own]
+        return found
 
 
 def load_figures(counts: torch.Tensor) -> torch.Tensor:
@@ -49,7 +61,9 @@ class ExpertLoad:
             model: not split over ranks yet.
         """
         self._name = type(model).__name__
-        self._experts = {id(module): len(next(module.parameters())) for module in find_experts(model).values()}
+        found = {path: (module, len(next(module.parameters()))) for path, module in find_experts(model).items()}
+        self._layers = {path: number for path, (_, number) in found.items()}
+        self._experts = {id(module): number for module, number in found.values()}
         self._is_token: torch.Tensor | None = None
         self._counts: dict[int, torch.Tensor] | None = None
         for module in find_experts(model).values():
@@ -78,7 +92,7 @@ class ExpertLoad:
                 key="expert load",
             )
             return None
-        return RoutedTokens(torch.cat([counts[key] for key in self._experts])) if counts else None
+        return RoutedTokens(torch.cat([counts[key] for key in self._experts]), self._layers) if counts else None
 
     @torch.compiler.disable  # in a graph it would be of one layer, and of the forward pass alone
     @torch.no_grad()

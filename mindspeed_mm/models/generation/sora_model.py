@@ -121,6 +121,11 @@ class SoRAModel(MultiModalModule):
         return self.predictor
 
     @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype that the predictor computes in, and takes its latents in."""
+        return self._computes_in
+
+    @property
     def pending_weights(self) -> str | None:
         """The directory from which the predictor's weights are loaded; None: they are initialised randomly."""
         return self.source

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from mindspeed_mm.data.conversation.rendered import TextPiece, text_pieces
 from mindspeed_mm.data.generation.dataset import ShapedDataset
 from mindspeed_mm.data.loading.dataset import RecordDataset, RowMedia
 from mindspeed_mm.data.media.media import DecodedVideo, MediaRef
-from mindspeed_mm.monitor.recording.thumbnails import spread, write_thumbnail
+from mindspeed_mm.monitor.recording.thumbnails import pixels_of, spread, write_thumbnail
 from mindspeed_mm.utils.errors import BadSample
 from mindspeed_mm.utils.labels import IGNORE_INDEX
 
@@ -76,7 +75,7 @@ class ConversationRenderer:
             "trained": int((sample.labels != IGNORE_INDEX).sum()),
             "cut_from": sample.whole_length if len(sample) < sample.whole_length else None,
             **_shortened(pieces),
-            "media": [_medium(ref, reader, rate, folder) for ref in media[:_MEDIA]],
+            "media": [render_medium(ref, reader, rate, folder) for ref in media[:_MEDIA]],
             "media_left_out": max(0, len(media) - _MEDIA),
         }
 
@@ -106,7 +105,7 @@ class CaptionRenderer:
             "frames": shape.frames,
             "seconds": None,
             "path": None,
-            **_thumbnails(None if "video" not in sample else _pixels(sample["video"]), folder),
+            **_thumbnails(None if "video" not in sample else pixels_of(sample["video"]), folder),
         }
         return {
             "where": dataset.where(row),
@@ -120,8 +119,14 @@ class CaptionRenderer:
         }
 
 
-def _medium(ref: MediaRef, reader: RowMedia, rate: int, folder: Path) -> dict[str, Any]:
-    """A medium of a conversation, after the limits of data.json.
+def render_medium(ref: MediaRef, reader: RowMedia, rate: int, folder: Path) -> dict[str, Any]:
+    """Return a medium of a conversation for samples.jsonl, after the limits of data.json.
+
+    Args:
+        ref: the medium.
+        reader: of the row's media.
+        rate: samples a second of a sound.
+        folder: of the report.
 
     Raises:
         BadSample: it can't be decoded, so that its row isn't trained.
@@ -151,11 +156,6 @@ def _thumbnails(frames: np.ndarray | None, folder: Path) -> dict[str, Any]:
     names = [] if frames is None else [write_thumbnail(frame, folder / "media") for frame in spread(frames)]
     paths = [f"media/{name}" for name in names]
     return {"thumbnail": paths[0] if paths else None, "thumbnails": paths}
-
-
-def _pixels(video: torch.Tensor) -> np.ndarray:
-    """[3, frames, height, width] between -1 and 1 as [frames, height, width, 3] uint8."""
-    return ((video.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
 
 
 def _shortened(pieces: Sequence[TextPiece]) -> dict[str, Any]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.checkpoint.pipeline_folder import is_pipeline
 from mindspeed_mm.checkpoint.run_folder import CheckpointStep
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.configs.scalars import SHORT_DTYPE_NAMES
-from mindspeed_mm.configs.sora_config import AeConfig
+from mindspeed_mm.configs.sora_config import AeConfig, SoRAModelConfig
 from mindspeed_mm.configs.sora_inference import Sampler, SoRAInferenceConfig
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.common.pipeline_layout import INDEX
 from mindspeed_mm.models.generation.diffusion.build import build_objective
 from mindspeed_mm.models.generation.parts import FrozenParts, open_parts
-from mindspeed_mm.models.generation.sora_model import generation_rule, resolve_predictor
+from mindspeed_mm.models.generation.predictor.family import PredictorFamily
+from mindspeed_mm.models.generation.sora_model import SoRAModel, generation_rule, resolve_predictor
 from mindspeed_mm.tasks.generation.sampler import build_sampler, with_shift
 from mindspeed_mm.tasks.generation.weights import fill_with_adapters, load_predictor
 from mindspeed_mm.utils.dtypes import to_torch_dtype
@@ -87,8 +91,6 @@ def build_pipeline(
         ConfigError: the parts of model.json don't fit together.
         CheckpointError: weights are missing or don't fit.
     """
-    import diffusers
-
     model, keys = config.model, config.sampling
     family, structure, source = resolve_predictor(model)
     place = load or source
@@ -99,28 +101,91 @@ def build_pipeline(
         )
     of_predictor = _dtype(dtype or keys.dtype or model.predictor.dtype)
     parts = open_parts(model, family, config.tokenizers)
-    pipeline_class = getattr(diffusers, family.pipelines[family.task])
-    takes = inspect.signature(pipeline_class.__init__).parameters
+    pipeline_class = _pipeline_class(family)
     load_weights = functools.partial(load_predictor, family.model_class_name, structure, dtype=of_predictor, ema=ema)
     transformer, words = load_weights(place, step=step, base=source, adapters=adapters or keys.lora_load)
-    components = {**_components(parts, takes), "transformer": transformer}
+    components: dict[str, Any] = {"transformer": transformer}
     second, boundary = _second_expert(config, low_noise_predictor, pipeline_class)
     of_second = _adapters_of_second(config, low_noise_adapters, second)
     if second is not None:
         expert, more = load_weights(second, base=_beside(config), adapters=of_second)
         components |= {"transformer_2": expert, "boundary_ratio": boundary}
         words = f"{words}, {more}"
-    components |= _settings(family.task, takes)
     objective = build_objective(model.diffusion, family.defaults, model.file)
     wanted_shift = shift or keys.pipeline_config.flow_shift or keys.diffusion.flow_shift
     components["scheduler"] = build_sampler(objective, model.diffusion.model_id, sampler, wanted_shift)
-    pipeline = pipeline_class(**components)
-    _normalise_as_trained(pipeline.vae, model.ae or AeConfig())
+    pipeline = _assembled(model, family, parts, components)
     offload = cpu_offload if cpu_offload is not None else _offload(config)
+    return _described(_placed(pipeline, offload), model, family, words)
+
+
+def pipeline_of_training(model: SoRAModel, parts: FrozenParts) -> GenerationPipeline:
+    """Return the pipeline around a model in training, sharded as it is, with the sampler of its objective.
+
+    Args:
+        model: the model; `Backend.generation` prepares it.
+        parts: its frozen parts, on the device. Nothing of them is changed.
+    """
+    scheduler = build_sampler(model.objective, model.described.diffusion.model_id)
+    predictor = _LivePredictor(model.predictor, model.computes_in)
+    pipeline = _assembled(model.described, model.family, parts, {"transformer": predictor, "scheduler": scheduler})
+    pipeline.set_progress_bar_config(disable=True)
+    return _described(pipeline, model.described, model.family, "in training")
+
+
+def pipeline_rule(config: SoRAModelConfig) -> tuple[GenerationRule, bool]:
+    """Return the sizes that the pipeline of a model can make, and whether these are of videos; nothing is built."""
+    family, _, _ = resolve_predictor(config)
+    pipeline_class = _pipeline_class(family)
+    makes_videos = "num_frames" in inspect.signature(pipeline_class.__call__).parameters
+    return _rule(generation_rule(config, 0), pipeline_class), makes_videos
+
+
+class _LivePredictor:
+    """What a pipeline asks of its transformer, answered by one in training.
+
+    It is no module, so that the pipeline doesn't move it, and has no caches, so that none are left in it.
+    """
+
+    def __init__(self, predictor: nn.Module, dtype: torch.dtype) -> None:
+        """
+        Args:
+            dtype: that it computes in; its parameters are float32 until they are gathered.
+        """
+        self._predictor, self.dtype, self.config = predictor, dtype, predictor.config
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self._predictor(*args, **kwargs)
+
+    def cache_context(self, name: str, **of_step: object) -> AbstractContextManager[None]:
+        """Return a context for one of several predictions of a step, whose values aren't kept."""
+        return nullcontext()
+
+
+def _pipeline_class(family: PredictorFamily) -> type[DiffusionPipeline]:
+    import diffusers
+
+    return getattr(diffusers, family.pipelines[family.task])
+
+
+def _assembled(
+    model: SoRAModelConfig, family: PredictorFamily, parts: FrozenParts, own: Mapping[str, Any]
+) -> DiffusionPipeline:
+    """The pipeline of frozen parts, and of `own`: transformers and scheduler by the names of its arguments."""
+    pipeline_class = _pipeline_class(family)
+    takes = inspect.signature(pipeline_class.__init__).parameters
+    pipeline = pipeline_class(**{**_components(parts, takes), **own, **_settings(family.task, takes)})
+    _normalise_as_trained(pipeline.vae, model.ae or AeConfig())
+    return pipeline
+
+
+def _described(
+    pipeline: DiffusionPipeline, model: SoRAModelConfig, family: PredictorFamily, words: str
+) -> GenerationPipeline:
     lengths = [encoder.max_length for encoder in model.text_encoder if encoder.max_length is not None]
     return GenerationPipeline(
-        _placed(pipeline, offload),
-        _rule(generation_rule(model, 0), pipeline),
+        pipeline,
+        _rule(generation_rule(model, 0), type(pipeline)),
         family.task in ("i2v", "ti2v"),
         family.latent_channels,
         lengths[0] if lengths else family.defaults.text_length,
@@ -174,7 +239,7 @@ def open_pipeline(
     channels = int(structure.get("out_channels") or structure["in_channels"])
     needs_image = "image" in inspect.signature(pipeline.__call__).parameters
     return GenerationPipeline(
-        _placed(pipeline, bool(cpu_offload)), _rule(rule, pipeline), needs_image, channels, None, str(path)
+        _placed(pipeline, bool(cpu_offload)), _rule(rule, type(pipeline)), needs_image, channels, None, str(path)
     )
 
 
@@ -198,7 +263,7 @@ def _components(parts: FrozenParts, takes: Mapping[str, inspect.Parameter]) -> d
     """The frozen parts by the names of the pipeline's arguments; None for missing ones without a default."""
     assert parts.ae is not None and parts.captions is not None
     found = {name: part for name, part in parts.captions.pipeline.components.items() if part is not None}
-    found["vae"] = parts.ae.model
+    found["vae"] = copy.copy(parts.ae.model)  # the same weights, and a configuration of its own, which is changed
     if parts.image_encoder is not None:
         found["image_encoder"] = parts.image_encoder.model
         found["image_processor"] = found["feature_extractor"] = parts.image_encoder.processor
@@ -285,8 +350,8 @@ def _placed(pipeline: DiffusionPipeline, offload: bool) -> DiffusionPipeline:
     return pipeline.to(device)
 
 
-def _rule(rule: GenerationRule, pipeline: DiffusionPipeline) -> GenerationRule:
+def _rule(rule: GenerationRule, pipeline: type[DiffusionPipeline]) -> GenerationRule:
     """The model's rule, with the further limits of its pipeline."""
-    if type(pipeline).__name__ != "WanImageToVideoPipeline" or rule.spatial_multiple % _WAN_MULTIPLE == 0:
+    if pipeline.__name__ != "WanImageToVideoPipeline" or rule.spatial_multiple % _WAN_MULTIPLE == 0:
         return rule
     return GenerationRule(rule.temporal_stride, _WAN_MULTIPLE, rule.temporal_patch, made_by=rule.made_by)

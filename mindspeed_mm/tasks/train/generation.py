@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.configs.global_args import current_run
-from mindspeed_mm.configs.recipe import Preparation, Recipe
+from mindspeed_mm.configs.recipe import Preparation, Recipe, SampleDrawer
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.data.start import DataStart, current_start
 
@@ -83,6 +83,13 @@ def train_valid_test_datasets_provider(
     return generation_data_provider(run, start, _data_config(run), generation_rule(model, run.process.seed))
 
 
+def live_samples(run: Run, data: Any) -> SampleDrawer | None:
+    """Return what draws samples of prompts while a model is trained; None without --sample-interval."""
+    from mindspeed_mm.tasks.generation.live_samples import open_live_samples
+
+    return open_live_samples(run, data)
+
+
 #: pretrain_sora.py
 SORA = Recipe(
     model=model_provider,
@@ -92,4 +99,5 @@ SORA = Recipe(
     model_schema="generation",
     data_schema="generation",
     backends=("fsdp2",),
+    drawer=live_samples,
 )

@@ -81,3 +81,5 @@ def test_rows_without_turns_are_not_answered(run_folder: Path, param: dict[str, 
         describe(words, TRANSFORMERS)
     with pytest.raises(ConfigError, match="--eval-generate exact_match: this script's model writes no answers"):
         describe(words, replace(TRANSFORMERS, scorer=None))
+    with pytest.raises(ConfigError, match="--sample-interval 5: this script's model makes no pictures or videos"):
+        describe([*WORDS.split(), "--save", "run", "--sample-interval", "5"], TRANSFORMERS)

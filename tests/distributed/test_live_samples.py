@@ -1,0 +1,135 @@
+"""--sample-interval: samples are those of inference with the checkpoint of the same step; training is that without."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from mindspeed_mm.tasks.generation.inference import main
+from mindspeed_mm.tasks.generation.outputs import read_frames
+from tests.support.launch import launch_flags, metrics_of, run_entry
+from tests.support.tiny_wan import data_json, model_json, write_clips, write_encoders
+from tests.support.workers import RankPool
+
+STEPS, INTERVAL, INFERENCE = 4, 2, 3  # optimizer steps, and denoising steps
+LORA = {"lora_r": 4, "lora_target_modules": "to_q,to_v"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a generation model.
+
+    Attributes:
+        ranks: number of processes.
+        task: t2v or i2v.
+        model: keys of model.json.
+        fsdp2: keys of fsdp2.yaml.
+        flags: of the launch.
+        features: whether it trains on features.
+    """
+
+    ranks: int = 2
+    task: str = "t2v"
+    model: dict[str, Any] = field(default_factory=dict)
+    fsdp2: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    features: bool = False
+
+
+CASES = {"averaged weights": Case(model={"use_ema": True})}
+MORE_CASES = {
+    "1 process, compiled": Case(1, fsdp2={"compile": True, "compile_backend": "aot_eager"}),
+    "encoders ahead, ZeRO-2": Case(model={"encoder_offload_interval": 2}, fsdp2={"reshard_after_forward": False}),
+    "pictures first": Case(1, "i2v"),
+    "LoRA": Case(flags=LORA),
+    "features": Case(1, features=True),
+}
+
+
+@functools.cache
+def files() -> tuple[Path, Path]:
+    """The frozen parts, and the annotations of clips."""
+    folder = Path(tempfile.mkdtemp(prefix="live-samples-"))
+    return write_encoders(folder / "encoders"), write_clips(folder / "clips", rows=8)
+
+
+def words_of(case: Case, folder: Path, data: Path, **flags: Any) -> list[str]:
+    """Words of a launch; its files and its run folder are in `folder`."""
+    model = model_json(files()[0], case.task, **case.model)
+    if case.features:
+        model |= {"load_video_features": True, "load_text_features": True}
+    contents = {
+        "model.json": json.dumps(model),
+        "data.json": json.dumps(data_json(data)),
+        "tools.json": "{}",
+        "fsdp2.yaml": yaml.safe_dump({"sub_modules_to_wrap": ["predictor.blocks.{*}"], **case.fsdp2}),
+    }
+    folder.mkdir()
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+    settings = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": STEPS, "eval_interval": 0}
+    settings |= {"save": folder / "run", "save_interval": INTERVAL, "no_save_optim": True, **case.flags}
+    return launch_flags({name: folder / name for name in contents}, **settings, **flags)
+
+
+def extracted(folder: Path) -> Path:
+    """Features of the clips."""
+    from mindspeed_mm.tools.cli import main as tools
+
+    folder.mkdir()
+    (folder / "model.json").write_text(json.dumps(model_json(files()[0])))
+    (folder / "data.json").write_text(json.dumps(data_json(files()[1])))
+    inputs = ["--mm-model", str(folder / "model.json"), "--mm-data", str(folder / "data.json")]
+    output = folder / "features"
+    assert tools(["data", "extract-features", *inputs, "--output", str(output), "--num-workers", "0"]) == 0
+    return output
+
+
+def inferred(folder: Path, step: int, prompts: list[str]) -> list[np.ndarray]:
+    """What inference_sora.py makes of a checkpoint: the frames of each prompt."""
+    file, output = folder / "prompts.txt", folder / f"inferred-{step}"
+    file.write_text("\n".join(prompts))
+    words = ["--mm-model", str(folder / "model.json"), "--load", str(folder / "run"), "--ckpt-step", str(step)]
+    words += ["--prompts", str(file), "--size", "5", "32", "32", "--num-inference-steps", str(INFERENCE)]
+    assert main([*words, "--seed", "42", "--save-path", str(output), "--dtype", "fp32"]) == 0
+    return [np.stack(read_frames(path)) for path in sorted(output.glob("*.mp4"))]
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_CASES)])
+def test_samples_are_those_of_inference_and_leave_no_trace(
+    name: str, ranks1: RankPool, ranks2: RankPool, tmp_path: Path
+) -> None:
+    case = (CASES | MORE_CASES)[name]
+    pool = ranks1 if case.ranks == 1 else ranks2
+    data = extracted(tmp_path / "extracted") if case.features else files()[1]
+    asked = {"sample_interval": INTERVAL, "sample_inference_steps": INFERENCE, "no_report": None}
+    for folder, flags in (("with", asked), ("without", {})):
+        pool.run(run_entry, words_of(case, tmp_path / folder, data, **flags), "pretrain_sora.py")
+    assert metrics_of(tmp_path / "with" / "run") == metrics_of(tmp_path / "without" / "run")
+
+    report = tmp_path / "with" / "run" / "report"
+    lines = [json.loads(line) for line in (report / "generated.jsonl").read_text().splitlines()]
+    captions = [json.loads(line)["cap"] for line in files()[1].read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [INTERVAL] * 4 + [STEPS] * 4
+    sheets = [[line for line in lines if line["iteration"] == step] for step in (INTERVAL, STEPS)]
+    assert sheets[0] != sheets[1]
+    for sheet in sheets:
+        assert [line["prompt"] for line in sheet] == captions[:4]
+        if case.task == "i2v":
+            continue
+        for line, frames in zip(sheet, inferred(tmp_path / "with", sheet[0]["iteration"], captions[:4]), strict=True):
+            assert np.array_equal(np.stack(read_frames(report / line["video"])), frames)
+            assert len(line["files"]) == 4
+    first, last = (read_frames(report / sheet[0]["video"])[0] for sheet in sheets)
+    assert not np.array_equal(first, last)  # the weights have changed in between
+    with Image.open(report / sheets[1][0]["files"][0]) as picture:
+        assert (picture.format, picture.size) == ("JPEG", (32, 32))
