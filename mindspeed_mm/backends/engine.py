@@ -121,7 +121,7 @@ class StepEngine:
             own = BatchCounts(wait_seconds=counts.wait_seconds, memory_bytes=counts.memory_bytes)
             own.flops = None if counts.flops is None else 0.0
         reduced = self._reducer.reduce(self._take_sums(), squared, own, (stop_requested, log_requested))
-        reduced.counts.row_ids, reduced.counts.lengths = counts.row_ids, counts.lengths
+        reduced.counts.row_ids, reduced.counts.lengths = counts.row_ids, counts.row_lengths
         norm = reduced.squared_norm.sqrt() / reduced.divisor / scale
         finite = torch.isfinite(norm) & torch.isfinite(reduced.loss) & reduced.has_targets
         pending = LaunchedStep(reduced, norm, self._schedule, self._loss_scale, self._executor)

@@ -79,6 +79,12 @@ class BatchCounts:
         """FLOPs, or tokens where those of the model are not known."""
         return self.flops or self.tokens
 
+    @property
+    def row_lengths(self) -> list[int]:
+        """`lengths` without those of fillers, which stand for rows that were left out and are the shortest."""
+        fillers = max(0, len(self.lengths) - self.rows)
+        return sorted(self.lengths)[fillers:] if fillers else self.lengths
+
     def add(self, other: BatchCounts) -> None:
         """Add the counts of a micro-batch."""
         self.rows += other.rows

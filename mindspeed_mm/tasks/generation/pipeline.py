@@ -127,7 +127,7 @@ def pipeline_of_training(model: SoRAModel, parts: FrozenParts) -> GenerationPipe
         parts: its frozen parts, on the device. Nothing of them is changed.
     """
     scheduler = build_sampler(model.objective, model.described.diffusion.model_id)
-    predictor = _LivePredictor(model.predictor, model.computes_in)
+    predictor = LivePredictor(model.predictor, model.computes_in)
     pipeline = _assembled(model.described, model.family, parts, {"transformer": predictor, "scheduler": scheduler})
     pipeline.set_progress_bar_config(disable=True)
     return _described(pipeline, model.described, model.family, "in training")
@@ -141,7 +141,7 @@ def pipeline_rule(config: SoRAModelConfig) -> tuple[GenerationRule, bool]:
     return _rule(generation_rule(config, 0), pipeline_class), makes_videos
 
 
-class _LivePredictor:
+class LivePredictor:
     """What a pipeline asks of its transformer, answered by one in training.
 
     It is no module, so that the pipeline doesn't move it, and has no caches, so that none are left in it.
