@@ -96,9 +96,13 @@ def check_samples(run: Path) -> None:
 def check_figures(run: Path, ranks: int) -> None:
     """Lengths and the ranks' tokens are those of the rows that each rank has read."""
     dataset = build_mm_dataset(json.loads((run.parent / "files" / "data.json").read_text())["dataset_param"])
-    of_row = [len(dataset[row]["input_ids"]) for row in range(len(dataset))]  # a filler where it can't be read
+    of_row = [len(dataset[row]["input_ids"]) for row in range(len(dataset))]
     read = [lines_of(path) for path in sorted((run / "rows").glob("*.jsonl"))]
-    tokens = [[sum(of_row[row] for row in step["rows"]) for step in steps] for steps in read]
+    tokens = [
+        # a filler of two tokens stands where a row can't be read
+        [sum(of_row[row] for row in step["rows"]) + 2 * (GLOBAL_BATCH // ranks - len(step["rows"])) for step in steps]
+        for steps in read
+    ]
     lines = lines_of(run / "report" / "ranks.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in lines] == [list(step) for step in zip(*tokens, strict=True)]
@@ -106,7 +110,7 @@ def check_figures(run: Path, ranks: int) -> None:
     assert all(len(line["memory_bytes"]) == 2 and min(line["memory_bytes"]) > 1 << 20 for line in lines[1:])
 
     lengths = json.loads((run / "report" / "lengths.json").read_text())
-    own = [of_row[row] for step in read[-1] for row in step["rows"] if "fault" not in dataset[row]]
+    own = [of_row[row] for step in read[-1] for row in step["rows"]]
     assert lengths["histogram"]["counts"] == np.histogram(own, lengths["histogram"]["edges"])[0].tolist()
     assert (lengths["rows"], lengths["tokens"]) == (len(own), sum(map(sum, tokens)))
     paddings = [line["padding_fraction"] for line in lines_of(run / "metrics.jsonl")]
