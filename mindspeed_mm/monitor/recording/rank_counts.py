@@ -20,12 +20,14 @@ class RankFigures:
     _cost: np.ndarray  # of each data-parallel rank, [ranks], over the interval
     _tokens: np.ndarray
 
-    def __init__(self, folder: Path, iteration: int) -> None:
+    def __init__(self, folder: Path, iteration: int, processes: int) -> None:
         """
         Args:
             folder: of the report.
             iteration: from which the run goes on.
+            processes: of the run; a single one has nothing to compare, and nothing is written.
         """
+        self._processes = processes
         self._series = Series(folder / "ranks.jsonl", iteration=iteration)
         self._memory: Sequence[int] = ()
         self._start()
@@ -40,8 +42,8 @@ class RankFigures:
         self._memory = counts.memory_bytes or self._memory
 
     def write(self, iteration: int) -> None:
-        """Write the means of the steps since the last call; a single process has nothing to compare."""
-        if self._steps and max(len(self._cost), len(self._memory)) > 1:
+        """Write the means of the steps since the last call."""
+        if self._steps and self._processes > 1:
             ranks, places = _most_different(self._cost), _most_different(np.asarray(self._memory))
             line: dict[str, Any] = {
                 "cost": [_short(self._cost[rank] / self._steps) for rank in ranks],

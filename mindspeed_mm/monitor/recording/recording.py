@@ -25,18 +25,19 @@ class Recording:
     """Takes what each step had, and writes the files of `<save>/report/`."""
 
     def __init__(
-        self, folder: Path, iteration: int, lengths: LengthCounts, samples: SampleRecorder | None = None
+        self, folder: Path, iteration: int, processes: int, lengths: LengthCounts, samples: SampleRecorder | None = None
     ) -> None:
         """
         Args:
             folder: of the report.
             iteration: from which the run goes on; 0: a new run.
+            processes: of the run.
             lengths: counts the lengths of rows.
             samples: renders rows; None: rows of these data aren't shown.
         """
         self._samples, self._lengths = samples, lengths
         self._drawn = DrawnSheets(folder, iteration)
-        self._ranks = RankFigures(folder, iteration)
+        self._ranks = RankFigures(folder, iteration, processes)
         self._experts = ExpertShares(folder, iteration)
 
     def count(self, counts: BatchCounts) -> None:
@@ -87,5 +88,5 @@ def open_recording(run: Run, data: RunData, iteration: int, world: World) -> Ite
         capacity, known = loader.capacity, known_lengths(loader.dataset)
     lengths = LengthCounts(folder, iteration, capacity=capacity, known=known)
     samples = SampleRecorder(renderer, folder) if renderer is not None and can_record_samples() else None
-    with closing(Recording(folder, iteration, lengths, samples)) as recording:
+    with closing(Recording(folder, iteration, world.size, lengths, samples)) as recording:
         yield recording

@@ -104,7 +104,7 @@ def test_lengths_that_are_known_before_are_those_of_all_data(tmp_path: Path) -> 
 
 
 def test_of_many_ranks_the_extremes_are_listed(tmp_path: Path) -> None:
-    figures = RankFigures(tmp_path, 0)
+    figures = RankFigures(tmp_path, 0, processes=100)
     cost = [float((17 * rank) % 100) for rank in range(100)]
     for _ in range(2):
         figures.add(RankCounts([2 * value for value in cost], [3] * 100, [5] * 100))
