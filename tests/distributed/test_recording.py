@@ -47,7 +47,7 @@ def files() -> tuple[Path, Path]:
         for name in row["images"][1:]:
             content = (data.parent / name).read_bytes()
             (data.parent / name).write_bytes(content[: len(content) - 60])
-    return tiny_qwen2_5_vl_dir(folder / "hf", deep=True), data
+    return tiny_qwen2_5_vl_dir(folder / "hf"), data
 
 
 def words_of(case: Case, folder: Path, **flags: Any) -> list[str]:

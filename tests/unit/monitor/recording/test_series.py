@@ -30,19 +30,19 @@ def iterations(path: Path) -> list[int]:
 def test_a_long_series_keeps_few_lines_evenly_spread(keeps_last: bool, tmp_path: Path) -> None:
     path, dropped = tmp_path / "report" / "series.jsonl", []
     series = Series(path, iteration=0, limit=20, keeps_last=keeps_last, on_drop=lambda line: dropped.append(line))
-    for iteration in range(1, 1001):
+    for iteration in range(1, 401):
         series.add(iteration, [{"value": iteration * 2}])
-        if iteration == 500:  # a kill, and a checkpoint some steps before
-            path.open("a").write('{"iteration": 501, "val')
-            series = Series(path, iteration=490, limit=20, keeps_last=keeps_last, on_drop=dropped.append)
-            assert max(iterations(path)) <= 490
+        if iteration == 200:  # a kill, and a checkpoint some steps before
+            path.open("a").write('{"iteration": 201, "val')
+            series = Series(path, iteration=190, limit=20, keeps_last=keeps_last, on_drop=dropped.append)
+            assert max(iterations(path)) <= 190
     found = iterations(path)
     assert found[0] == 1 and 8 <= len(found) <= 20 and found == sorted(set(found))
     gaps = np.diff(found[:-1] if keeps_last else found)
     assert gaps.max() <= 3 * gaps.min()
-    assert found[-1] == 1000 if keeps_last else found[-1] > 900
+    assert found[-1] == 400 if keeps_last else found[-1] > 360
     assert all(line["value"] == line["iteration"] * 2 for line in lines_of(path))
-    assert not {line["iteration"] for line in dropped if line["iteration"] < 490} & set(found)
+    assert not {line["iteration"] for line in dropped if line["iteration"] < 190} & set(found)
 
 
 def test_a_new_run_begins_anew_and_a_disk_that_is_full_ends_nothing(
@@ -69,11 +69,11 @@ def sample(index: int, content: bytes) -> DrawnSample:
 
 def test_pictures_go_with_their_lines(tmp_path: Path) -> None:
     sheets = DrawnSheets(tmp_path, 0)
-    for iteration in range(1, 131):
+    for iteration in range(1, 81):
         sheets.add(iteration, [sample(0, b"a"), sample(1, str(iteration).encode())])
-    sheets = DrawnSheets(tmp_path, 100)
+    sheets = DrawnSheets(tmp_path, 70)
     lines = lines_of(tmp_path / "generated.jsonl")
-    assert max(line["iteration"] for line in lines) <= 100 and len(lines) <= 2 * 60
+    assert max(line["iteration"] for line in lines) <= 70 and len(lines) <= 2 * 60
     named = {name for line in lines for name in line["files"]}
     assert {f"generated/{path.name}" for path in (tmp_path / "generated").iterdir()} == named
     last = lines[-1]
