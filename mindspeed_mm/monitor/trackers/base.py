@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -92,8 +92,12 @@ class Tracker(Protocol):
     def is_durable(self) -> bool:
         """Whether what `log` has taken outlives a kill of the process; else `kept` is renewed at the end only."""
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Take figures of a step, all of them finite; a step may come twice, with figures of other names."""
+    @property
+    def gather_seconds(self) -> float:
+        """For how long records are gathered that come to `log` together; 0: each comes by itself, at once."""
+
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Take figures of steps, all of them finite; a step may come twice, with figures of other names."""
 
     def close(self, *, failed: bool) -> None:
         """Finish; what was logged is in the tracker's files when this returns.

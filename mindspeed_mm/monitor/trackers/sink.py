@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from mindspeed_mm.utils.text import shorten
 
 #: records that wait for a tracker at most; further ones are lost, and counted
 _WAITING = 10_000
+#: records that come to a tracker together at most
+_TOGETHER = 40
 #: how long the end of a run waits for a tracker to take what is left, and to finish
 CLOSE_SECONDS = 90.0
 #: of one tracker after the other, as they change what belongs to the process
@@ -67,7 +69,7 @@ class TrackerSink:
         self._file = KeptFile(run.folder, name)
         self._records: queue.Queue[_Record | None] = queue.Queue(_WAITING)
         self._offered = self._offered_before = self._taken = 0
-        self._has_warned = self._has_failed = False
+        self._has_warned = self._has_failed = self._is_over = False
         self._thread: threading.Thread | None = None
         try:
             open_run = load()
@@ -114,12 +116,12 @@ class TrackerSink:
         if tracker is None:
             return
         kept = tracker.kept
-        for record in self._records_before():
-            if record.iteration > kept.reached(record.kind):
-                self._offered_before += 1
-                kept = self._take(tracker, kept, record)
-        while (waiting := self._records.get()) is not None:
-            kept = self._take(tracker, kept, waiting)
+        before = [record for record in self._records_before() if record.iteration > kept.reached(record.kind)]
+        self._offered_before = len(before)
+        for start in range(0, len(before), _TOGETHER):
+            kept = self._take(tracker, kept, before[start : start + _TOGETHER])
+        while records := self._gather(tracker.gather_seconds):
+            kept = self._take(tracker, kept, records)
         try:
             tracker.close(failed=self._has_failed)
             self._file.write(kept)
@@ -141,19 +143,40 @@ class TrackerSink:
         logger.info(line)
         return tracker
 
-    def _take(self, tracker: Tracker, kept: Kept, record: _Record) -> Kept:
-        """Log a record; returns what is kept now."""
-        if record.iteration <= kept.reached(record.kind):
-            self._taken += 1  # by an earlier start, which had come further than its last checkpoint
+    def _gather(self, seconds: float) -> list[_Record]:
+        """Wait for a record, and for some time for those that come after it; none: there are no more."""
+        records: list[_Record] = []
+        deadline = None
+        while not self._is_over and len(records) < (_TOGETHER if seconds else 1):
+            try:
+                record = self._records.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            deadline = deadline or time.monotonic() + seconds
+            if record is None:
+                self._is_over = True
+            else:
+                records.append(record)
+        return records
+
+    def _take(self, tracker: Tracker, kept: Kept, records: Sequence[_Record]) -> Kept:
+        """Log records; returns what is kept now."""
+        # an earlier start has logged the others: it had come further than its last checkpoint
+        new = [record for record in records if record.iteration > kept.reached(record.kind)]
+        self._taken += len(records) - len(new)
+        if not new:
             return kept
         try:
-            tracker.log(record.figures, record.iteration)
-            self._taken += 1
-            kept = kept.with_reached(record.kind, record.iteration)
+            tracker.log([(record.iteration, record.figures) for record in new])
+            self._taken += len(new)
+            for record in new:
+                kept = kept.with_reached(record.kind, record.iteration)
             if tracker.is_durable:
                 self._file.write(kept)
         except Exception as error:
-            self._warn(f"{self._title} lacks the {record.kind} of iteration {record.iteration}", error)
+            first = new[0]
+            more = f", and {len(new) - 1} more records" if len(new) > 1 else ""
+            self._warn(f"{self._title} lacks the {first.kind} of iteration {first.iteration}{more}", error)
         return kept
 
     def _records_before(self) -> Iterator[_Record]:

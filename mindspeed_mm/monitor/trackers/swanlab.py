@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import swanlab
@@ -16,6 +16,7 @@ class Swanlab:
     """An experiment of SwanLab."""
 
     is_durable = False  # online SwanLab itself leaves out steps that it has; offline it keeps some in memory
+    gather_seconds = 0.0
 
     def __init__(self, run: Any, kept: Kept) -> None:
         """
@@ -25,9 +26,10 @@ class Swanlab:
         """
         self._run, self.kept = run, kept
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Log figures of a step."""
-        self._run.log(dict(figures), step=step)
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log figures of their steps."""
+        for step, figures in records:
+            self._run.log(dict(figures), step=step)
 
     def close(self, *, failed: bool) -> None:
         """Finish the experiment; what it lacks online is in its folder, for `swanlab sync`."""

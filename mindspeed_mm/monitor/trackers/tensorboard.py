@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ class Tensorboard:
     """A folder of events."""
 
     is_durable = False
+    gather_seconds = 0.0
 
     def __init__(self, kept: Kept, purge_step: int | None) -> None:
         """
@@ -26,10 +27,11 @@ class Tensorboard:
         self.kept = kept
         self._writer = SummaryWriter(kept.run_id, purge_step=purge_step)
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Write each figure as a scalar."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+        for step, figures in records:
+            for name, value in figures.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
         """Flush and close the file."""

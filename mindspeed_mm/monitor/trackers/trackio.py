@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ class Trackio:
     """A run of a Trackio project, which finds runs by their names."""
 
     is_durable = False  # a thread writes twice a second; how far it has come is asked of the store
+    gather_seconds = 0.0
 
     def __init__(self, run: Any, kept: Kept) -> None:
         """
@@ -28,9 +29,10 @@ class Trackio:
         """
         self._run, self.kept = run, kept
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Log figures of a step."""
-        self._run.log(dict(figures), step=step)
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log figures of their steps."""
+        for step, figures in records:
+            self._run.log(dict(figures), step=step)
 
     def close(self, *, failed: bool) -> None:
         """Write what is left."""

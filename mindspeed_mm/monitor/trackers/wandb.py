@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import wandb
@@ -19,6 +19,7 @@ class Wandb:
     """A run of W&B; its steps are the run's."""
 
     is_durable = False  # online W&B itself leaves out steps that it has; offline its process keeps some in memory
+    gather_seconds = 0.0
 
     def __init__(self, run: Any, kept: Kept) -> None:
         """
@@ -28,9 +29,10 @@ class Wandb:
         """
         self._run, self.kept = run, kept
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Add figures to the step; W&B writes it once a later one comes."""
-        self._run.log(dict(figures), step=step)
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Add figures to their step; W&B writes it once a later one comes."""
+        for step, figures in records:
+            self._run.log(dict(figures), step=step)
 
     def close(self, *, failed: bool) -> None:
         """Finish the run, and end W&B's process."""

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Fake:
     faults: tuple[str, ...] = ()
     gate: threading.Event | None = None
     is_durable: bool = True
+    gather_seconds: float = 0.0
+    calls: list[int] = field(default_factory=list)
     logged: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)
 
@@ -51,11 +53,12 @@ class Fake:
     def kept(self) -> Kept:
         return self.run.keep("one", "somewhere")
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         if self.gate is not None:
             self.gate.wait()
-        self.logged.append((step, figures))
-        if "log" in self.faults or f"log {step}" in self.faults:
+        self.calls.append(len(records))
+        self.logged += records
+        if any(f"log {step}" in self.faults for step, _ in records):
             raise OSError("no space\nis left")
 
     def close(self, *, failed: bool) -> None:
@@ -104,6 +107,20 @@ def test_a_tracker_that_fails_is_warned_about_once_and_counted(tmp_path: Path, s
         "Fake lacks the step of iteration 1 (OSError: no space is left); training goes on",
         "Fake lacks 2 of 3 records; metrics.jsonl has all",
     ]
+
+
+def test_records_are_gathered_where_a_request_costs_much(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    """For some time, to a limit; the end doesn't wait for it. A fault loses those of one request."""
+    sink, tracker = sink_of(tmp_path, gather_seconds=60.0, faults=("log 41",))
+    for step in range(1, 51):
+        sink.step(step_record(iteration=step))
+    sink.close()
+    assert tracker().calls == [40, 10] and [step for step, _ in tracker().logged] == [*range(1, 51)]
+    assert said() == [
+        "Fake lacks the step of iteration 41, and 9 more records (OSError: no space is left); training goes on",
+        "Fake lacks 10 of 50 records; metrics.jsonl has all",
+    ]
+    assert KeptFile(tmp_path, "fake").read() == Kept("one", "somewhere", 40)
 
 
 def test_one_that_cannot_be_opened_or_finished(tmp_path: Path, said: Callable[[], list[str]]) -> None:
