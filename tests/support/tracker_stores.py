@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import yaml
+
 from mindspeed_mm.monitor.trackers.kept import KeptFile
 
 Figures = dict[int, dict[str, float]]
@@ -50,6 +52,41 @@ def figures_by_tracker(save: Path, project: str, trackio: Path) -> dict[str, Cal
         "mlflow": lambda: [mlflow_figures(known_as("mlflow"))],
         "trackio": lambda: [trackio_figures(trackio / f"{project}.db", known_as("trackio"))],
     }
+
+
+def name_and_rate(tracker: str, save: Path, database: Path) -> tuple[str, float]:
+    """What a tracker knows of a run: its name, and of its settings the optimizer's learning rate.
+
+    Args:
+        tracker: any but TensorBoard, which is told neither.
+        save: run folder, with one part of an offline store.
+        database: of Trackio's project.
+    """
+    if tracker == "wandb":
+        from wandb.proto import wandb_internal_pb2
+
+        for data in _log_records(next(save.glob("wandb/offline-run-*/run-*.wandb")), header=7):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            settings = {item.key: item.value_json for item in record.run.config.update}
+            if "optimizer" in settings:
+                return record.run.display_name, json.loads(settings["optimizer"])["lr"]
+    if tracker == "swanlab":
+        from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+        start = Record()
+        start.ParseFromString(next(_log_records(next(save.glob("swanlog/run-*/run-*.swanlab")), header=7)))
+        settings = yaml.safe_load(next(save.glob("swanlog/run-*/files/config.yaml")).read_text())
+        return start.start.name, settings["optimizer"]["value"]["lr"]
+    if tracker == "mlflow":
+        from mlflow import MlflowClient
+
+        (experiment,) = (found for found in MlflowClient().search_experiments() if found.name == save.name)
+        (run,) = MlflowClient().search_runs([experiment.experiment_id])
+        return run.info.run_name, float(run.data.params["optimizer.lr"])
+    with closing(sqlite3.connect(database)) as store:
+        ((name, config),) = store.execute("SELECT run_name, config FROM configs")
+    return name, json.loads(config)["optimizer"]["lr"]
 
 
 def tensorboard_figures(folder: Path) -> Figures:

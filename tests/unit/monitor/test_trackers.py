@@ -31,7 +31,7 @@ from mindspeed_mm.monitor.trackers.sink import TrackerSink, figures_of_line
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.records import step_record
 from tests.support.runs import OWN
-from tests.support.tracker_stores import Figures, figures_by_tracker, offline_variables
+from tests.support.tracker_stores import Figures, figures_by_tracker, name_and_rate, offline_variables
 
 WORDS = "--micro-batch-size 1 --lr 1e-4 --train-iters 9 --use-torch-fsdp2".split()  # noqa: SIM905
 
@@ -345,15 +345,19 @@ def test_the_store_holds_the_figures_of_metrics_jsonl_after_a_resume_too(
 ) -> None:
     """The first start has come to step 8, with a checkpoint at 6; the second one goes on to 10."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run = described("--report-to", name, "--no-report", "--save", str(save), "--run-project", save.name)
+    run = described(
+        "--report-to", name, "--no-report", "--save", str(save), "--run-project", save.name, "--run-name", "first"
+    )
     assert open_sinks(run, iteration=0, is_logging_rank=False) == []
     before = set(psutil.Process().children(recursive=True))
     for begin, end in ((0, 8), (6, 10)):
         sinks = open_sinks(run, iteration=begin, is_logging_rank=True)
         assert [type(sink) for sink in sinks] == [MetricsSink, TrackerSink]
         write_records(sinks, begin + 1, end)
+        trackio = Path(sys.modules["trackio"].utils.TRACKIO_DIR) if name == "trackio" else save
+        if begin == 0 and name != "tensorboard":
+            assert name_and_rate(name, save, trackio / f"{save.name}.db") == ("first", 1e-4)
     assert said() == []
-    trackio = Path(sys.modules["trackio"].utils.TRACKIO_DIR) if name == "trackio" else save
     found = merged(figures_by_tracker(save, save.name, trackio)[name]())
     expected = figures_of_file(save)
     assert found.keys() == expected.keys() == set(range(1, 11))
