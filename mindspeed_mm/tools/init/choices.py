@@ -50,8 +50,9 @@ class BatchSizes:
         micro: of a device at once.
         whole: of an optimizer step.
         epochs: passes over the rows.
-        steps_per_epoch: optimizer steps of one, rounded up.
+        steps_per_epoch: optimizer steps of one.
         validation: rows that are set apart; 0: too few to spare.
+        validation_steps: global batches of them.
     """
 
     micro: int
@@ -59,6 +60,7 @@ class BatchSizes:
     epochs: int
     steps_per_epoch: int
     validation: int
+    validation_steps: int
 
     @property
     def steps(self) -> int:
@@ -122,7 +124,7 @@ def choose_batches(
 ) -> BatchSizes:
     """Choose the sizes of batches.
 
-    An epoch has about six steps at least, and a step at most 64 rows.
+    An epoch has about six steps at least, and a step at most about 64 rows.
 
     Args:
         rows: rows that can be trained on.
@@ -135,12 +137,13 @@ def choose_batches(
     validation = min(_LARGEST_VALIDATION, rows // 20) if rows >= _ROWS_FOR_VALIDATION else 0
     rows -= validation
     packs = max(1, round(rows / rows_a_pack))
-    whole = min(_LARGEST_BATCH, power_of_two(max(1, packs // _STEPS_AN_EPOCH)))
-    a_device = max(1, whole // machine.devices)
+    whole = power_of_two(max(1, min(_LARGEST_BATCH / rows_a_pack, packs // _STEPS_AN_EPOCH)))
+    a_device = power_of_two(max(1, whole // machine.devices))
     micro = max(1, min(a_device, power_of_two(max(1, most // longest))))
     whole = a_device * machine.devices
     epochs = next(count for below, count in _EPOCHS if below is None or rows < below)
-    return BatchSizes(micro, whole, passes * epochs, max(1, packs // whole), validation)
+    steps_per_epoch, validation_steps = (max(1, round(n / rows_a_pack) // whole) for n in (rows, validation))
+    return BatchSizes(micro, whole, passes * epochs, steps_per_epoch, validation, validation_steps)
 
 
 def tokens_at_once(parameters: int, hidden: int, layers: int, machine: Machine, *, is_lora: bool) -> int:

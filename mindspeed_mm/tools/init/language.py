@@ -90,15 +90,14 @@ def plan_language(
     if megatron:
         require_megatron_form(model.model_type)
     text = hf_config.get_text_config()
-    positions = _positions(text)
     tuning = choose_tuning(model.parameters, machine, asked=lora)
-    length = min(rows.longest, positions or rows.longest)
-    pack = choose_pack(rows.usable, length, rows.mean, machine) if _packs(model.model_type) else None
+    positions = positions_of(hf_config)
+    pack = choose_pack(rows.usable, rows.longest, rows.mean, machine) if _packs(model.model_type) else None
     limit = pack or _limit(rows, positions)
     hidden, layers = getattr(text, "hidden_size", 4096), getattr(text, "num_hidden_layers", 32)
     batches = choose_batches(
         rows.usable,
-        limit or length,
+        limit or rows.longest,
         machine,
         rows_a_pack=pack / rows.mean if pack else 1.0,
         most=tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora),
@@ -119,8 +118,9 @@ def _require_class(model: ModelDirectory, hf_config: PretrainedConfig) -> None:
         )
 
 
-def _positions(text: Any) -> int | None:
-    found = getattr(text, "max_position_embeddings", None)
+def positions_of(hf_config: PretrainedConfig) -> int | None:
+    """Return the most tokens of a row that a model has positions for; None: any number."""
+    found = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
@@ -137,9 +137,9 @@ def _traits(model_type: str) -> FamilyTraits | None:
 
 def _limit(rows: MeasuredRows, longest: int | None) -> int | None:
     """The length above which rows are cut: where the model has no positions, or where not all rows were measured."""
-    if not rows.is_whole:
-        return min(power_of_two(rows.longest, up=True), longest or rows.longest * 2)
-    return longest if longest is not None and rows.longest > longest else None
+    if rows.cut or rows.too_long:
+        return longest
+    return None if rows.is_whole else min(power_of_two(rows.longest, up=True), longest or rows.longest * 2)
 
 
 def write_language(plan: LanguagePlan) -> str:
@@ -255,11 +255,16 @@ def _comments(plan: LanguagePlan) -> tuple[dict[str, str], After]:
 def _limit_comment(plan: LanguagePlan) -> str:
     if plan.pack:
         return f"Tokens of a pack; {_longest(plan.rows)}."
-    end = "longer rows lose their last turns, and are left out if the first answer doesn't fit"
-    if not plan.rows.is_whole:
-        return f"Tokens of a row: {_longest(plan.rows)}; {end}."
-    cut = sum(length > (plan.limit or 0) for length in plan.rows.lengths)
-    return f"The model has so many positions, and {cut} rows have more tokens: {end}."
+    rows = plan.rows
+    if not (rows.cut or rows.too_long):
+        return (
+            f"Tokens of a row: {_longest(rows)}; longer ones lose their last turns, and are left out if the first "
+            "answer doesn't fit."
+        )
+    return (
+        f"The model has so many positions: of the {rows.looked_at} rows that were looked at, {rows.cut} lose their "
+        f"last turns, and {rows.too_long} are left out, as their first answer doesn't fit."
+    )
 
 
 def _longest(rows: MeasuredRows) -> str:

@@ -22,7 +22,7 @@ from mindspeed_mm.tools.init.model_directory import ModelDirectory
 from mindspeed_mm.utils.errors import ConfigError, DataError
 
 #: rows that are rendered and measured, spread evenly over the files
-MEASURED = 512
+MEASURED = 256
 _SHOWN = 3
 _TEXT = "text"
 #: columns of conversations, answers and media
@@ -89,6 +89,8 @@ class MeasuredRows:
         trained_share: share of the tokens that are targets.
         media: kind → media a row.
         left_out: number of rows with faults among those looked at, with `skips`.
+        cut: number of rows that lose their last turns, as the model has too few positions for them.
+        too_long: number of rows whose first answer has too many tokens, which are left out.
     """
 
     files: RowFiles
@@ -98,6 +100,8 @@ class MeasuredRows:
     trained_share: float
     media: Mapping[str, float]
     left_out: int = 0
+    cut: int = 0
+    too_long: int = 0
 
     @property
     def longest(self) -> int:
@@ -207,21 +211,32 @@ def require_template(model: ModelDirectory, files: RowFiles) -> None:
         )
 
 
-def measure_rows(model: ModelDirectory, files: RowFiles) -> MeasuredRows:
+def measure_rows(model: ModelDirectory, files: RowFiles, positions: int | None) -> MeasuredRows:
     """Render and count up to `MEASURED` rows, spread evenly, without decoding their media.
+
+    Args:
+        model: whose processor and chat template render them.
+        files: what is read.
+        positions: of the model, the most tokens of a row; None: any number.
 
     Raises:
         ConfigError: tokenizer or processor don't fit the model.
         DataError: rows can't be used, with their names and reasons.
     """
+    from mindspeed_mm.data.conversation.encode import TOO_LONG
     from mindspeed_mm.tools.data_check import facts_of_rows, open_all_rows
 
-    dataset, wanted = open_all_rows(DataConfig.from_dict(files.section(model.path), file=_FILE), None, MEASURED)
+    dataset, wanted = open_all_rows(DataConfig.from_dict(files.section(model.path), file=_FILE), positions, MEASURED)
     facts = facts_of_rows(dataset, wanted, decode=False, workers=0)
-    faults = [row for row in facts if row.fault]
+    faults = [row for row in facts if row.fault and row.fault != TOO_LONG]
     good = [row for row in facts if row.lengths]
     if faults and (not files.skips or not good):
         raise DataError(report_faults([(str(r.fault), r.note) for r in faults], len(facts), skips=files.skips))
+    if not good:
+        raise DataError(
+            f"--data {files.form}: of no row does the first answer fit into the {positions} positions of the model "
+            f"(max_position_embeddings): {facts[0].note}"
+        )
     lengths = tuple(length for row in good for length in row.lengths)
     media: Counter[str] = Counter()
     for row in good:
@@ -234,6 +249,8 @@ def measure_rows(model: ModelDirectory, files: RowFiles) -> MeasuredRows:
         sum(row.targets for row in good) / sum(lengths),
         {kind: count / len(good) for kind, count in media.items()},
         len(faults),
+        sum(row.cut_from > 0 for row in good),
+        sum(row.fault == TOO_LONG for row in facts),
     )
 
 

@@ -48,7 +48,7 @@ class Training:
             flags |= {"save_interval": batches.save_interval, "save_total_limit": 2}
         flags["save_hf"] = True
         if batches.validation:
-            flags |= {"eval_interval": batches.steps_per_epoch, "eval_iters": -(-batches.validation // batches.whole)}
+            flags |= {"eval_interval": batches.steps_per_epoch, "eval_iters": batches.validation_steps}
         return flags
 
     def comments(self, unit: str, exported: str) -> tuple[dict[str, str], After]:
