@@ -96,13 +96,13 @@ def _language(
     )
     require_template(model, files)
     from mindspeed_mm.configs.hf_directory import read_hf_config
-    from mindspeed_mm.tools.init.language import plan_language, positions_of, rows_lines, write_language
+    from mindspeed_mm.tools.init.language import most_positions, plan_language, rows_lines, write_language
 
     hf_config = read_hf_config(model.path, "--model")
     plan = plan_language(
         model,
         hf_config,
-        measure_rows(model, files, positions_of(hf_config)),
+        measure_rows(model, files, most_positions(hf_config)),
         this_machine(),
         save=str(folder),
         megatron=options.backend == "megatron",

@@ -91,7 +91,7 @@ def plan_language(
         require_megatron_form(model.model_type)
     text = hf_config.get_text_config()
     tuning = choose_tuning(model.parameters, machine, asked=lora)
-    positions = positions_of(hf_config)
+    positions = most_positions(hf_config)
     pack = choose_pack(rows.usable, rows.longest, rows.mean, machine) if _packs(model.model_type) else None
     limit = pack or _limit(rows, positions)
     hidden, layers = getattr(text, "hidden_size", 4096), getattr(text, "num_hidden_layers", 32)
@@ -118,7 +118,7 @@ def _require_class(model: ModelDirectory, hf_config: PretrainedConfig) -> None:
         )
 
 
-def positions_of(hf_config: PretrainedConfig) -> int | None:
+def most_positions(hf_config: PretrainedConfig) -> int | None:
     """Return the most tokens of a row that a model has positions for; None: any number."""
     found = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
