@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from scripts.docs_runs import converting, corpus, parallelism
+from scripts.docs_runs import converting, corpus, first_run, parallelism
 from scripts.docs_runs.common import (
     CHINESE,
     OWN_MODEL,
@@ -66,6 +66,7 @@ def run() -> Done:
     for page in (CHINESE, OWN_MODEL):
         shutil.rmtree("runs", ignore_errors=True)
         done |= follow(page)
+    done |= first_run.run(page_of("first_run.md"))
     done |= lora(page_of("lora.md"))
     preload(
         "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
