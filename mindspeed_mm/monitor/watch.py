@@ -221,6 +221,8 @@ class Watch:
 
     def __exit__(self, *exc: object) -> None:
         """Flush and close all files, and leave the terminal, whatever ends the run."""
+        if self._recording is not None:
+            self._recording.close()  # first: a sink draws the report of it
         for sink in self._sinks:
             sink.close()
         if self._row_log is not None:

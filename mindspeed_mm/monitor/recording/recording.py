@@ -35,7 +35,7 @@ class Recording:
             lengths: counts the lengths of rows.
             samples: renders rows; None: rows of these data aren't shown.
         """
-        self._samples, self._lengths = samples, lengths
+        self._samples, self._lengths, self._is_closed = samples, lengths, False
         self._drawn = DrawnSheets(folder, iteration)
         self._ranks = RankFigures(folder, iteration, processes)
         self._experts = ExpertShares(folder, iteration)
@@ -62,7 +62,10 @@ class Recording:
         self._drawn.add(iteration, samples)
 
     def close(self) -> None:
-        """Finish the files, whatever ends the run."""
+        """Finish the files, whatever ends the run; a second time does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._lengths.write(is_last=True)
         if self._samples is not None:
             self._samples.close()

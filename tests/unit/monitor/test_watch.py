@@ -16,6 +16,8 @@ from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.console.full import FullConsole
 from mindspeed_mm.monitor.metrics import MetricsSink, read_metrics
+from mindspeed_mm.monitor.recording.lengths import LengthCounts
+from mindspeed_mm.monitor.recording.recording import Recording
 from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
 from mindspeed_mm.monitor.watch import Watch
@@ -199,3 +201,26 @@ def test_work_between_steps_is_timed_by_itself_and_an_error_closes_all(monkeypat
         _ = 1 / 0
     assert watch.seconds == {"evaluation": 60.0, "saving": 30.0}
     assert console.told == ["evaluation", None, 2000.0, "saving", None, 2000.0, "evaluation", None, 2000.0, "closed"]
+
+
+def test_what_is_recorded_is_finished_before_sinks_that_show_it(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Shows(MetricsSink):
+        def close(self) -> None:
+            seen.append((tmp_path / "report" / "lengths.json").exists())
+            super().close()
+
+    recording = Recording(tmp_path / "report", 0, 1, LengthCounts(tmp_path / "report", 0, capacity=None))
+    watch = Watch(
+        sinks=[Shows(str(tmp_path), resumed=False)],
+        console=Console(),
+        log_interval=1,
+        train_iters=1,
+        global_batch_size=1,
+        recording=recording,
+    )
+    with watch:
+        watch.add(1, BatchCounts(lengths=[3]), Step)
+    recording.close()
+    assert seen == [True]
