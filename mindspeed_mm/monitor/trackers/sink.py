@@ -104,7 +104,8 @@ class TrackerSink:
                 )
         offered = self._offered + self._offered_before
         if offered > self._taken:
-            logger.warning(f"{self._title} lacks {offered - self._taken} of {offered} records; metrics.jsonl has all")
+            elsewhere = "" if self._run.folder is None else f"; {METRICS} has all"
+            logger.warning(f"{self._title} lacks {offered - self._taken} of {offered} records{elsewhere}")
 
     def _offer(self, record: _Record) -> None:
         self._offered += 1
@@ -124,19 +125,20 @@ class TrackerSink:
             kept = self._take(tracker, kept, records)
         try:
             tracker.close(failed=self._has_failed)
-            self._file.write(kept)
         except Exception as error:
             self._warn(f"{self._title} hasn't finished", error)
+        else:
+            self._keep(kept)
 
     def _open(self, open_run: Callable[[TrackedRun], Tracker]) -> Tracker | None:
         earlier = self._file.read() if self._run.iteration else None
         try:
             with _OPENING, _without_input():
                 tracker = open_run(replace(self._run, earlier=earlier))
-            self._file.write(tracker.kept)
         except Exception as error:
             self._warn(f"{self._title} can't be opened", error)
             return None
+        self._keep(tracker.kept)
         line, first, last = f"{self._title}: {tracker.kept.place}", self._run.iteration + 1, tracker.kept.step
         if last >= first:
             line += f"; it has steps {first} to {last} of an earlier start, which aren't logged again"
@@ -168,16 +170,23 @@ class TrackerSink:
             return kept
         try:
             tracker.log([(record.iteration, record.figures) for record in new])
-            self._taken += len(new)
-            for record in new:
-                kept = kept.with_reached(record.kind, record.iteration)
-            if tracker.is_durable:
-                self._file.write(kept)
         except Exception as error:
             first = new[0]
             more = f", and {len(new) - 1} more records" if len(new) > 1 else ""
             self._warn(f"{self._title} lacks the {first.kind} of iteration {first.iteration}{more}", error)
+            return kept
+        self._taken += len(new)
+        for record in new:
+            kept = kept.with_reached(record.kind, record.iteration)
+        if tracker.is_durable:
+            self._keep(kept)
         return kept
+
+    def _keep(self, kept: Kept) -> None:
+        try:
+            self._file.write(kept)
+        except OSError as error:
+            self._warn(f"how far {self._title} has come can't be kept in the run folder", error)
 
     def _records_before(self) -> Iterator[_Record]:
         """What metrics.jsonl has of the steps before this start, in their order; of one that came twice, the later."""

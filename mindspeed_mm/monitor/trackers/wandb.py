@@ -35,9 +35,10 @@ class Wandb:
             self._run.log(dict(figures), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run, and end W&B's process."""
+        """Finish the run, and end W&B's process, unless a script has a run of its own there."""
         self._run.finish(exit_code=1 if failed else 0)
-        wandb.teardown()
+        if wandb.run is None:
+            wandb.teardown()
 
 
 def open_wandb(run: TrackedRun, flags: TrackerArguments) -> Wandb:

@@ -133,7 +133,7 @@ def test_one_that_cannot_be_opened_or_finished(tmp_path: Path, said: Callable[[]
     sink.close()
     assert said() == [
         "Fake can't be opened (EOFError: EOF when reading a line); training goes on",
-        "Fake lacks 1 of 1 records; metrics.jsonl has all",
+        "Fake lacks 1 of 1 records",
     ]
     sink, _ = sink_of(tmp_path, faults=("close",))
     sink.close()
