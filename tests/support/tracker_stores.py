@@ -24,6 +24,8 @@ def offline_variables(folder: Path) -> dict[str, str]:
         **{f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "CACHE", "DATA")},
         "SWANLAB_MODE": "offline",
         "SWANLAB_ROOT": str(folder / "swanlab"),
+        # what it looks at of the machine takes seconds
+        **{f"SWANLAB_PROBE_{name}": "false" for name in ("GIT", "HARDWARE", "MONITOR", "REQUIREMENTS")},
         "MLFLOW_TRACKING_URI": str(folder / "mlruns"),
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
