@@ -27,12 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.chromium import CHROMIUM, take_screenshot  # noqa: E402
-from tests.support.processes import processes_below  # noqa: E402
+from tests.support.train_command import Command  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RUNS = Path("runs")
 QUICKSTART, FASTER, DRAWN = RUNS / "quickstart", RUNS / "quickstart_faster", RUNS / "quickstart_sora" / "images_run"
-TRAIN = [sys.executable, "-m", "mindspeed_mm.tools.cli", "train"]
 STEPS, KILLED_AT = 240, 130
 _LARGEST = 200_000
 _SECONDS = 1200
@@ -42,31 +41,30 @@ def running() -> None:
     """The quick start, while it trains."""
     _run([sys.executable, "examples/quickstart/prepare.py", "--out", str(QUICKSTART)])
     (QUICKSTART / "report.html").unlink(missing_ok=True)
-    with _started([*TRAIN, "examples/quickstart/finetune_quickstart.sh"], TRAIN_ITERS=str(STEPS)) as process:
-        _wait(process, lambda: _step_of_page(QUICKSTART) >= STEPS // 4)
-        _take(QUICKSTART / "report.html", "report-running", height=1060)
-        _end(process, 0)
-    _take(QUICKSTART / "report.html", "report-dark", height=1060, is_dark=True)
+    with _started("examples/quickstart/finetune_quickstart.sh") as command:
+        _wait_for_page(QUICKSTART, STEPS // 4, command)
+        _take(QUICKSTART / "report.html", "report-running", height=940)
+    _take(QUICKSTART / "report.html", "report-dark", height=940, is_dark=True)
     _take(QUICKSTART / "report.html", "report-samples", sections=("answers", "samples"), height=900)
 
 
 def crashed() -> None:
     """The same with another learning rate, after a rank was killed."""
-    words = ["--lr", "3.0e-3", "--save-interval", "60", "--overwrite", "--save", str(FASTER)]
-    with _started([*TRAIN, str(QUICKSTART), *words]) as process:
-        _wait(process, lambda: _logged(FASTER) >= KILLED_AT)
-        os.kill(_rank(process.pid, 1), signal.SIGKILL)
-        _end(process, 1)
-    _take(FASTER / "report.html", "report-crashed", height=700)
+    shutil.rmtree(FASTER, ignore_errors=True)
+    words = ["--lr", "3.0e-3", "--save-interval", "60", "--save", str(FASTER)]
+    with _started(str(QUICKSTART), *words) as command:
+        command.wait_for(FASTER, KILLED_AT)
+        os.kill(command.rank(1), signal.SIGKILL)
+    _take(FASTER / "report.html", "report-crashed", height=560)
 
 
 def comparison() -> None:
     """Both, the second one from its last checkpoint to its end."""
-    _run([*TRAIN, str(FASTER), "--load", str(FASTER)])
+    with _started(str(FASTER), "--load", str(FASTER)):
+        pass
     page = RUNS / "comparison.html"
-    _run(
-        [sys.executable, "-m", "mindspeed_mm.tools.cli", "report", str(QUICKSTART), str(FASTER), "--output", str(page)]
-    )
+    words = ["report", str(QUICKSTART), str(FASTER), "--output", str(page)]
+    _run([sys.executable, "-m", "mindspeed_mm.tools.cli", *words])
     _take(page, "report-comparison", height=1240)
 
 
@@ -74,7 +72,8 @@ def generation() -> None:
     """The quick start of generation, with what it draws of the same prompts over the steps."""
     shutil.rmtree(DRAWN.parent, ignore_errors=True)
     _run([sys.executable, "examples/quickstart_sora/prepare.py", "--out", str(DRAWN.parent)])
-    _run([*TRAIN, "examples/quickstart_sora/train_sora.sh"], SAVE_PATH=str(DRAWN))
+    with _started("examples/quickstart_sora/train_sora.sh"):
+        pass
     _take(DRAWN / "report.html", "report-generation", sections=("generated", "samples"), height=900)
 
 
@@ -90,6 +89,7 @@ PICTURES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """Take the pictures that are named, or all."""
     os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", "TRAIN_ITERS": str(STEPS), "SAVE_PATH": str(DRAWN)}
     if CHROMIUM is None:
         sys.exit("there is no Chromium: apt-get install chromium")
     unknown = [name for name in sys.argv[1:] if name not in PICTURES]
@@ -117,33 +117,30 @@ def _take(page: Path, name: str, *, height: int, sections: Sequence[str] = (), i
         sys.exit(f"{path} is larger than {_LARGEST} bytes")
 
 
+def _run(words: list[str]) -> None:
+    done = subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with status {done.returncode}")
+
+
 @contextlib.contextmanager
-def _started(words: list[str], **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", **variables}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
+def _started(*words: str) -> Iterator[Command]:
+    """A command of `mindspeed-mm train`, which has ended after the block."""
+    command = Command(list(words), RUNS / "pictures.log")
     try:
-        yield process
+        yield command
+        if command.process.wait(_SECONDS) not in (0, 1):
+            sys.exit(f"{words} ended with status {command.process.returncode}: see {command.log}")
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        command.kill()
 
 
-def _run(words: list[str], **variables: str) -> None:
-    with _started(words, **variables) as process:
-        _end(process, 0)
-
-
-def _end(process: subprocess.Popen[bytes], status: int) -> None:
-    if process.wait(_SECONDS) != status:
-        sys.exit(f"{process.args} ended with status {process.returncode}, expected {status}")
-
-
-def _wait(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+def _wait_for_page(run: Path, step: int, command: Command) -> None:
+    """Wait until the report shows a step of the running run."""
     deadline = time.monotonic() + _SECONDS
-    while not is_there():
-        if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{process.args} has ended, or hangs, before what was waited for")
+    while _step_of_page(run) < step:
+        if command.process.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"the run has ended, or hangs, before its report shows step {step}: see {command.log}")
         time.sleep(0.5)
 
 
@@ -151,21 +148,6 @@ def _step_of_page(run: Path) -> int:
     path = run / "report.html"
     found = re.search(r"training: step ([\d,]+) of", path.read_text(encoding="utf-8") if path.exists() else "")
     return 0 if found is None else int(found[1].replace(",", ""))
-
-
-def _logged(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    steps = re.findall(r'"iteration": (\d+)', path.read_text(encoding="utf-8")) if path.exists() else []
-    return max(map(int, steps), default=0)
-
-
-def _rank(launcher: int, number: int) -> int:
-    variable = f"\0RANK={number}\0".encode()
-    for pid in processes_below(launcher):
-        with contextlib.suppress(OSError):
-            if variable in Path(f"/proc/{pid}/environ").read_bytes():
-                return pid
-    sys.exit(f"there is no rank {number}")
 
 
 if __name__ == "__main__":

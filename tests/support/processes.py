@@ -31,6 +31,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def environment_of(pid: int) -> bytes:
+    """Return the variables of a process, each between zeros; nothing of one that has ended."""
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
 def free_port() -> int:
     """Return a port of the loopback interface that is free now."""
     with socket.socket() as s:

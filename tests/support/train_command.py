@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindspeed_mm.monitor.metrics import read_metrics
 from tests.support.launch import ROOT
-from tests.support.processes import processes_below
+from tests.support.processes import environment_of, processes_below
 
 _TRAIN = [sys.executable, "-m", "mindspeed_mm.tools.cli", "train"]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -47,7 +47,7 @@ class Command:
         """Return the process id of a rank."""
         variable = f"\0LOCAL_RANK={number}\0".encode()
         tree = processes_below(self.process.pid)
-        ranks = [pid for pid in tree if variable in Path(f"/proc/{pid}/environ").read_bytes()]
+        ranks = [pid for pid in tree if variable in environment_of(pid)]
         return next(pid for pid in ranks if not any(pid in tree[other] for other in ranks))  # no worker of its loader
 
     def wait(self) -> int:
