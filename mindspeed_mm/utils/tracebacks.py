@@ -43,7 +43,7 @@ def sentence_of(error: Exception, text: str) -> str:
         what = lines[-1].strip()
     else:
         what = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-    place = _place(text)
+    place = "" if isinstance(error, SyntaxError) else _place(text)  # whose message names it
     return printable(shorten(what, _LONGEST) + (f" ({place})" if place else ""))
 
 
@@ -67,6 +67,7 @@ def _kept(text: str, folder: str | None) -> str:
     places = [*([Path(folder) / name] if folder else []), Path(tempfile.gettempdir()) / f"{os.getpid()}-{name}"]
     for path in places:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{now}\n{text}", encoding="utf-8")
         except OSError:
             continue

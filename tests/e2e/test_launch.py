@@ -253,48 +253,6 @@ def test_no_process_is_left(story: Story, name: str) -> None:
     assert [pid for pid in launch.ranks + launch.loaders if is_alive(pid)] == []
 
 
-#: a script of a user's own: model, loader with a worker, loss
-OWN_SCRIPT = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-from mindspeed_mm.configs.global_args import get_args
-from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.common.base_model import FSDP2Mixin, WeightInitMixin
-from mindspeed_mm.training import pretrain
-
-
-class Rows(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return torch.full((4,), index / 64)
-
-
-class Model(MultiModalModule, FSDP2Mixin, WeightInitMixin):
-    def __init__(self):
-        super().__init__({})
-        self.layer = nn.Linear(4, 1)
-        self.init_weights()
-
-    def forward(self, rows):
-        return self.layer(rows).pow(2).mean()
-
-
-def loaders():
-    args, rows = get_args(), Rows()
-    sampler = DistributedSampler(rows, args.data_parallel_size, args.data_parallel_rank)
-    return DataLoader(rows, args.micro_batch_size, sampler=sampler, num_workers=1), None, None
-
-
-pretrain(
-    loaders, Model, forward_step_func=lambda batches, model: (model(next(batches)), lambda output: (output, {}))
-)
-"""
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_a_script_of_ones_own_is_stopped_as_ours_are(name: str, tmp_path: Path) -> None:
@@ -302,7 +260,7 @@ def test_a_script_of_ones_own_is_stopped_as_ours_are(name: str, tmp_path: Path) 
 
     SIGUSR1 to torchrun alone kills torchrun, and its ranks end, with nothing left that is half written.
     """
-    (script := tmp_path / "mine.py").write_text(OWN_SCRIPT)
+    script = ROOT / "tests/fixtures/user_scripts/pretrain_with_faults.py"
     (plan := tmp_path / "fsdp2.yaml").write_text("sharding_size: auto\nsub_modules_to_wrap:\n  - layer\n")
     files: dict[str, Any] = {"fsdp2.yaml": plan, "model.json": None, "data.json": None, "tools.json": None}
     run = tmp_path / "run"

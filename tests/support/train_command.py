@@ -19,17 +19,24 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Command:
-    """A command line of `mindspeed-mm train`, in a session of its own."""
+    """A command line of `mindspeed-mm train`, in a session of its own.
 
-    def __init__(self, words: list[str], log: Path) -> None:
+    Args:
+        words: those after `train`.
+        log: where its output goes.
+        errors: where its stderr goes; None: with the output.
+        variables: added to its environment.
+    """
+
+    def __init__(self, words: list[str], log: Path, errors: Path | None = None, **variables: str) -> None:
         self.log = log
-        with open(log, "wb") as output:
+        with open(log, "wb") as output, open(errors or os.devnull, "wb") as separate:
             self.process = subprocess.Popen(
                 [*_TRAIN, *words],
                 cwd=ROOT,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, **variables},
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if errors is None else separate,
                 start_new_session=True,
             )
         self.below: set[int] = set()

@@ -26,6 +26,7 @@ _OPTIONS = "MINDSPEED_MM_LAUNCHER_OPTIONS"
 #: the file in which that launcher leaves its process id and, at last, its status
 _STATE = "MINDSPEED_MM_LAUNCHER_STATE"
 _SEPARATOR = "\x1f"
+_SCRIPT_RUNNER = "mindspeed_mm.tools.train.script"
 _NUMBERS = ("--nproc-per-node", "--nproc_per_node")
 _USAGE = """usage: mindspeed-mm train [options of torchrun] WHAT [its words]
 
@@ -96,6 +97,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     quieten()
     if not options.traceback:
         os.environ.setdefault(TRACEBACKS, TO_FILES)
+        program = program if program[0] == "-m" else ("-m", _SCRIPT_RUNNER, *program)
     options.module = program[0] == "-m"
     options.training_script, *options.training_script_args = program[1:] if options.module else program
     state = os.environ.pop(_STATE, None)

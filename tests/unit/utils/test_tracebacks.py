@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from mindspeed_mm.configs.environment import TO_FILES, TRACEBACKS
 from mindspeed_mm.launch import errors_as_sentences
+from mindspeed_mm.tools.train.script import run_script
 from mindspeed_mm.utils.tracebacks import sentence_with_file
 
 CODE = """
@@ -60,11 +63,11 @@ def test_the_sentence_names_the_users_line_and_the_file(mine: ModuleType, tmp_pa
         (lambda: next(workers), "ValueError: bad row 0 (mine.py, line 15, in __getitem__)"),
         (lambda: next(workers), "KeyError: 'no such row' (mine.py, line 15, in __getitem__)"),
     ]  # fmt: skip
+    file = tmp_path / "runs/one/traceback-rank3.txt"
     for call, sentence in cases:
         error = caught(call)
-        first, second = sentence_with_file(error, str(tmp_path)).splitlines()
+        first, second = sentence_with_file(error, str(file.parent)).splitlines()
         assert first == sentence
-        file = tmp_path / "traceback-rank3.txt"
         assert second == f"its traceback is in '{file}'; mindspeed-mm train --traceback … shows it here"
         assert "Traceback (most recent call last)" in file.read_text() and 'mine.py", line ' in file.read_text()
         assert str(error).splitlines()[-1] in file.read_text()
@@ -75,11 +78,12 @@ def test_without_a_run_folder_the_file_is_a_temporary_one(
 ) -> None:
     error = caught(mine.shapes)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    for folder in (None, str(tmp_path / "gone")):
+    (tmp_path / "file").touch()
+    for folder in (None, str(tmp_path / "file/run")):
         (found,) = tmp_path.glob("*traceback*") if (said := sentence_with_file(error, folder)) else ()
         assert str(found) in said
         found.unlink()
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "gone"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
     assert "Traceback (most recent call last)" in sentence_with_file(error, None)
 
 
@@ -97,3 +101,28 @@ def test_a_process_of_mindspeed_mm_train_shows_no_traceback(
     assert first == "RuntimeError: the shapes (mine.py, line 5, in shapes)" and str(tmp_path) in second
     error = json.loads((tmp_path / "3/error.json").read_text())["message"]["message"]
     assert error == "RuntimeError: the shapes\ndon't fit"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys\nimport nowhere", "ModuleNotFoundError: No module named 'nowhere' (mine.py, line 2, in <module>)"),
+        ("def f(:", "SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("import sys, beside\nassert sys.modules['__main__'].__file__ == 'mine.py'", ""),
+    ],
+)
+def test_a_script_that_fails_by_itself(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before it calls `pretrain`; modules beside it are found, as Python finds them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv(TRACEBACKS, TO_FILES)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("mindspeed_mm.launch._outlive_peers", lambda: None)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "beside.py").touch()
+    with pytest.raises(SystemExit, match="1") if said else contextlib.nullcontext():
+        run_script("mine.py")
+    assert [line for line in capfd.readouterr().err.splitlines() if line][:1] == ([said] if said else [])
