@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.files import read_json
 from mindspeed_mm.configs.sora_config import SoRAModelConfig
+from mindspeed_mm.configs.working_directory import WORKING_DIRECTORY
 from mindspeed_mm.data.generation.rule import GenerationRule
 from mindspeed_mm.models.generation.predictor.family import find_predictor_family
 from mindspeed_mm.models.generation.sora_model import generation_rule
@@ -149,6 +151,7 @@ def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> dict
 def write_generation(plan: GenerationPlan) -> str:
     """Return the text of the run's file."""
     content = {
+        WORKING_DIRECTORY: os.getcwd(),
         "gpt_args": plan.training.flags(),
         "model": _model(plan),
         "data": _data(plan),

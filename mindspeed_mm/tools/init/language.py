@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_mm.configs.working_directory import WORKING_DIRECTORY
 from mindspeed_mm.models.common.families import Family, find_family, require_megatron_form
 from mindspeed_mm.models.common.modelzoo import ModelHub, likely_architecture
 from mindspeed_mm.tools.init.choices import (
@@ -145,7 +147,12 @@ def _limit(rows: MeasuredRows, longest: int | None) -> int | None:
 def write_language(plan: LanguagePlan) -> str:
     """Return the text of the run's file."""
     flags = {**_backend(plan), **plan.training.flags()}
-    content: dict[str, Any] = {"gpt_args": flags, "model": _model(plan), "data": _data(plan)}
+    content: dict[str, Any] = {
+        WORKING_DIRECTORY: os.getcwd(),
+        "gpt_args": flags,
+        "model": _model(plan),
+        "data": _data(plan),
+    }
     if not plan.megatron:
         content["fsdp2"] = {"sharding_size": "auto"}
     heading = plan.training.heading([plan.title, *rows_lines(plan.rows)])

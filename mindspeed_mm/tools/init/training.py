@@ -92,7 +92,8 @@ class Training:
             f"mindspeed-mm train {self.save}      train; section.key=value after it changes a value of this file",
             "",
             "Keys of gpt_args are flags, the other sections are model.json, data.json and fsdp2.yaml; all of them,",
-            "with their defaults, are in docs/configuration.md. Paths are relative to the folder where it is started.",
+            "with their defaults, are in docs/configuration.md. Relative paths start at working_directory; where it is",
+            "missing, as on another machine, where 'save' starts.",
         ]
 
     def summary(self) -> list[str]:
