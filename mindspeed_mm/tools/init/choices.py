@@ -85,11 +85,11 @@ def choose_tuning(parameters: int, machine: Machine, *, asked: bool, beside: int
     whole = TRAINED_BYTES * parameters
     frozen = FROZEN_BYTES[not machine.is_host] * parameters
     there = machine.devices * max(0, machine.memory - beside)
-    sizes = f"{_gib(whole)} for weights, gradients and optimizer of {count_in_words(parameters)} parameters"
+    sizes = f"{_memory(whole)} for weights, gradients and optimizer of {count_in_words(parameters)} parameters"
     if asked:
         return Tuning(True, f"adapters, as --lora asks; all weights would take {sizes}")
     if whole <= _SHARE * there:
-        return Tuning(False, f"all weights are trained: {sizes}, and this machine has {_gib(there)}")
+        return Tuning(False, f"all weights are trained: {sizes}, and this machine has {_memory(there)}")
     fits = (
         ""
         if frozen <= _SHARE * there
@@ -97,8 +97,8 @@ def choose_tuning(parameters: int, machine: Machine, *, asked: bool, beside: int
     )
     return Tuning(
         True,
-        f"adapters: training all weights takes {sizes}, and this machine has {_gib(there)}; frozen, the weights take "
-        f"{_gib(frozen)}{fits}",
+        f"adapters: training all weights takes {sizes}, and this machine has {_memory(there)}; frozen, the weights "
+        f"take {_memory(frozen)}{fits}",
     )
 
 
@@ -194,6 +194,12 @@ def count_in_words(number: int) -> str:
     return str(number)
 
 
-def _gib(size: float) -> str:
+def _memory(size: float) -> str:
     gibibytes = size / 2**30
-    return f"{gibibytes:.0f} GiB" if gibibytes >= 10 else f"{gibibytes:.2g} GiB"
+    return (
+        f"{gibibytes:.2g} GiB"
+        if 1 <= gibibytes < 10
+        else f"{gibibytes:.0f} GiB"
+        if gibibytes >= 10
+        else (f"{size / 2**20:.2g} MiB")
+    )

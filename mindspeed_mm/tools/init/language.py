@@ -188,7 +188,7 @@ def _frozen(plan: LanguagePlan) -> list[tuple[str, str]]:
     return [
         place
         for block, place in _TOWERS.items()
-        if isinstance(inner.get(block), Mapping) and (traits is None or place[1] in traits.parts)
+        if isinstance(inner.get(block), Mapping) and traits is not None and place[1] in traits.parts
     ]
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_mm.configs.data_config import DataConfig, DatasetAttr
@@ -199,12 +200,16 @@ def _describe(attr: DatasetAttr) -> str:
 
 
 def require_template(model: ModelDirectory, files: RowFiles) -> None:
-    """Refuse conversations for a model without a chat template.
+    """Refuse conversations for a model without a chat template, unless its family writes rows in its own way.
 
     Raises:
         ConfigError: with the names of those that can be chosen.
     """
-    if not (files.is_text or files.template or model.has_template):
+    if files.is_text or files.template or model.has_template:
+        return
+    from mindspeed_mm.models.transformers.adapters import find_adapter
+
+    if find_adapter(SimpleNamespace(init_from_hf_path=model.path)).encoder_class is None:
         raise ConfigError(
             f"--model '{model.path}' has no chat template (base models have none), and rows of conversations need one: "
             f"name one by --template NAME, of {', '.join(TEMPLATES)}; or give the directory of the instruct model"
