@@ -96,6 +96,7 @@ def pretrain(
         data_schema=our_data.data_schema if our_data is not None else None,
         backends=ours.backends if ours is not None else BACKENDS,
         scorer=ours.scorer if ours is not None and our_data is not None else None,
+        drawer=ours.drawer if ours is not None and our_data is not None else None,
         own_flags=extra_args_provider,
         defaults=args_defaults or {},
     )

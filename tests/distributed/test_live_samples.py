@@ -25,7 +25,8 @@ from tests.support.tiny_wan import data_json, model_json, write_clips, write_enc
 from tests.support.workers import RankPool
 
 STEPS, INTERVAL, INFERENCE = 4, 2, 3  # optimizer steps, and denoising steps
-LORA = {"lora_r": 4, "lora_target_modules": "to_q,to_v"}
+#: dropout draws from the random states, in which a sheet of samples must leave no trace
+LORA = {"lora_r": 4, "lora_target_modules": "to_q,to_v", "lora_dropout": 0.5}
 
 
 @dataclass(frozen=True)
