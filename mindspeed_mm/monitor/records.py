@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from mindspeed_mm.configs.recipe import GeneratedFigures
+from mindspeed_mm.configs.recipe import DrawnSample, GeneratedFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +113,11 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finish, at the end of the run, whatever ends it."""
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """A sink that takes, beside records, what the model has drawn."""
+
+    def samples(self, iteration: int, samples: Sequence[DrawnSample]) -> None:
+        """Take the samples that were drawn after a step."""

@@ -13,7 +13,7 @@ from mindspeed_mm.configs.recipe import DrawnSample
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.recording.recording import Recording
-from mindspeed_mm.monitor.records import EvaluationRecord, Sink, StepRecord
+from mindspeed_mm.monitor.records import EvaluationRecord, SampleSink, Sink, StepRecord
 from mindspeed_mm.monitor.row_log import RowLog
 
 #: The first steps of a run are all logged: they show soonest that a run is set up wrongly.
@@ -197,9 +197,12 @@ class Watch:
             sink.evaluation(record)
 
     def log_samples(self, iteration: int, samples: Sequence[DrawnSample]) -> None:
-        """Keep the samples that the model has drawn after a step."""
+        """Keep the samples that the model has drawn after a step, and hand them on to sinks that take some."""
         if self._recording is not None:
             self._recording.draw(iteration, samples)
+        for sink in self._sinks:
+            if isinstance(sink, SampleSink):
+                sink.samples(iteration, samples)
 
     @contextmanager
     def paused(self, work: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sqlite3
 import struct
@@ -10,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import yaml
+from PIL import Image
 
 from mindspeed_mm.monitor.trackers.kept import KeptFile
 
@@ -115,7 +117,8 @@ def wandb_figures(folder: Path) -> list[Figures]:
             record.ParseFromString(data)
             if record.WhichOneof("record_type") != "history":
                 continue
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            items = [item for item in record.history.item if len(item.nested_key) <= 1]  # a picture's have more
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
             step = row["_step"]
             assert step not in found, f"step {step} twice"
             found[step] = {name: value for name, value in row.items() if not name.startswith("_")}
@@ -156,8 +159,22 @@ def trackio_figures(file: Path, run: str) -> Figures:
     with closing(sqlite3.connect(file)) as store:
         for step, metrics in store.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", (run,)):
             for name, value in json.loads(metrics).items():
-                _add(found, step, name, value)
+                if isinstance(value, (int, float)):  # pictures are objects
+                    _add(found, step, name, value)
     return found
+
+
+def pictures_in(folder: Path) -> list[bytes]:
+    """The pixels of all pictures below a folder, of TensorBoard's too."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = [Image.open(file).convert("RGB").tobytes() for file in folder.rglob("*.png")]
+    if any(folder.rglob("events.out.*")):
+        events = EventAccumulator(str(folder)).Reload()
+        for name in events.Tags()["images"]:
+            shown = (Image.open(io.BytesIO(event.encoded_image_string)) for event in events.Images(name))
+            found += [image.convert("RGB").tobytes() for image in shown]
+    return sorted(found)
 
 
 def _add(found: Figures, step: int, name: str, value: float) -> None:

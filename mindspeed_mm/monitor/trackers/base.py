@@ -6,10 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+from PIL import Image
 
 DEFAULT_PROJECT = "mindspeed_mm"
-RecordKind = Literal["step", "evaluation"]
+RecordKind = Literal["step", "evaluation", "samples"]
+
+
+class Picture(NamedTuple):
+    """A picture, or a frame of a clip, that a model in training has made of a prompt."""
+
+    image: Image.Image
+    prompt: str
 
 
 @dataclass(frozen=True)
@@ -20,21 +29,29 @@ class Kept:
         run_id: by which the tracker continues it.
         place: where its figures can be seen: an address or a folder.
         step: the last step whose figures it has; 0: none.
-        evaluation: the last step whose evaluation it has; 0: none.
+        evaluation, samples: likewise, of evaluations and of samples that were drawn.
     """
 
     run_id: str
     place: str
     step: int = 0
     evaluation: int = 0
+    samples: int = 0
 
     def reached(self, kind: RecordKind) -> int:
         """The last step whose record of a kind it has."""
-        return self.step if kind == "step" else self.evaluation
+        return {"step": self.step, "evaluation": self.evaluation, "samples": self.samples}[kind]
 
     def with_reached(self, kind: RecordKind, iteration: int) -> Kept:
         """Return what is kept once it has that of another step."""
-        return replace(self, step=iteration) if kind == "step" else replace(self, evaluation=iteration)
+        if kind == "step":
+            return replace(self, step=iteration)
+        return replace(self, evaluation=iteration) if kind == "evaluation" else replace(self, samples=iteration)
+
+    def at_most(self, iteration: int) -> Kept:
+        """Return what is kept if nothing after a step counts."""
+        step, evaluation, samples = (min(n, iteration) for n in (self.step, self.evaluation, self.samples))
+        return replace(self, step=step, evaluation=evaluation, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,9 @@ class Tracker(Protocol):
 
     def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Take figures of steps, all of them finite; a step may come twice, with figures of other names."""
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Take pictures by name, which were drawn after a step."""
 
     def close(self, *, failed: bool) -> None:
         """Finish; what was logged is in the tracker's files when this returns.

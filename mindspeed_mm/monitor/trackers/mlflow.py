@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, Kept, Picture, TrackedRun
 from mindspeed_mm.utils.text import shorten
 
 #: most metrics and parameters in one request, and characters of a value
@@ -45,6 +45,13 @@ class Mlflow:
         ]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self.kept.run_id, metrics=metrics[start : start + _METRICS])
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Store pictures as artifacts, without their prompts: samples/step-00000100-prompt-0.png."""
+        for name, picture in pictures.items():
+            folder, _, rest = name.partition("/")
+            file = f"{folder}/step-{step:08d}-{rest.replace('/', '-')}.png"
+            self._client.log_image(self.kept.run_id, picture.image, artifact_file=file)
 
     def close(self, *, failed: bool) -> None:
         """End the run."""

@@ -13,10 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from mindspeed_mm.checkpoint.run_folder import METRICS
+from mindspeed_mm.configs.recipe import DrawnSample
 from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.monitor.records import EvaluationRecord, StepRecord
-from mindspeed_mm.monitor.trackers.base import Kept, RecordKind, TrackedRun, Tracker
+from mindspeed_mm.monitor.trackers.base import Kept, Picture, RecordKind, TrackedRun, Tracker
 from mindspeed_mm.monitor.trackers.kept import KeptFile
 from mindspeed_mm.utils.log import logger
 from mindspeed_mm.utils.text import shorten
@@ -35,6 +38,7 @@ class _Record(NamedTuple):
     kind: RecordKind
     iteration: int
     figures: dict[str, float]
+    samples: Sequence[DrawnSample] = ()
 
 
 class TrackerSink:
@@ -86,6 +90,10 @@ class TrackerSink:
     def evaluation(self, record: EvaluationRecord) -> None:
         """Hand an evaluation on; returns at once."""
         self._offer(_Record("evaluation", record.iteration, figures_of_line(record.line)))
+
+    def samples(self, iteration: int, samples: Sequence[DrawnSample]) -> None:
+        """Hand drawn samples on; returns at once."""
+        self._offer(_Record("samples", iteration, {}, samples))
 
     def close(self) -> None:
         """Let the tracker take what is left and finish, and say how many records it lacks.
@@ -169,7 +177,11 @@ class TrackerSink:
         if not new:
             return kept
         try:
-            tracker.log([(record.iteration, record.figures) for record in new])
+            if figures := [(record.iteration, record.figures) for record in new if record.kind != "samples"]:
+                tracker.log(figures)
+            for record in new:
+                if record.kind == "samples":
+                    tracker.show(_pictures_of(record.samples), record.iteration)
         except Exception as error:
             first = new[0]
             more = f", and {len(new) - 1} more records" if len(new) > 1 else ""
@@ -218,6 +230,17 @@ def figures_of_line(line: Mapping[str, Any]) -> dict[str, float]:
         for name, value in flat.items()
         if isinstance(value, (int, float)) and math.isfinite(value) and name != "iteration"
     }
+
+
+def _pictures_of(samples: Sequence[DrawnSample]) -> dict[str, Picture]:
+    """Name → picture: samples/prompt-0, or samples/prompt-0/frame-1 of a clip."""
+    found = {}
+    for sample in samples:
+        for ending, content in sample.files.items():
+            name, _, kind = f"samples/prompt-{sample.index}{ending.replace('-frame', '/frame')}".rpartition(".")
+            if kind == "jpg":
+                found[name] = Picture(Image.open(io.BytesIO(content)).convert("RGB"), sample.prompt)
+    return found
 
 
 @contextmanager

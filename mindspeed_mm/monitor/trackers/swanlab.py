@@ -9,7 +9,7 @@ from typing import Any
 import swanlab
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import Kept, Picture, TrackedRun
 
 
 class Swanlab:
@@ -30,6 +30,11 @@ class Swanlab:
         """Log figures of their steps."""
         for step, figures in records:
             self._run.log(dict(figures), step=step)
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Log pictures with their prompts."""
+        made = {name: swanlab.Image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
+        self._run.log(made, step=step)
 
     def close(self, *, failed: bool) -> None:
         """Finish the experiment; what it lacks online is in its folder, for `swanlab sync`."""

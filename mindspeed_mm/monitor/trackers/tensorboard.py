@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import Kept, Picture, TrackedRun
 
 
 class Tensorboard:
@@ -33,6 +34,11 @@ class Tensorboard:
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, step)
 
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Write each picture, without its prompt, for which there is no place."""
+        for name, picture in pictures.items():
+            self._writer.add_image(name, np.asarray(picture.image), step, dataformats="HWC")
+
     def close(self, *, failed: bool) -> None:
         """Flush and close the file."""
         self._writer.close()
@@ -46,5 +52,5 @@ def open_tensorboard(run: TrackedRun, flags: TrackerArguments) -> Tensorboard:
         return Tensorboard(kept, purge_step=None)
     if run.earlier is None:  # the folder may have more than this run folder's metrics.jsonl knows
         kept = replace(kept, step=run.iteration, evaluation=run.iteration)
-    kept = replace(kept, step=min(kept.step, run.iteration), evaluation=min(kept.evaluation, run.iteration))
+    kept = kept.at_most(run.iteration)
     return Tensorboard(kept, purge_step=kept.step + 1)

@@ -12,7 +12,7 @@ import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, Kept, Picture, TrackedRun
 
 
 class Trackio:
@@ -34,6 +34,11 @@ class Trackio:
         for step, figures in records:
             self._run.log(dict(figures), step=step)
 
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Log pictures with their prompts."""
+        made = {name: trackio.Image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
+        self._run.log(made, step=step)
+
     def close(self, *, failed: bool) -> None:
         """Write what is left."""
         self._run.finish()
@@ -53,7 +58,7 @@ def open_trackio(run: TrackedRun, flags: TrackerArguments) -> Trackio:
     )
     kept = run.keep(made.name, server or str(trackio.utils.TRACKIO_DIR))
     if run.run_id is not None and name in known:
-        kept = replace(kept, step=known[name], evaluation=known[name])
+        kept = replace(kept, step=known[name], evaluation=known[name], samples=known[name])
     return Trackio(made, kept)
 
 

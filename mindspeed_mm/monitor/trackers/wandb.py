@@ -9,7 +9,7 @@ from typing import Any
 import wandb
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import Kept, Picture, TrackedRun
 
 #: for W&B's answer at the start, and for the upload that is left at the end; the folder has all, for `wandb sync`
 _SECONDS = 60.0
@@ -33,6 +33,11 @@ class Wandb:
         """Add figures to their step; W&B writes it once a later one comes."""
         for step, figures in records:
             self._run.log(dict(figures), step=step)
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Log pictures with their prompts."""
+        made = {name: wandb.Image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
+        self._run.log(made, step=step)
 
     def close(self, *, failed: bool) -> None:
         """Finish the run, and end W&B's process, unless a script has a run of its own there."""

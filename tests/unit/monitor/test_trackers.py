@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import socket
@@ -15,23 +16,26 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from mindspeed_mm.configs.describe import describe
 from mindspeed_mm.configs.flags.trackers import TRACKERS
-from mindspeed_mm.configs.recipe import GeneratedFigures
+from mindspeed_mm.configs.recipe import DrawnSample, GeneratedFigures
 from mindspeed_mm.configs.run import Run
 from mindspeed_mm.configs.tracker_rules import asked_trackers
+from mindspeed_mm.monitor.console.base import Console
 from mindspeed_mm.monitor.metrics import MetricsSink, read_metrics
-from mindspeed_mm.monitor.records import EvaluationRecord, Sink
+from mindspeed_mm.monitor.records import EvaluationRecord, SampleSink, Sink
 from mindspeed_mm.monitor.sinks import open_sinks
-from mindspeed_mm.monitor.trackers.base import Kept, TrackedRun
+from mindspeed_mm.monitor.trackers.base import Kept, Picture, TrackedRun
 from mindspeed_mm.monitor.trackers.described import HIDDEN, tracked_run
 from mindspeed_mm.monitor.trackers.kept import KeptFile
 from mindspeed_mm.monitor.trackers.sink import TrackerSink, figures_of_line
+from mindspeed_mm.monitor.watch import Watch
 from mindspeed_mm.utils.errors import ConfigError
 from tests.support.records import step_record
 from tests.support.runs import OWN
-from tests.support.tracker_stores import Figures, figures_by_tracker, name_and_rate, offline_variables
+from tests.support.tracker_stores import Figures, figures_by_tracker, name_and_rate, offline_variables, pictures_in
 
 WORDS = "--micro-batch-size 1 --lr 1e-4 --train-iters 9 --use-torch-fsdp2".split()  # noqa: SIM905
 
@@ -60,6 +64,9 @@ class Fake:
         self.logged += records
         if any(f"log {step}" in self.faults for step, _ in records):
             raise OSError("no space\nis left")
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        self.logged += [(step, dict.fromkeys(pictures, 0.0))]
 
     def close(self, *, failed: bool) -> None:
         self.closed.append(failed)
@@ -292,8 +299,31 @@ def write_records(sinks: list[Sink], first: int, last: int) -> None:
         if step % 3 == 0:
             for sink in sinks:
                 sink.evaluation(EvaluationRecord(step, 2, 1.5 / step, GeneratedFigures({"wer": step / 3}, 7)))
+            for sink in sinks:
+                if isinstance(sink, SampleSink):
+                    sink.samples(step, [DrawnSample("a cat", 2, 7, (1, 8, 8), {".jpg": sheet(step)})])
     for sink in sinks:
         sink.close()
+
+
+def sheet(step: int) -> bytes:
+    """A JPEG of a sample."""
+    output = io.BytesIO()
+    Image.new("RGB", (8, 8), (20 * step, 30, 40)).save(output, "JPEG")
+    return output.getvalue()
+
+
+def test_samples_go_to_the_sinks_that_take_some(tmp_path: Path) -> None:
+    """Each frame of a clip by itself, without the clip; not those that an earlier start has logged."""
+    KeptFile(tmp_path, "fake").write(Kept("one", "somewhere", samples=3))
+    sink, tracker = sink_of(tmp_path, iteration=2)
+    sinks = [MetricsSink(str(tmp_path), resumed=True), sink]
+    files = {"-frame-0.jpg": sheet(1), "-frame-1.jpg": sheet(2), ".mp4": b""}
+    with Watch(sinks=sinks, console=Console(), log_interval=1, train_iters=9, global_batch_size=1) as watch:
+        for step in (3, 4):
+            watch.log_samples(step, [DrawnSample("a dog", 5, 7, (2, 8, 8), files)])
+    names = ["samples/prompt-5/frame-0", "samples/prompt-5/frame-1"]
+    assert [(step, [*figures]) for step, figures in tracker().logged] == [(4, names)]
 
 
 def figures_of_file(save: Path) -> Figures:
@@ -363,6 +393,9 @@ def test_the_store_holds_the_figures_of_metrics_jsonl_after_a_resume_too(
     assert found.keys() == expected.keys() == set(range(1, 11))
     for step, figures in expected.items():
         assert found[step] == pytest.approx(figures, rel=1e-6 if name == "tensorboard" else 0), step  # its are fp32
+    drawn = [Image.open(io.BytesIO(sheet(step))).convert("RGB").tobytes() for step in (3, 6, 9)]
+    places = {"tensorboard": save / "tensorboard", "mlflow": save.parent / "mlruns", "trackio": trackio}
+    assert pictures_in(places.get(name, save)) == sorted(drawn)
     assert not set(psutil.Process().children(recursive=True)) - before
     assert not [thread for thread in threading.enumerate() if thread.name == f"tracker {name}"]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
