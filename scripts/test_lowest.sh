@@ -25,8 +25,23 @@ cannot_pass=(
     # They look at FSDP with torch's CommDebugMode, whose hooks fail in torch 2.8, or count FSDP's own collectives.
     "tests/distributed/test_fsdp2_keys.py::test_defer_gradient_sync"
     "tests/distributed/test_step_sums.py::test_a_metric_is_of_those_ranks_that_have_it[fsdp2]"
-    # It asks the driver of a GPU, also where there is none.
+    # They ask the driver of a GPU, also where there is none.
     "tests/unit/optimizer/test_guarded.py::test_scalars_are_where_the_parameters_are"
+    "tests/unit/accelerator/test_attention.py::test_cuda_operators_return_what_the_kernel_expects"
+    # They read settings that torch has from 2.9 on, or compare with an optimizer of its.
+    "tests/unit/accelerator/test_accelerator.py::test_tf32_on_cuda"
+    "tests/unit/accelerator/test_host_products.py"
+    "tests/unit/optimizer/test_muon.py::test_a_matrix_moves_as_torchs_own_muon_moves_it"
+    # Before torch 2.9 the host's own attention to grouped heads keeps scores of length², beside which nothing counts.
+    "tests/unit/parallel/test_activation_peak.py::test_share_of_activations"
+    # Experts over ranks are refused with a sentence where transformers can't split them.
+    "tests/unit/parallel/test_experts.py::test_experts_of_all_layers_or_of_those_that_are_named"
+    "tests/unit/parallel/test_experts.py::test_experts_with_adapters_are_planned_by_their_own_paths"
+    "tests/unit/parallel/test_experts.py::test_sizes_of_a_run_count_rather_than_those_of_the_file"
+    "tests/unit/parallel/test_experts.py::test_what_does_not_fit"
+    "tests/unit/parallel/test_experts.py::test_a_parameter_of_all_experts_can_not_be_split"
+    # DeepSeek-V3's routers are kept in float32 by a later transformers.
+    "tests/unit/parallel/test_float32.py::test_transformers_says_what_it_keeps"
     # GLM's video processor doesn't count patches before transformers 5.18: videos are decoded to be measured.
     "tests/unit/models/test_speech_and_glm.py::test_sizes_are_foreseen[glm4v-geometry0-expected0]"
     "tests/cases/test_media.py::test_the_model_is_told_the_files_own_timestamps[glm4v-mp4]"

@@ -53,7 +53,7 @@ def all_plain_rows(hf_dir: Path, inputs: list[dict[str, torch.Tensor]], recipe: 
     """Each row in fp32, in bf16, and in float8, by plain transformers."""
     float8 = functools.partial(converted, recipe)
     exact, bf16 = (plain_rows(hf_dir, inputs, None, dtype) for dtype in (torch.float32, torch.bfloat16))
-    return [exact, bf16, plain_rows(hf_dir, inputs, None, torch.bfloat16, float8)]
+    return [exact, bf16, plain_rows(hf_dir, inputs, None, torch.bfloat16, change=float8)]
 
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -15,6 +15,10 @@ draws tell the ratio; where they don't, the errors of losses are independent and
 Plain is `from_pretrained(dtype=torch.bfloat16)`: weights, activations and each row's gradient are in bf16, but for what
 the library itself keeps in float32; logits are float32 in the loss. That is what FSDP2 and Megatron-core compute in
 bf16 over float32 master weights. Sums over rows, which we keep in float32, are no part of it.
+
+Tensor-parallel ranks round their parts of a row-parallel layer's product before the parts are summed, in any framework.
+What that costs is a property of the split, so such runs are compared with plain transformers under its own tensor
+parallelism (`DistributedConfig(tp_plan="auto")`) over as many ranks as well: `split_errors`.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.distributed import DistributedConfig
 
 from tests.support.family_case import FamilyCase, data_keys
 from tests.support.gradients import run_for_gradients, run_for_megatron_gradients
@@ -39,6 +44,17 @@ from tests.support.workers import RankPool
 
 #: the families that Megatron-core's modules are there for
 ON_MEGATRON = ("qwen2", "qwen3", "qwen2_5_vl")
+#: whose layers transformers' own plan of tensor parallelism splits as ours does
+SPLIT_ALIKE = (
+    "internvl",
+    "llama",
+    "llava_onevision",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_asr",
+)
 #: whose ratio has a long tail: which experts a token goes to depends on the last bit
 BY_LUCK = ("deepseek_v3", "gpt_oss", "kimi_k25")
 #: whose table of positions is a buffer: from_pretrained rounds it, and ours stays in float32, so that losses' errors
@@ -158,15 +174,64 @@ def family_errors(
         megatron: on Megatron-core, else on FSDP2.
         flags: further ones of the runs.
     """
-    errors, inputs = Errors(), case.inputs()
-    for draw in range(draws):
-        draw_weights(case.hf_dir, draw)
-        outputs = case.family.outputs
-        exact = plain_rows(case.hf_dir, inputs, outputs, torch.float32)
-        plain = plain_rows(case.hf_dir, inputs, outputs, torch.bfloat16)
+    errors = Errors()
+    for draw, inputs, exact, plain in _plain_draws(case, draws):
         for number, ours in our_rows(case, pool, folder / f"draw{draw}", len(inputs), flags, megatron=megatron).items():
             errors.add(draw, ours, plain[number], exact[number])
     return errors
+
+
+class SplitErrors(NamedTuple):
+    """Errors of tensor-parallel ranks.
+
+    Attributes:
+        plain: of plain transformers under its own tensor parallelism, against those of plain on one process.
+        ours: ours against those of plain on one process.
+        same_split: ours against those of plain under its own tensor parallelism.
+    """
+
+    plain: Errors
+    ours: Errors
+    same_split: Errors
+
+
+def split_errors(
+    case: FamilyCase,
+    draws: int,
+    pool: RankPool,
+    plain_pool: RankPool,
+    folder: Path,
+    *,
+    megatron: bool = False,
+    **flags: Any,
+) -> SplitErrors:
+    """Errors of a family's rows where all ranks of a pool are tensor-parallel; see `family_errors`.
+
+    Args:
+        plain_pool: as many processes without Megatron-core, for plain transformers.
+    """
+    errors, ranks = SplitErrors(Errors(), Errors(), Errors()), pool.world_size
+    flags = {"tensor_model_parallel_size": ranks, **flags}
+    for draw, inputs, exact, plain in _plain_draws(case, draws):
+        split = plain_pool.run(
+            plain_rows, case.hf_dir, inputs, case.family.outputs, torch.bfloat16, ranks, timeout=180
+        )[0]
+        for number, ours in our_rows(case, pool, folder / f"draw{draw}", len(inputs), flags, megatron=megatron).items():
+            errors.plain.add(draw, split[number], plain[number], exact[number])
+            errors.ours.add(draw, ours, plain[number], exact[number])
+            errors.same_split.add(draw, ours, split[number], exact[number])
+    return errors
+
+
+def _plain_draws(
+    case: FamilyCase, draws: int
+) -> Iterator[tuple[int, list[dict[str, torch.Tensor]], list[Row], list[Row]]]:
+    """Give the case's directory one draw of weights after the other: its number, inputs, rows in float32 and bf16."""
+    inputs, outputs = case.inputs(), case.family.outputs
+    for draw in range(draws):
+        draw_weights(case.hf_dir, draw)
+        exact, plain = (plain_rows(case.hf_dir, inputs, outputs, dtype) for dtype in (torch.float32, torch.bfloat16))
+        yield draw, inputs, exact, plain
 
 
 def draw_weights(hf_dir: Path, seed: int) -> None:
@@ -189,14 +254,17 @@ def plain_rows(
     inputs: list[dict[str, torch.Tensor]],
     outputs: Outputs | None,
     dtype: torch.dtype,
+    ranks: int = 1,
     change: Callable[[torch.nn.Module], object] = lambda model: None,
 ) -> list[Row]:
     """Each row alone, by plain transformers; its floating-point inputs are cast, as `BatchFeature.to` does.
 
     Args:
+        ranks: number of tensor-parallel ranks, by transformers' own plan; each of them calls this.
         change: changes the model in place.
     """
-    model, rows = load_plain(hf_dir, dtype=dtype), []
+    split = {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")} if ranks > 1 else {}
+    model, rows = load_plain(hf_dir, dtype=dtype, **split), []
     change(model)
     for row in inputs:
         model.zero_grad(set_to_none=True)

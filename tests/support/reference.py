@@ -137,13 +137,13 @@ def train_plainly(
 
 
 def load_plain(
-    hf_dir: Path, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float32
+    hf_dir: Path, frozen: Callable[[str], bool] = lambda name: False, dtype: torch.dtype = torch.float32, **how: Any
 ) -> Any:
-    """The model of a directory as transformers loads it in `dtype`, in training mode."""
+    """The model of a directory as transformers loads it in `dtype`, in training mode; `how` goes to from_pretrained."""
     import transformers
 
     architecture = json.loads((Path(hf_dir) / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=dtype)
+    model = getattr(transformers, architecture).from_pretrained(hf_dir, dtype=dtype, **how)
     model.train()
     with torch.device("meta"):  # from_pretrained forgets which tables the class never trains
         stated = dict(type(model)(model.config).named_parameters())
