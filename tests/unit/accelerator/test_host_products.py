@@ -15,6 +15,7 @@ from mindspeed_mm.accelerator.attention import CAUSAL
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
 
 LARGE = [nn.Linear(256, 256), nn.Linear(64, 64)]
+pytestmark = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch has the setting since 2.9")
 SETTING = "mindspeed_mm.accelerator.host_products."
 
 
@@ -29,13 +30,15 @@ def forgotten() -> Iterator[None]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine on which nothing is against oneDNN, whatever this one is."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    _system(monkeypatch, tmp_path, "vendor_id\t: AuthenticAMD\n")
+    _machine(monkeypatch, tmp_path, "AVX512", "vendor_id\t: AuthenticAMD\n")
     monkeypatch.setattr(SETTING + "_is_exact", lambda: True)
     accelerator.current().use_fast_products(LARGE)
 
 
-def _system(monkeypatch: pytest.MonkeyPatch, folder: Path, said: str) -> None:
+def _machine(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: str, said: str) -> None:
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        monkeypatch.setattr(library, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     (folder / "cpuinfo").write_text("processor\t: 0\n" + said)
     monkeypatch.setattr(SETTING + "_PROCESSORS", folder / "cpuinfo")
 
@@ -53,9 +56,8 @@ def _system(monkeypatch: pytest.MonkeyPatch, folder: Path, said: str) -> None:
 def test_when_it_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: str, said: str, is_exact: bool, why: str | None
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    _machine(monkeypatch, tmp_path, capability, said)
     monkeypatch.setattr(SETTING + "_is_exact", lambda: is_exact)
-    _system(monkeypatch, tmp_path, said)
     accelerator.current().use_fast_products(LARGE)
     assert torch.get_float32_matmul_precision() == ("highest" if why else "medium")
     found = host_products.why_not_onednn()
