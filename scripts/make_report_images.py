@@ -90,6 +90,7 @@ def main() -> None:
     """Take the pictures that are named, or all."""
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", "TRAIN_ITERS": str(STEPS), "SAVE_PATH": str(DRAWN)}
+    os.environ["SAMPLE_INTERVAL"] = "40"
     if CHROMIUM is None:
         sys.exit("there is no Chromium: apt-get install chromium")
     unknown = [name for name in sys.argv[1:] if name not in PICTURES]

@@ -60,6 +60,9 @@ MM_ARGS="
 
 OUTPUT_ARGS="
     --save-interval 10000 \
+    --sample-interval ${SAMPLE_INTERVAL:-80} \
+    --sample-inference-steps 30 \
+    --sample-guidance-scale 2 \
     --save $SAVE_PATH
 "
 if [ -n "$LOAD_PATH" ]; then

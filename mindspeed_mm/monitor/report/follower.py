@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.lock_holder import LOCK
 from mindspeed_mm.checkpoint.run_folder import ENDINGS, LAUNCH, METRICS, REPORT_PAGE
 from mindspeed_mm.monitor.report.image import draw_loss
 from mindspeed_mm.monitor.report.metrics_file import MetricsFile
@@ -18,6 +19,8 @@ from mindspeed_mm.utils.files import replace_file
 
 _SHARE = 0.01
 _LAST_SECONDS = 60
+#: the other ranks notice it by a collective that ends, or after its timeout
+_SETTLE_SECONDS = 1800.0
 
 
 class ReportFollower:
@@ -28,7 +31,7 @@ class ReportFollower:
     """
 
     def __init__(
-        self, folder: Path, *, first_seconds: float = 5.0, least_seconds: float = 30.0, look_seconds: float = 2.0
+        self, folder: Path, *, first_seconds: float = 5.0, least_seconds: float = 30.0, look_seconds: float = 1.0
     ) -> None:
         """
         Args:
@@ -52,11 +55,26 @@ class ReportFollower:
             end: a file descriptor that the run writes to, or closes, when it ends; its process may be killed, too.
         """
         parent = os.getppid()
-        while not select.select([end], [], [], self._look)[0] and os.getppid() == parent:
+        while not (has_ended := bool(select.select([end], [], [], self._look)[0])) and os.getppid() == parent:
             if time.monotonic() >= self._due and self._has_news():
                 self.renew()
-        signal.alarm(_LAST_SECONDS)  # a file system that hangs keeps no process
-        self.renew()
+        if has_ended or self._settles():
+            signal.alarm(_LAST_SECONDS)  # a file system that hangs keeps no process
+            self.renew()
+
+    def _settles(self) -> bool:
+        """Wait until the other ranks of a run have ended, too, after this one was killed.
+
+        Returns:
+            whether the folder still belongs to that run: a restart has a report process of its own.
+        """
+        lock = self._folder / LOCK
+        holder, deadline = _text(lock), time.monotonic() + _SETTLE_SECONDS
+        while read_run(self._folder, self._metrics).state.name == "running" and time.monotonic() < deadline:
+            time.sleep(self._look)
+            if _text(lock) not in (holder, ""):
+                return False
+        return True
 
     @property
     def _due(self) -> float:
@@ -93,3 +111,10 @@ def _signature(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

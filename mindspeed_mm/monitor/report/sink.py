@@ -22,7 +22,7 @@ class ReportSink:
     """Starts the process, and ends it. It reads metrics.jsonl, so records need not be handed on."""
 
     def __init__(self, save: str) -> None:
-        """Start the process, in a session of its own, with the lowest priority; training never waits for it.
+        """Start the process, in a session of its own, with a low priority; training never waits for it.
 
         Args:
             save: the run folder.

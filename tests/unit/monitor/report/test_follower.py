@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from mindspeed_mm.checkpoint.lock_holder import LOCK, Holder
+from mindspeed_mm.checkpoint.run_folder import ENDINGS
 from mindspeed_mm.monitor.report.follower import ReportFollower
 from mindspeed_mm.monitor.report.sink import ReportSink
 from tests.support.processes import is_alive, processes_below
-from tests.support.run_folders import step_line, write_run
+from tests.support.run_folders import step_line, write_lines, write_run
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -91,37 +95,77 @@ def test_the_end_of_a_run_waits_for_the_last_renewal_and_leaves_no_process(tmp_p
     sink.close()  # nothing more to close
 
 
-@needs_proc
-def test_the_process_of_a_run_that_is_killed_shows_that_and_ends(tmp_path: Path) -> None:
-    """The run holds its lock, and a child of it has the pipe open for a while longer."""
-    folder = write_run(tmp_path / "run", 3)
-    program = f"""
-import dataclasses, json, os, time
+#: a rank that logs: it starts the process, holds the lock of the run folder if it is rank 0, and has a child that
+#: keeps the pipe open, as workers of the loader do
+RANK = """
+import dataclasses, json, os, sys, time
 from pathlib import Path
 from mindspeed_mm.checkpoint.lock_holder import LOCK, Holder
 from mindspeed_mm.monitor.report.sink import ReportSink
-folder = {str(folder)!r}
-Path(folder, LOCK).write_text(json.dumps(dataclasses.asdict(Holder.this_process())))
+folder = sys.argv[1]
+if sys.argv[2] == "0":
+    Path(folder, LOCK).write_text(json.dumps(dataclasses.asdict(Holder.this_process())))
 sink = ReportSink(folder)
-print(sink._process.pid, flush=True)
-if os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
+child = os.fork()
+if child:
+    print(child, sink._process.pid, flush=True)
 time.sleep(60)
 """
-    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    follower = int(run.stdout.readline())
-    children = processes_below(run.pid)
-    time.sleep(0.5)  # it has been started
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 30
-    while is_alive(follower) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for child in children:
-        if is_alive(child):
-            os.kill(child, signal.SIGKILL)
-    assert not is_alive(follower)
+
+
+class LoggingRank:
+    """A process that logs, with the one that renews its report."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        words = [sys.executable, "-c", RANK, str(folder), str(number)]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.child, self.follower = map(int, self.process.stdout.readline().split())
+
+    def kill(self) -> None:
+        time.sleep(0.5)  # the other one has been started
+        self.process.kill()
+        self.process.wait()
+
+    def ends(self, seconds: float) -> bool:
+        """Whether the one that renews the report ends in time."""
+        deadline = time.monotonic() + seconds
+        while is_alive(self.follower) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not is_alive(self.follower)
+
+    def close(self) -> None:
+        for pid in (self.process.pid, self.child, self.follower):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@needs_proc
+def test_the_process_of_a_run_that_is_killed_shows_that_and_ends(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 3)
+    with closing(LoggingRank(folder, 0)) as rank:
+        rank.kill()
+        assert rank.ends(30)
     page = (folder / "report.html").read_text()
     assert state_in(page) == "crashed after step 3 of 100" and "ended without a word" in page
+
+
+@needs_proc
+@pytest.mark.parametrize("restarts", [False, True])
+def test_it_waits_for_the_other_ranks_of_a_run_one_of_which_is_killed(tmp_path: Path, restarts: bool) -> None:
+    """Rank 0 lives a while longer and tells the error; if all start again, the folder is another process's."""
+    folder = write_run(tmp_path / "run", 3)
+    lock = folder / LOCK
+    lock.write_text(json.dumps(dataclasses.asdict(Holder.this_process())))
+    with closing(LoggingRank(folder, 1)) as rank:
+        rank.kill()
+        assert not rank.ends(1.5) and not (folder / "report.html").exists()
+        if restarts:
+            lock.write_text(json.dumps(dataclasses.asdict(Holder.this_process())))
+        else:
+            line = {"state": "failed", "rank": 0, "why": "the other rank is gone", "time": "2026-01-02T03:09:00+00:00"}
+            write_lines(folder / ENDINGS, [line])
+        assert rank.ends(30)
+    assert (folder / "report.html").exists() != restarts
+    if not restarts:
+        assert "rank 0: the other rank is gone" in (folder / "report.html").read_text()
