@@ -22,6 +22,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _USER_OF_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_OF_ADDRESS = re.compile(r"([?&][^=&\s]*(?:token|key|secret|signature|password)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 HIDDEN = "(not shown)"
 
 
@@ -63,4 +64,4 @@ def _plain(value: object, name: str = "") -> Any:
         return value
     if name and _SECRET.search(name) and value:
         return HIDDEN
-    return _USER_OF_ADDRESS.sub("", str(value))
+    return _SECRET_OF_ADDRESS.sub(rf"\1{HIDDEN}", _USER_OF_ADDRESS.sub("", str(value)))

@@ -206,8 +206,8 @@ class TrackerSink:
             return
         found: dict[tuple[int, bool], _Record] = {}
         for line in read_metrics(self._run.folder / METRICS):
-            iteration, is_evaluation = line["iteration"], "eval_batches" in line
-            if iteration <= self._run.iteration:
+            iteration, is_evaluation = line.get("iteration"), "eval_batches" in line
+            if isinstance(iteration, int) and iteration <= self._run.iteration:
                 kind: RecordKind = "evaluation" if is_evaluation else "step"
                 found[iteration, is_evaluation] = _Record(kind, iteration, figures_of_line(line))
         for key in sorted(found):

@@ -278,12 +278,18 @@ def test_flags_without_a_tracker_are_told(words: str, notices: list[str], said: 
 
 
 def test_what_a_tracker_is_told_of_a_run() -> None:
-    own = {"api_key": "abc", "HF_TOKEN": "abc", "pad_token": "<pad>", "max_tokens": 5, "server": "http://me:abc@host/x"}
+    own = {
+        "api_key": "abc",
+        "HF_TOKEN": "abc",
+        "pad_token": "<pad>",
+        "max_tokens": 5,
+        "server": "http://me:abc@host/x?sas_token=abc&part=1",
+    }
     run = described("--report-to", "wandb", "--run-tags", "first", "--save", "runs/mine/")
     shown = tracked_run(run, 3)
     assert (shown.default_name, shown.tags, shown.iteration) == ("mine", ("fsdp2", "first"), 3)
     assert shown.config["optimizer"]["lr"] == 1e-4 and shown.config["processes"] == 1
-    hidden = {"api_key": HIDDEN, "HF_TOKEN": HIDDEN, "server": "http://host/x"}
+    hidden = {"api_key": HIDDEN, "HF_TOKEN": HIDDEN, "server": f"http://host/x?sas_token={HIDDEN}&part=1"}
     assert tracked_run(replace(run, own_flags=own), 0).config["own_flags"] == own | hidden
 
 
