@@ -43,6 +43,7 @@ class GenerationPlan:
         training: how it is trained.
         from_scratch: begin with a transformer of random weights.
         shape: keys of `preprocess_parameters` that decide the shapes of samples.
+        largest: frames, height and width of the largest of them.
     """
 
     model: ModelDirectory
@@ -52,6 +53,7 @@ class GenerationPlan:
     training: Training
     from_scratch: bool
     shape: dict[str, Any]
+    largest: tuple[int, int, int]
 
     @property
     def title(self) -> str:
@@ -62,7 +64,7 @@ class GenerationPlan:
     @property
     def tokens(self) -> int:
         """Tokens of the largest sample."""
-        return self.rule.tokens(self.shape["num_frames"], self.shape["max_height"], self.shape["max_width"])
+        return self.rule.tokens(*self.largest)
 
 
 def task_of(model: ModelDirectory) -> str:
@@ -108,13 +110,13 @@ def plan_generation(
     stored = read_json(Path(model.path) / "transformer" / "config.json")
     beside = max(0, model.stored_bytes - _stored(model))
     tuning = choose_tuning(model.parameters, machine, asked=lora, beside=beside)
-    shape = _shape(clips, rule, machine)
-    tokens = rule.tokens(shape["num_frames"], shape["max_height"], shape["max_width"])
+    shape, largest = _shape(clips, rule, machine)
+    tokens = rule.tokens(*largest)
     hidden, layers = _hidden(stored), int(stored.get("num_layers", 1)) + int(stored.get("num_single_layers", 0) or 0)
     most = max(tokens, tokens_at_once(model.parameters, hidden, layers, machine, is_lora=tuning.is_lora))
     batches = choose_batches(clips.usable, tokens, machine, most=most, passes=_PASSES)
     training = Training(model.parameters, machine, tuning, batches, save)
-    return GenerationPlan(model, task, rule, clips, training, from_scratch, shape)
+    return GenerationPlan(model, task, rule, clips, training, from_scratch, shape, largest)
 
 
 def _stored(model: ModelDirectory) -> int:
@@ -125,27 +127,24 @@ def _hidden(config: dict[str, Any]) -> int:
     return int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
 
 
-def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> dict[str, Any]:
-    """The keys of one size, where all pictures have it, or of buckets of several aspect ratios and one area."""
-    largest = _AREA[not machine.is_host]
+def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """The keys of one size, or of buckets of several aspect ratios and one area; and the largest shape."""
     frames = 1 if clips.are_pictures else rule.frames_near(min(_FRAMES, *(n for n in clips.frames if n > 1)))
-    area = min(largest, clips.area)
     unit = rule.spatial_multiple
+    area = max(min(_AREA[not machine.is_host], clips.area), unit * unit)
+    aspect = 1.0
     if len(clips.sizes) == 1:
         height, width = next(iter(clips.sizes))
-        scale = min(1.0, math.sqrt(largest / (height * width)))
-        sides = [max(unit, int(side * scale + 1e-6) // unit * unit) for side in (height, width)]
-        return {"num_frames": frames, "max_height": sides[0], "max_width": sides[1]}
-    area = max(area, unit * unit)
-    side = max(unit, int(math.sqrt(area)) // unit * unit)
-    return {
-        "num_frames": frames,
-        "max_height": side,
-        "max_width": side,
-        "force_resolution": False,
-        "max_hxw": area,
-        "hw_aspect_thr": _ASPECT,
-    }
+        aspect = height / width
+    sides = [math.sqrt(area * aspect), math.sqrt(area / aspect)]
+    height, width = (max(unit, int(side + 1e-6) // unit * unit) for side in sides)
+    largest = (frames, height, width)
+    if not clips.are_pictures and min(clips.frames) == 1:
+        return {"buckets": [[frames, height, width], [1, height, width]]}, largest
+    shape: dict[str, Any] = {"num_frames": frames, "max_height": height, "max_width": width}
+    if len(clips.sizes) > 1:
+        shape |= {"force_resolution": False, "max_hxw": area, "hw_aspect_thr": _ASPECT}
+    return shape, largest
 
 
 def write_generation(plan: GenerationPlan) -> str:
@@ -175,7 +174,6 @@ def _data(plan: GenerationPlan) -> dict[str, Any]:
     basic: dict[str, Any] = {"data_path": files.paths[0] if len(files.paths) == 1 else list(files.paths)}
     if files.folder:
         basic["data_folder"] = files.folder
-    basic["on_bad_sample"] = "skip" if files.skips else "raise"
     param = {
         "dataset_type": "t2i" if plan.clips.are_pictures else ("i2v" if plan.task in ("i2v", "ti2v") else "t2v"),
         "basic_parameters": basic,
@@ -206,8 +204,8 @@ def _comments(plan: GenerationPlan) -> tuple[dict[str, str], After]:
     above |= {
         "gpt_args.train_epochs": "Each epoch draws other noise.",
         "model.task": "The transformer is trained; the pipeline's autoencoder and text encoders stay as they are.",
-        f"{preprocess}.num_frames": "Frames and pixels of samples: pictures are scaled to cover them, and cut. "
-        f"{plan.tokens} tokens each; sides are multiples of {plan.rule.spatial_multiple}.",
+        f"{preprocess}.{next(iter(plan.shape))}": "Frames and pixels that pictures are scaled to, and cut to; "
+        f"at most {plan.tokens} tokens. Sides are multiples of {plan.rule.spatial_multiple}.",
         f"{preprocess}.cfg": "Share of captions that are left out, so that guidance can be used.",
         "fsdp2": "The transformer is sharded over all devices, each block (found by itself) being a unit.",
     }
