@@ -109,6 +109,6 @@ TESTED: dict[str, str] = {
     "numpy": "2.4.6",
     "safetensors": "0.8.0",
     "pyarrow": "26.0.1",
-    "pillow": "13.0.0",
+    "pillow": "12.3.0",
     "av": "18.1.0",
 }
