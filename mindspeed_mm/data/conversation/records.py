@@ -25,6 +25,8 @@ from mindspeed_mm.utils.text import map_texts, whole_characters
 __all__ = ["Conversation", "Message", "RecordReader"]
 
 _MEDIA_COLUMNS: tuple[tuple[MediaKind, str], ...] = (("image", "images"), ("video", "videos"), ("audio", "audios"))
+_TEXT_COLUMNS = ("system", "tools", "history", "input")
+_NOT_THERE = "none of the first rows of the file, which the names of its columns were read off, has it"
 # Frames a second of clips given as pictures, in one of these columns.
 _FPS_COLUMNS = ("video_fps", "fps")
 
@@ -38,7 +40,7 @@ class RecordReader:
         is_text: Rows are plain text for pretraining, in the prompt column ("text" where none is named).
         optional: Keys of `attr` whose columns rows may lack.
         leads: A single medium without a tag is placed before the first turn of the user.
-        unread: Columns that a row must not fill: media that `attr` doesn't map.
+        unread: Columns that a row must not fill, as `attr`, recognised from other rows, doesn't map them.
     """
 
     def __init__(
@@ -145,12 +147,7 @@ class RecordReader:
 
     def _media(self, row: Mapping[str, Any]) -> dict[MediaKind, list[MediaRef]]:
         if lost := sorted(column for column in self._unread & row.keys() if row[column]):
-            raise RowFault(
-                f"column '{lost[0]}' holds media, and none of the first rows of the file, which the names of its "
-                "columns were read off, has it filled; name the column in dataset_param.attr (images, videos or "
-                "audios), or set that to null to leave it out",
-                UNREAD_COLUMN,
-            )
+            raise _unread_column(lost[0])
         media: dict[MediaKind, list[MediaRef]] = {}
         for kind, column in self._columns:
             if value := row.get(column):
@@ -162,6 +159,15 @@ class RecordReader:
                 if refs:
                     media[kind] = refs
         return media
+
+
+def _unread_column(column: str) -> RowFault:
+    """The fault of a row that fills a column which none of the first rows has."""
+    if column in _TEXT_COLUMNS:
+        advice = "add it to one of the first 1000 rows, empty or null, or name the columns in dataset_param.attr"
+        return RowFault(f"column '{column}' is filled, and {_NOT_THERE}; {advice}", UNREAD_COLUMN)
+    advice = "name the column in dataset_param.attr (images, videos or audios), or set that to null to leave it out"
+    return RowFault(f"column '{column}' holds media, and {_NOT_THERE}; {advice}", UNREAD_COLUMN)
 
 
 def _make_whole(conversation: Conversation) -> None:

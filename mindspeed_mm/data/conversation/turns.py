@@ -15,7 +15,7 @@ from mindspeed_mm.utils.errors import did_you_mean
 _BAD_TURN = "a turn can't be read"
 _BAD_COLUMN = "a column can't be read"
 MISSING_COLUMN = "a column is missing"
-UNREAD_COLUMN = "a column of media is not read"
+UNREAD_COLUMN = "a column is not read"
 
 
 def role_table(attr: DatasetAttr) -> dict[str, str]:

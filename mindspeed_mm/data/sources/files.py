@@ -34,7 +34,7 @@ class DataEntry:
         times: how often its rows are used; a share below 1 takes that share of them, spread evenly.
         optional: keys of `attr` whose columns rows may lack.
         leads: a single medium without a tag is placed before the first turn of the user.
-        unread: columns for media that `attr`, recognised from other rows, doesn't map; a row must not fill them.
+        unread: columns that `attr`, recognised from other rows, doesn't map; a row must not fill them.
     """
 
     name: str

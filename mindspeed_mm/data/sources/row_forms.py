@@ -24,6 +24,8 @@ _MEDIA_COLUMNS = {"images": ("images", "image"), "videos": ("videos", "video"), 
 _ALL_MEDIA_COLUMNS = frozenset(itertools.chain.from_iterable(_MEDIA_COLUMNS.values()))
 #: where one of these isn't named by `attr`, its column is looked for; every other key describes the form
 _BESIDE = (*_MEDIA_COLUMNS, "packing", "pretrain", "ranking")
+#: columns beside a form's own that are read if the first rows have them; the last two beside prompt and answer
+_PARTS = ("system", "tools", "history", "input")
 _TURN_COLUMNS = ("messages", "conversations")
 _TURN_KEYS = (("role", "content"), ("from", "value"))
 _USER_ROLES, _ASSISTANT_ROLES = ("user", "human"), ("assistant", "gpt")
@@ -122,7 +124,8 @@ def recognise(entry: DataEntry, only: str | None = None) -> DataEntry:
     merged = DatasetAttr(**{key: getattr(attr, key) for key in attr.model_fields_set} | names)
     spoken = {name for key, names in _MEDIA_COLUMNS.items() if key in attr.model_fields_set for name in names}
     read = {getattr(merged, key) for key in _MEDIA_COLUMNS}
-    return replace(entry, attr=merged, unread=_ALL_MEDIA_COLUMNS - spoken - read)
+    parts = frozenset(_PARTS if len(found.shape) == 2 else _PARTS[:2]) - columns
+    return replace(entry, attr=merged, unread=(_ALL_MEDIA_COLUMNS - spoken - read) | parts)
 
 
 def _first_rows(entry: DataEntry) -> Iterator[tuple[dict[str, Any], Place]]:

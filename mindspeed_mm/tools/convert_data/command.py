@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from mindspeed_mm.tools.convert_data.coco import BOX_UNITS
 from mindspeed_mm.tools.convert_data.forms import FORMS, ROW_KINDS, Source, Wanted, open_source
 from mindspeed_mm.tools.convert_data.media import MEDIA_FOLDER, MODES, MediaPlacer
 from mindspeed_mm.tools.convert_data.output import FORMATS, LEFT_OUT, OutputFolder
+from mindspeed_mm.tools.convert_data.rows import NewRow
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from mindspeed_mm.utils.files import is_inside
 
 #: bytes of a file from which on it is no data.json
 _LARGEST_DESCRIPTION = 4 << 20
+#: between lines of progress
+_SECONDS = 10.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -79,8 +84,11 @@ def convert(options: argparse.Namespace) -> int:
         raise ConfigError(f"{', '.join(options.what)}: {' and '.join(kinds)}, which aren't trained together; say --as")
     with OutputFolder(output, options.overwrite) as folder:
         placer = MediaPlacer(options.media, output, folder.working)
-        for row in (row for source in sources for row in source.read(placer)):
-            folder.leave_out(row) if isinstance(row, BadSample) else folder.add(row)
+        for row in _counted(row for source in sources for row in source.read(placer)):
+            if isinstance(row, BadSample):
+                folder.leave_out(row)
+            else:
+                folder.add(row)
         if not len(folder):
             first = next(iter(folder.first_faults.values()), ["there are none"])[0]
             raise DataError(f"no row of {', '.join(options.what)} can be used; {first}")
@@ -90,6 +98,16 @@ def convert(options: argparse.Namespace) -> int:
             counts = folder.finish(options.to, options.validation, options.seed, _about(options, entries, sources))
     _print_summary(options, folder, sources, counts, placer.written)
     return 1 if is_refused else 0
+
+
+def _counted(rows: Iterable[NewRow | BadSample]) -> Iterator[NewRow | BadSample]:
+    """Yield rows, and print now and then how many there have been."""
+    told = time.monotonic()
+    for number, row in enumerate(rows, start=1):
+        yield row
+        if time.monotonic() - told >= _SECONDS:
+            told = time.monotonic()
+            print(f"{number} rows so far", file=sys.stderr, flush=True)
 
 
 def _data_sets(options: argparse.Namespace) -> tuple[list[DataEntry], bool]:

@@ -105,6 +105,22 @@ def test_a_medium_that_no_first_row_has_is_not_lost(param: Any, images: list[str
     assert dataset[0] and ("pixel_values" in dataset[1001]) == (attr["images"] == "image")
 
 
+@pytest.mark.parametrize(
+    ("form", "column"),
+    [("messages", "system"), ("llava", "tools"), ("query_response", "tools"), ("alpaca", "input")],
+)
+def test_a_part_that_no_first_row_has_is_not_lost(form: str, column: str, param: Any, images: list[str]) -> None:
+    row = {name: value for name, value in FORMS[form][0](0).items() if name != column}
+    for value in ("brief", ""):
+        described = param([row] * 1001 + [{**row, column: value}])
+        del described["attr"]
+        if value == "":
+            assert build_mm_dataset(described)[1001]
+            continue
+        with pytest.raises(BadSample, match=rf"row 1002: column '{column}' is filled, and none of the first rows"):
+            build_mm_dataset(described)[1001]
+
+
 def test_data_json_without_dataloader_param_takes_its_defaults(param: Any, images: list[str], vl_dir: Path) -> None:
     described = param([FORMS["messages"][0](n) for n in range(4)])
     del described["attr"]
