@@ -36,7 +36,7 @@ def test_a_report_is_renewed_when_there_is_something_new_and_at_the_end(tmp_path
     follower = ReportFollower(folder, first_seconds=0.0, least_seconds=0.0, look_seconds=0.01)
     reading, writing = os.pipe()
     with mock.patch("time.process_time", return_value=0.0), mock.patch("signal.alarm"):
-        thread = threading.Thread(target=follower.run, args=(reading,))
+        thread = threading.Thread(target=follower.run, args=(reading,), daemon=True)
         thread.start()
 
         def wait_for(number: int) -> None:
@@ -89,7 +89,13 @@ def test_the_end_of_a_run_waits_for_the_last_renewal_and_leaves_no_process(tmp_p
     sink = ReportSink(str(folder))
     below = processes_below(os.getpid())
     del below[os.getpid()]
-    sink.close()
+    assert sink._process is not None and sink._process.stdin is not None
+    worker = subprocess.Popen(["sleep", "60"], pass_fds=[sink._process.stdin.fileno()])  # has the pipe open, too
+    with mock.patch.object(sink, "_say_why") as said:
+        sink.close()
+    worker.kill()
+    worker.wait()
+    said.assert_not_called()
     assert state_in((folder / "report.html").read_text()) == "finished: step 3 of 100"
     assert below and not any(map(is_alive, below))
     sink.close()  # nothing more to close

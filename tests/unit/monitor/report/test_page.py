@@ -170,17 +170,19 @@ def test_a_folder_with_nothing_but_faults_still_has_a_page(tmp_path: Path) -> No
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
     """Figures, with the best marked, and what differs in what they were given, but for where they write."""
-    one = write_run(tmp_path / "one", 30)
-    other = write_run(tmp_path / "other", 20, settings="gpt_args:\n  lr: 0.002\n  save: runs/y\n  extra: true\n")
+    one = write_run(tmp_path / "one", 30, settings="gpt_args: {lr: 0.001, save: runs/x, seed: 3}")
+    other = write_run(tmp_path / "other", 20, settings="gpt_args: {lr: 0.002, save: runs/y, seed: 3, extra: true}")
     text = text_of(one, other)
     found = Page(text)
     assert found.sections == ["comparison", "curves", "configuration", "environment"]
     rows = re.findall(r'<tr><th scope="row"[^>]*>([^<]*)</th>(.*?)</tr>', text)
     cells = {name: re.findall(r"<td(.*?)>([^<]*)</td>", cells) for name, cells in rows}
     assert cells["last loss"] == [(' class="best"', f"{5 / math.sqrt(30):.4f}"), ("", f"{5 / math.sqrt(20):.4f}")]
-    assert [value for _, value in cells["best validation loss"]] == ["0.1000", "0.1500"]
+    assert cells["best validation loss"] == [(' class="best"', "0.1000"), ("", "0.1500")]
     assert [value for _, value in cells["gpt_args.lr"]] == ["0.001", "0.002"]
-    assert [value for _, value in cells["gpt_args.extra"]] == ["", "True"] and "gpt_args.save" not in cells
+    assert [value for _, value in cells["gpt_args.extra"]] == ["", "True"] and cells.keys().isdisjoint(
+        ("gpt_args.save", "gpt_args.seed")
+    )
     loss = found.data["charts"][0]
     assert [(series["run"], series["label"]) for series in loss["series"]] == [
         (run, label) for run in range(2) for label in ("training", "evaluation")
