@@ -41,6 +41,7 @@ class Case:
         flags: of the launch.
         features: whether it trains on features.
         dtype: of inference.
+        prompts: whether prompts come from a file: three, which two processes can't share evenly.
         off: largest difference of a pixel; inference with adapters merges them, which rounds.
     """
 
@@ -51,12 +52,14 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     features: bool = False
     dtype: str = "fp32"
+    prompts: bool = False
     off: int = 0
 
 
-CASES = {"averaged weights": Case(model={"use_ema": True})}
+CASES = {"averaged weights, prompts of a file": Case(model={"use_ema": True}, prompts=True)}
 MORE_CASES = {
     "1 process, compiled": Case(1, fsdp2={"compile": True, "compile_backend": "aot_eager"}),
+    "captions": Case(),
     "encoders ahead, ZeRO-2": Case(model={"encoder_offload_interval": 2}, fsdp2={"reshard_after_forward": False}),
     "pictures first": Case(1, "i2v"),
     "LoRA": Case(model={"use_ema": True}, flags=LORA, off=2),
@@ -129,24 +132,28 @@ def test_samples_are_those_of_inference_and_leave_no_trace(
     case = (CASES | MORE_CASES)[name]
     pool = ranks1 if case.ranks == 1 else ranks2
     data = extracted(tmp_path / "extracted") if case.features else files()[1]
+    prompts = [json.loads(line)["cap"] for line in files()[1].read_text().splitlines()][:4]
     asked = {"sample_interval": INTERVAL, "sample_inference_steps": INFERENCE, "no_report": None}
+    if case.prompts:
+        prompts = ["a red cat", "slow dog", "is there a dog"]
+        (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+        asked["sample_prompts"] = tmp_path / "prompts.txt"
     for folder, flags in (("with", asked), ("without", {})):
         pool.run(run_entry, words_of(case, tmp_path / folder, data, **flags), "pretrain_sora.py")
     assert metrics_of(tmp_path / "with" / "run") == metrics_of(tmp_path / "without" / "run")
 
     report = tmp_path / "with" / "run" / "report"
     lines = [json.loads(line) for line in (report / "generated.jsonl").read_text().splitlines()]
-    captions = [json.loads(line)["cap"] for line in files()[1].read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == [INTERVAL] * 4 + [STEPS] * 4
-    assert [line["prompt"] for line in lines] == 2 * captions[:4]
+    assert [line["iteration"] for line in lines] == [INTERVAL] * len(prompts) + [STEPS] * len(prompts)
+    assert [line["prompt"] for line in lines] == 2 * prompts
     assert all(len(line["files"]) == 4 for line in lines)
     if case.task == "t2v":
-        for line, frames in zip(lines, inferred(tmp_path / "with", INTERVAL, captions[:4], case.dtype), strict=False):
+        for line, frames in zip(lines, inferred(tmp_path / "with", INTERVAL, prompts, case.dtype), strict=False):
             assert len(read_frames(report / line["video"])) == 5
             for name, frame in zip(line["files"], frames[[0, 1, 3, 4]], strict=True):
                 expected = np.asarray(Image.open(io.BytesIO(as_jpeg(frame, 512)))).astype(int)
                 assert abs(np.asarray(Image.open(report / name)).astype(int) - expected).max() <= case.off
-    first, last = ((report / line["files"][0]).read_bytes() for line in lines[::4])
+    first, last = ((report / line["files"][0]).read_bytes() for line in lines[:: len(prompts)])
     assert first != last  # the weights have changed in between
-    with Image.open(report / lines[4]["files"][0]) as picture:
+    with Image.open(report / lines[-1]["files"][0]) as picture:
         assert (picture.format, picture.size) == ("JPEG", (32, 32))

@@ -102,9 +102,11 @@ class LiveSamples:
 
     Processes share the requests. Afterwards model, hooks, frozen parts and random states are what they were before.
 
-    Args:
+    Attributes:
         requests: the samples.
         options: how they are drawn.
+
+    Args:
         encoder: the frozen parts, where the model in training has not all of them; None: it has.
         is_compiled: whether modules of the model are compiled: sampling, with its other shapes, leaves their graphs
             alone and computes without them.
@@ -113,7 +115,7 @@ class LiveSamples:
     def __init__(
         self, requests: Sequence[Request], options: SamplingOptions, encoder: SampleEncoder | None, *, is_compiled: bool
     ) -> None:
-        self._requests, self._options = list(requests), options
+        self.requests, self.options = list(requests), options
         self._encoder, self._is_compiled = encoder, is_compiled
 
     def __call__(self, backend: Backend) -> list[DrawnSample]:
@@ -132,12 +134,12 @@ class LiveSamples:
             encoder.load()
             stack.callback(encoder.offload)
             pipeline = pipeline_of_training(generation.built, parts)
-            for first in range(0, len(self._requests), generation.size):
+            for first in range(0, len(self.requests), generation.size):
                 number = first + generation.rank
-                is_wanted = number < len(self._requests)
+                is_wanted = number < len(self.requests)
                 if is_wanted or generation.in_lockstep:
-                    request = self._requests[number if is_wanted else 0]
-                    (frames,) = generate(pipeline, [request], self._options)
+                    request = self.requests[number if is_wanted else 0]
+                    (frames,) = generate(pipeline, [request], self.options)
                     drawn += [self._sample(request, frames)] if is_wanted else []
         by_index = {sample.index: sample for part in backend.gather_objects(drawn) for sample in part}
         return [by_index[index] for index in sorted(by_index)]
@@ -150,7 +152,7 @@ class LiveSamples:
             files |= {f"-frame-{number}.jpg": as_jpeg(frame, _SIDE) for number, frame in enumerate(spread(frames))}
             if has_extra("video"):
                 files[".mp4"] = _mp4(frames)
-        return DrawnSample(request.prompt, request.index, self._options.seed, self._options.size, files)
+        return DrawnSample(request.prompt, request.index, self.options.seed, self.options.size, files)
 
 
 def _prompts(run: Run, rows: Sequence[_Row], flag: str) -> list[str]:
