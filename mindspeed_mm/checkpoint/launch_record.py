@@ -69,15 +69,18 @@ def record_launch(
         f"Relative paths start at {WORKING_DIRECTORY}; where that isn't there, where 'save' starts here."
     )
     file = Path(save) / RUN_FILE
-    if not _is_started_by(file):
+    if not _is_started_by(file, save):
         _keep_own(file)
         replace_file(file, written_run(run, heading))
 
 
-def _is_started_by(file: Path) -> bool:
-    """Whether this process was started with a file, and no other words."""
+def _is_started_by(file: Path, save: str | Path) -> bool:
+    """Whether this process was started with a file alone, to start anew (--overwrite) or to go on (--load)."""
     words = sys.argv[1:]
-    return len(words) == 1 and file.is_file() and is_same_path(words[0], file)
+    if not (words and file.is_file() and is_same_path(words[0], file)):
+        return False
+    others = [word for word in words[1:] if word != "--overwrite"]
+    return not others or (len(others) == 2 and others[0] == "--load" and is_same_path(others[1], save))
 
 
 def _keep_own(file: Path) -> None:

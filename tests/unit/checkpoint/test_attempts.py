@@ -71,9 +71,10 @@ def test_another_start_does_not_go_on_with_this_run(load: str, is_written: bool,
 def test_a_file_that_alone_starts_a_run_keeps_its_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, own = tmp_path / "run.yaml", "# mine\ngpt_args: {}\n"
     file.write_text(own)
-    monkeypatch.setattr(sys, "argv", ["train", str(file)])
-    record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
-    assert file.read_text() == own
+    for words in ([], ["--overwrite"], ["--load", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["train", str(file), *words])
+        record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
+        assert file.read_text() == own
     monkeypatch.setattr(sys, "argv", ["train", str(file), "gpt_args.lr=1"])
     for _ in range(2):
         record_launch(tmp_path, run_of(save=str(tmp_path)), iteration=0)
