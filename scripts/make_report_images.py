@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.chromium import CHROMIUM, take_screenshot  # noqa: E402
+from tests.support.processes import free_port  # noqa: E402
 from tests.support.train_command import Command  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -90,7 +91,7 @@ def main() -> None:
     """Take the pictures that are named, or all."""
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", "TRAIN_ITERS": str(STEPS), "SAVE_PATH": str(DRAWN)}
-    os.environ["SAMPLE_INTERVAL"] = "40"
+    os.environ |= {"SAMPLE_INTERVAL": "40", "MASTER_PORT": str(free_port())}
     if CHROMIUM is None:
         sys.exit("there is no Chromium: apt-get install chromium")
     unknown = [name for name in sys.argv[1:] if name not in PICTURES]

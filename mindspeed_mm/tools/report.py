@@ -32,7 +32,10 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     for folder in options.runs:
         _check(folder)
-    runs = [read_run(folder, MetricsFile(folder)) for folder in options.runs]
+    names = [folder.resolve().name for folder in options.runs]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in options.runs]
+    runs = [read_run(folder, MetricsFile(folder), name) for folder, name in zip(options.runs, names)]
     output = options.output or (runs[0].folder / REPORT_PAGE if len(runs) == 1 else Path(_COMPARISON))
     try:
         replace_file(output, page_of(runs))

@@ -51,7 +51,8 @@ class RunRecord:
     """A run, as far as its folder tells.
 
     Attributes:
-        folder: the run folder; `name`, its last part.
+        folder: the run folder.
+        name: what it is called on the page.
         state: what has become of it.
         starts: all starts, the last one last.
         settings: key of run.yaml, dotted → its value.
@@ -60,16 +61,12 @@ class RunRecord:
     """
 
     folder: Path
+    name: str
     state: State
     starts: tuple[LaunchStart, ...]
     settings: dict[str, str]
     description: str
     metrics: MetricsFile
-
-    @property
-    def name(self) -> str:
-        """Its last part."""
-        return self.folder.resolve().name
 
     @property
     def recorded(self) -> Path:
@@ -92,11 +89,12 @@ class RunRecord:
         return self.starts[-1].facts if self.starts else {}
 
 
-def read_run(folder: Path, metrics: MetricsFile) -> RunRecord:
+def read_run(folder: Path, metrics: MetricsFile, name: str | None = None) -> RunRecord:
     """Return what a run folder tells.
 
     Args:
         metrics: the folder's; what is new in the file is read.
+        name: what the run is called; None: as its folder.
     """
     starts = tuple(_start(item) for item in _dicts(read_record(folder).get("starts")))
     started = starts[-1].started if starts else None
@@ -104,6 +102,7 @@ def read_run(folder: Path, metrics: MetricsFile) -> RunRecord:
     description = _text(folder / RUN_FILE)
     return RunRecord(
         folder=folder,
+        name=folder.resolve().name if name is None else name,
         state=state_of(folder, started, whole_lines(folder / ENDINGS)),
         starts=starts,
         settings=_settings(description),
