@@ -71,7 +71,7 @@ def convert(options: argparse.Namespace) -> int:
     """
     if options.validation is not None and not 0 < options.validation < 1:
         raise ConfigError(f"--validation {options.validation:g}: expected a share between 0 and 1")
-    output = Path(options.output)
+    output = Path(os.path.normpath(options.output))
     kept = tuple(name.strip() for name in options.keep.split(",") if name.strip())
     wanted = Wanted(options.kind, options.prompt, BOX_UNITS[options.boxes], kept)
     entries, pictures_only = _data_sets(options)

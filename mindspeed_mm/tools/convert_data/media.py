@@ -32,7 +32,7 @@ class MediaPlacer:
     """
 
     def __init__(self, mode: str, output: Path, working: Path) -> None:
-        self._mode, self._output, self._folder = mode, os.path.realpath(output), working / MEDIA_FOLDER
+        self._mode, self._output, self._folder = mode, os.path.abspath(output), working / MEDIA_FOLDER
         self.written = 0
 
     def place(self, ref: MediaRef, folders: Sequence[str], where: object) -> MediaRef:
@@ -56,8 +56,10 @@ class MediaPlacer:
             return ref
         if self._mode == "copy":
             return dataclasses.replace(ref, path=self._copy(found, ref.path))
-        path = os.path.relpath(os.path.realpath(found), self._output) if self._mode == "relative" else found
-        return dataclasses.replace(ref, path=path)
+        if self._mode == "absolute":
+            return dataclasses.replace(ref, path=found)
+        # both with their links, as the reader joins them
+        return dataclasses.replace(ref, path=os.path.relpath(found, self._output))
 
     def _write(self, content: bytes, ref: MediaRef) -> str:
         """Write a file that is named by its content; return its name in the new folder."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import yaml
@@ -21,7 +21,8 @@ from mindspeed_mm.data.sources.splitting import split_rows
 from mindspeed_mm.tools.convert_data.rows import MEDIA_COLUMNS, NewRow
 from mindspeed_mm.utils.errors import BadSample, ConfigError, DataError
 from mindspeed_mm.utils.extras import require_extra
-from mindspeed_mm.utils.files import fsync_path, refuse_unwritable
+from mindspeed_mm.utils.files import exchange, fsync_path, is_inside, refuse_unwritable
+from mindspeed_mm.utils.text import whole_characters
 
 FORMATS = ("jsonl", "json", "parquet")
 REPORT, LEFT_OUT = "conversion.yaml", "left_out.txt"
@@ -43,6 +44,8 @@ class OutputFolder:
     """
 
     def __init__(self, folder: Path, overwrite: bool) -> None:
+        if is_inside(os.curdir, folder):
+            raise ConfigError(f"--output '{folder}' is the current folder, or around it; expected another one")
         refuse_unwritable(folder, "--output")
         if folder.is_dir() and any(folder.iterdir()) and not (overwrite and (folder / REPORT).is_file()):
             reason = "holds files that this command hasn't made" if overwrite else "isn't empty"
@@ -73,11 +76,8 @@ class OutputFolder:
     def add(self, row: NewRow) -> None:
         """Write a row."""
         self._rows.write(json.dumps(row.columns, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
-        self._groups.append(
-            int.from_bytes(
-                hashlib.blake2b(row.group.encode("utf-8", "replace"), digest_size=8).digest(), "big", signed=True
-            )
-        )
+        mark = hashlib.blake2b(os.fsencode(row.group), digest_size=8).digest()
+        self._groups.append(int.from_bytes(mark, "big", signed=True))
         self._columns.update(dict.fromkeys(row.columns))
 
     def leave_out(self, fault: BadSample) -> None:
@@ -142,6 +142,9 @@ class OutputFolder:
                     yield {**row, **{name: value for name, value in empty.items() if name not in row}}
 
     def _put_in_place(self) -> None:
+        if self.folder.is_dir() and exchange(self.working, self.folder):
+            fsync_path(self.folder.parent)
+            return  # the old content is in the working folder now, and removed with it
         old = self.folder.with_name(f".{self.folder.name}.replaced")
         shutil.rmtree(old, ignore_errors=True)
         if self.folder.exists():
@@ -151,13 +154,18 @@ class OutputFolder:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _opened(path: Path) -> TextIO:
+    """A JSON file for writing; halves of surrogate pairs, of names that aren't UTF-8, become JSON's escapes."""
+    return open(path, "w", encoding="utf-8", errors="backslashreplace")
+
+
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+    with _opened(path) as file:
         file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def _write_array(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+    with _opened(path) as file:
         before = "[\n"
         for row in rows:
             file.write(f"{before}{json.dumps(row, ensure_ascii=False)}")
@@ -183,7 +191,14 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence
 
 
 def _as_cell(value: object) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is not None and not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if whole_characters(text) == text else json.dumps(value)
+    if value is not None and whole_characters(value) != value:
+        raise DataError(
+            f"--to parquet: {value!r} isn't UTF-8, as text in parquet has to be; expected --to jsonl or json"
+        )
+    return value
 
 
 _WRITERS = {"jsonl": _write_lines, "json": _write_array, "parquet": _write_parquet}

@@ -365,6 +365,16 @@ def test_copies_of_two_folders_do_not_meet(pictures: Path) -> None:
     assert [(pictures / "new" / name).read_bytes() for name in names] == [Path(path).read_bytes() for path in paths]
 
 
+def test_names_of_files_that_are_not_utf8(model: Path, pictures: Path) -> None:
+    name = "a\udc80.png"
+    os.rename(pictures / "a.png", pictures / name)
+    source = write_rows(pictures, [talk("<image>which", "seven", images=[name])])
+    expected = samples(model, source, str(pictures))
+    for kind in ("jsonl", "json", "parquet"):
+        assert convert(source, "--output", pictures / "new" / kind, "--to", kind) == 0
+        assert_same_samples(samples(model, f"train.{kind}", str(pictures / "new" / kind)), expected)
+
+
 def test_what_is_there_stays_unless_it_may_be_replaced(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = write_rows(pictures, [talk("a", "b", id=1)]), pictures / "new"
     output.mkdir()
@@ -403,6 +413,7 @@ def test_what_is_there_stays_unless_it_may_be_replaced(pictures: Path, monkeypat
         ),
         ([talk("a", "b")], ["--validation", "0.1"], "--validation 0.1: "),
         ([talk("a", "b")], ["--validation", "2"], "expected a share between 0 and 1"),
+        ([talk("a", "b")], ["--output", "."], "'.' is the current folder, or around it"),
     ],
 )
 def test_what_can_not_be_converted(
