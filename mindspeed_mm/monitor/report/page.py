@@ -24,6 +24,8 @@ from mindspeed_mm.utils.versions import installed_version
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
+#: of uPlot, which draws the curves: every copy has it
+_LICENCE = "uplot/LICENSE"
 #: characters of run.yaml that are shown
 _LONGEST_DESCRIPTION = 100_000
 #: characters of what is no style, no script and no text around it
@@ -84,6 +86,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         sections=[name for name, content in has.items() if content],
         data=_as_json(data),
         styles=_assets(_STYLES),
+        licence=_assets([_LICENCE]),
         scripts=_assets(_SCRIPTS),
         made=now.strftime("%Y-%m-%d %H:%M:%S UTC"),
         version=installed_version("mindspeed_mm") or "",
