@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mindspeed_mm.checkpoint.launch_record import RUN_FILE
 from mindspeed_mm.tools.init.captions import find_captions, measure_clips, write_captions
-from mindspeed_mm.tools.init.machine import this_machine
+from mindspeed_mm.tools.init.machine import Machine, this_machine
 from mindspeed_mm.tools.init.model_directory import ModelDirectory, read_model_directory
 from mindspeed_mm.tools.init.rows import find_rows, measure_rows, require_template
 from mindspeed_mm.utils.errors import ConfigError
@@ -31,6 +31,8 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on-bad-sample", choices=["raise", "skip"], default="raise", help="rows that can't be used")
     parser.add_argument("--lora", action="store_true", help="train adapters; else only if the weights don't fit")
     parser.add_argument("--backend", choices=["fsdp2", "megatron"], default="fsdp2", help="of a language model")
+    parser.add_argument("--devices", type=int, metavar="N", help="of another machine that will train: its devices")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of another machine that will train: of a device")
     parser.add_argument("--from-scratch", action="store_true", help="begin with random weights")
 
 
@@ -45,6 +47,7 @@ def main(words: Sequence[str]) -> int:
     )
     add_init_arguments(parser)
     options = parser.parse_args(list(words))
+    _check_machine(options)
     began = time.monotonic()
     names = [name for group in options.data for name in group]
     folder = Path(options.output or default_folder(options.model, names[0]))
@@ -60,6 +63,22 @@ def main(words: Sequence[str]) -> int:
     print(f"  mindspeed-mm dry-run {folder}    what it would train, without devices")
     print(f"  mindspeed-mm train {folder}      train it")
     return 0
+
+
+def _check_machine(options: argparse.Namespace) -> None:
+    given = [options.devices, options.memory]
+    if given.count(None) == 1 or any(value is not None and value <= 0 for value in given):
+        raise ConfigError(
+            f"--devices is {options.devices} and --memory {options.memory}; expected both above 0, as in --devices 8 "
+            "--memory 80, or neither of them for this machine"
+        )
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """The machine that will train."""
+    if options.devices is None:
+        return this_machine()
+    return Machine(False, "device", options.devices, int(options.memory * 2**30))
 
 
 def default_folder(model: str, data: str) -> str:
@@ -103,7 +122,7 @@ def _language(
         model,
         hf_config,
         measure_rows(model, files, most_positions(hf_config)),
-        this_machine(),
+        _machine(options),
         save=str(folder),
         megatron=options.backend == "megatron",
         lora=options.lora,
@@ -128,7 +147,7 @@ def _generation(
     task = task_of(model)
     clips = measure_clips(write_captions(files, folder))
     plan = plan_generation(
-        model, task, clips, this_machine(), save=str(folder), lora=options.lora, from_scratch=options.from_scratch
+        model, task, clips, _machine(options), save=str(folder), lora=options.lora, from_scratch=options.from_scratch
     )
     found = [f"model: {plan.title}", "rows: " + "; ".join(clips_lines(clips))]
     return write_generation(plan), [*found, *plan.training.summary()]

@@ -174,6 +174,8 @@ def _data(plan: GenerationPlan) -> dict[str, Any]:
     basic: dict[str, Any] = {"data_path": files.paths[0] if len(files.paths) == 1 else list(files.paths)}
     if files.folder:
         basic["data_folder"] = files.folder
+    if validation := plan.training.batches.validation:
+        basic["val_rate"] = round(validation / plan.clips.usable, 4)
     param = {
         "dataset_type": "t2i" if plan.clips.are_pictures else ("i2v" if plan.task in ("i2v", "ti2v") else "t2v"),
         "basic_parameters": basic,
@@ -209,6 +211,8 @@ def _comments(plan: GenerationPlan) -> tuple[dict[str, str], After]:
         f"{preprocess}.cfg": "Share of captions that are left out, so that guidance can be used.",
         "fsdp2": "The transformer is sharded over all devices, each block (found by itself) being a unit.",
     }
+    if plan.training.batches.validation:
+        above["gpt_args.eval_interval"] = "An evaluation an epoch, on the share val_rate of the rows, below."
     if "force_resolution" in plan.shape:
         above[f"{preprocess}.force_resolution"] = (
             "Pictures differ: each goes to the nearest of several aspect ratios, of at most so many pixels."

@@ -109,9 +109,8 @@ def test_a_node_of_devices_takes_its_file(
     shutil.copytree(qwen3_dir, "model")
     large = command.read_model_directory("model")
     monkeypatch.setattr(command, "read_model_directory", lambda *args, **kwargs: _with_parameters(large, 7_600_000_000))
-    monkeypatch.setattr(command, "this_machine", lambda: NODE)
     words = ["--model", "model", "--data", str(ROWS["messages"](Path())), "--output", "run"]
-    words += ["--lora"] if lora else []
+    words += ["--devices", "8", "--memory", "80", *(["--lora"] if lora else [])]
     assert main(["init", *words, "--backend", "megatron" if megatron else "fsdp2"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
     run = described(Path("run"), megatron=megatron)

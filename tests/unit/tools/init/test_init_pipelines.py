@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from mindspeed_mm.configs.describe import describe
+from mindspeed_mm.dry_run import dry_run
 from mindspeed_mm.tasks.train.generation import SORA
 from mindspeed_mm.tools.cli import main
 from tests.support.clips import write_clip
@@ -100,6 +101,19 @@ def test_shapes_of_clips(pipelines: dict[str, Path]) -> None:
 def test_shapes_of_clips_among_pictures(pipelines: dict[str, Path]) -> None:
     shape = written(pipelines["wan"], with_clips(pictures((64, 64)), 11))
     assert shape == {"buckets": [[9, 64, 64], [1, 64, 64]]}
+
+
+def test_some_of_many_pictures_validate(pipelines: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = pictures((64, 64))
+    row = (folder / "metadata.jsonl").read_text()
+    (folder / "metadata.jsonl").write_text(row * 400)
+    written(pipelines["sd3"], folder)
+    content = yaml.safe_load(Path("run", "run.yaml").read_text())
+    assert content["data"]["dataset_param"]["basic_parameters"]["val_rate"] == 0.05
+    capsys.readouterr()
+    assert dry_run(SORA, ["run/run.yaml", "--dry-run"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["steps_per_epoch"] == content["gpt_args"]["eval_interval"] == (400 - 20) // 32
 
 
 def test_captions_beside_pictures_are_written_once(pipelines: dict[str, Path]) -> None:
