@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -366,6 +367,44 @@ def save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(socket.socket, "connect", watched)
     yield tmp_path / "mine"
     assert reached == []
+
+
+@pytest.mark.parametrize(
+    "words, variables, expected",
+    [
+        ("--report-to wandb", {}, {"project": "mindspeed_mm", "name": "mine", "entity": None, "dir": "mine"}),
+        ("--report-to wandb --run-project p --run-name n", {}, {"project": "p", "name": "n"}),
+        (
+            "--wandb-project a --wandb-exp-name b --wandb-save-dir c --wandb-entity d --run-project p --run-name n",
+            {"WANDB_DIR": "w"},
+            {"project": "a", "name": "b", "dir": "c", "entity": "d"},
+        ),
+        (
+            "--report-to wandb",
+            {"WANDB_PROJECT": "v", "WANDB_NAME": "v", "WANDB_DIR": "v"},  # which W&B reads by itself
+            {"project": None, "name": None, "dir": None},
+        ),
+    ],
+)
+def test_the_published_flags_of_wandb(
+    words: str, variables: dict[str, str], expected: dict[str, Any], save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    told: dict[str, Any] = {}
+    made = SimpleNamespace(
+        id="one", offline=True, settings=SimpleNamespace(sync_dir="there"), finish=lambda exit_code: 0
+    )
+    monkeypatch.setattr(wandb, "init", lambda **settings: told.update(settings) or made)
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run = described(*words.split(), "--no-report", "--save", "mine")
+    for begin, (run_id, resume) in ((0, (None, None)), (3, ("one", "allow"))):
+        for sink in open_sinks(run, iteration=begin, is_logging_rank=True):
+            sink.close()
+        assert {name: told[name] for name in expected} == expected
+        assert (told["id"], told["resume"]) == (run_id, resume)
 
 
 @pytest.mark.full
