@@ -38,7 +38,7 @@ class CorpusRows(Dataset):
     has_fillers = True
 
     def __init__(self, corpus: Corpus, samples: Any, eod: int | None, rows_per_epoch: float) -> None:
-        self.rows_per_epoch = rows_per_epoch
+        self.rows_per_epoch, self.tokenizer = rows_per_epoch, corpus.tokenizer
         self._corpus, self._samples, self._eod = corpus, samples, eod
 
     def __len__(self) -> int:

@@ -34,9 +34,11 @@ EMPTY_TEXT = "empty text"
 class Corpus:
     """The documents that `dataset_param` names, as token ids in files.
 
+    Attributes:
+        tokenizer: That of the model.
+
     Args:
         param: `dataset_param` of dataset_type corpus.
-        tokenizer: That of the model.
 
     Raises:
         ConfigError: `append_eod`, and the tokenizer has no end token.
@@ -46,6 +48,7 @@ class Corpus:
 
     def __init__(self, param: DatasetParam, tokenizer: Any) -> None:
         basic, self.options = param.basic_parameters, param.corpus or CorpusParameters()
+        self.tokenizer = tokenizer
         self.vocabulary, self.eod = len(tokenizer), tokenizer.eos_token_id
         if self.options.append_eod and self.eod is None:
             raise ConfigError(

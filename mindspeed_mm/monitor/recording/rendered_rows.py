@@ -10,6 +10,7 @@ import numpy as np
 
 from mindspeed_mm.data.conversation.rendered import TextPiece, text_pieces
 from mindspeed_mm.data.generation.dataset import ShapedDataset
+from mindspeed_mm.data.loading.corpus import CorpusRows
 from mindspeed_mm.data.loading.dataset import RecordDataset, RowMedia
 from mindspeed_mm.data.media.media import DecodedVideo, MediaRef
 from mindspeed_mm.monitor.recording.thumbnails import pixels_of, spread, write_thumbnail
@@ -36,7 +37,7 @@ class RowRenderer(Protocol):
 
 
 def renderer_of(dataset: object, epoch: int = 0) -> RowRenderer | None:
-    """Return what renders rows of a data set; None: its rows are nobody's to look at (a corpus, a user's own data).
+    """Return what renders rows of a data set; None: it is a user's own, whose rows may be anything.
 
     Args:
         epoch: passes over the data before those that are rendered.
@@ -45,7 +46,7 @@ def renderer_of(dataset: object, epoch: int = 0) -> RowRenderer | None:
         return ConversationRenderer(dataset)
     if isinstance(dataset, ShapedDataset):
         return CaptionRenderer(dataset, epoch)
-    return None
+    return CorpusRenderer(dataset) if isinstance(dataset, CorpusRows) else None
 
 
 class ConversationRenderer:
@@ -77,6 +78,33 @@ class ConversationRenderer:
             **_shortened(pieces),
             "media": [render_medium(ref, reader, rate, folder) for ref in media[:_MEDIA]],
             "media_left_out": max(0, len(media) - _MEDIA),
+        }
+
+
+class CorpusRenderer:
+    """Renders rows of a corpus: texts of one length, parts of one or more documents."""
+
+    def __init__(self, dataset: CorpusRows) -> None:
+        self._dataset = dataset
+
+    def kinds(self, row: int) -> Sequence[str]:
+        """See `RowRenderer`."""
+        return []
+
+    def render(self, row: int, folder: Path) -> dict[str, Any] | None:
+        """See `RowRenderer`; a token is trained where the one before it has it as its label."""
+        sample = self._dataset[row]
+        ids, following = sample["input_ids"].tolist(), sample["labels"].tolist()
+        labels = [IGNORE_INDEX, *following[:-1]]
+        return {
+            "where": self._dataset.where(row),
+            "kind": "conversation",
+            "tokens": len(ids),
+            "trained": sum(label != IGNORE_INDEX for label in following),
+            "cut_from": None,
+            **_shortened(text_pieces(ids, labels, self._dataset.tokenizer)),
+            "media": [],
+            "media_left_out": 0,
         }
 
 

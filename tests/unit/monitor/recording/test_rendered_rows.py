@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
 from mindspeed_mm.configs.data_config import PreprocessParameters
 from mindspeed_mm.data import build_mm_dataset
+from mindspeed_mm.data.loading.corpus import CorpusRows
 from mindspeed_mm.data.loading.dataset import RowMedia
 from mindspeed_mm.data.media.media import MediaRef
 from mindspeed_mm.data.media.media_reader import MediaLimits, MediaReader
-from mindspeed_mm.monitor.recording.rendered_rows import CaptionRenderer, ConversationRenderer, render_medium
+from mindspeed_mm.monitor.recording.rendered_rows import (
+    CaptionRenderer,
+    ConversationRenderer,
+    CorpusRenderer,
+    render_medium,
+)
 from mindspeed_mm.monitor.recording.samples import different_first, write_samples
 from mindspeed_mm.monitor.recording.thumbnails import pixels_of
 from mindspeed_mm.utils.log import logger
@@ -114,6 +123,29 @@ def test_a_sound_has_its_length(tmp_path: Path) -> None:
         **dict.fromkeys(("width", "height", "frames", "thumbnail")),
         **{"kind": "audio", "seconds": 1.5, "path": "tone.wav", "thumbnails": []},
     }
+
+
+def test_a_row_of_a_corpus(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2_5_vl_dir(tmp_path / "model", weights=False))
+    ids = torch.tensor(tokenizer.encode("which digit seven two"))
+    mask = torch.ones(len(ids) - 1)
+    mask[1] = 0.0  # the token after the second one is no target
+
+    class Rows(list[Any]):
+        shuffle_index, sample_index, document_index = np.array([0]), np.array([[0], [0]]), np.array([0])
+
+    corpus = SimpleNamespace(tokenizer=tokenizer, where=lambda documents: f"documents {documents}")
+    rows = CorpusRows(corpus, Rows([{"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}]), None, 1.0)
+    line = CorpusRenderer(rows).render(0, tmp_path)
+    assert line is not None and line["where"] == "documents [0]"
+    assert (line["tokens"], line["trained"]) == (len(ids) - 1, len(ids) - 2)
+    words = [tokenizer.decode([token]) for token in ids[:-1].tolist()]
+    assert [(piece["text"], piece["is_trained"]) for piece in line["pieces"]] == [
+        (words[0], False),
+        (words[1], True),
+        (words[2], False),
+        ("".join(words[3:]), True),
+    ]
 
 
 def test_a_caption_stands_beside_the_pixels_that_are_trained(tmp_path: Path) -> None:
