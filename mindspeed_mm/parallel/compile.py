@@ -52,7 +52,7 @@ def apply_compile(root: nn.Module, modules: Mapping[str, nn.Module], backend: st
     _configure()
     passes = _Passes(root)
     for path, module in modules.items():
-        compiled = torch.compile(module.forward, backend=backend, dynamic=True)
+        compiled = torch.compile(module.forward, backend=backend)
         module.forward = _in_training(passes, path, module.forward, compiled)  # type: ignore[method-assign]
     info_rank0(f"{where}: {len(modules)} modules are compiled as they are first called{_cache_of(backend)}")
 
@@ -105,7 +105,7 @@ def _in_training(
         if not all(value.enter_graph() for value in kwargs.values() if isinstance(value, EntersGraph)):
             return forward(*args, **kwargs)
         try:
-            return compiled(*_without_bases(args), **{name: _without_bases(value) for name, value in kwargs.items()})
+            return compiled(*_entering(args), **{name: _entering(value) for name, value in kwargs.items()})
         except FailOnRecompileLimitHit:
             is_off = True
             notice(
@@ -117,14 +117,20 @@ def _in_training(
     return run
 
 
-def _without_bases(value: Any) -> Any:
-    """Return tensors of an argument as such that are no views: a function is compiled for sizes of their base, too."""
+def _entering(value: Any) -> Any:
+    """Return tensors of an argument as such that are no views: a function is compiled for sizes of their base, too.
+
+    Their sizes are marked as symbols, but for the last one of floating-point tensors: that of heads or hidden states.
+    It becomes a symbol, too, if another call has another one.
+    """
     if isinstance(value, torch.Tensor):
-        if not value._is_view():
-            return value
-        return _Whole.apply(value) if value.requires_grad else value.detach()
+        if value._is_view():
+            value = _Whole.apply(value) if value.requires_grad else value.detach()
+        symbols = value.dim() - (value.dim() > 1 and value.is_floating_point())
+        torch._dynamo.maybe_mark_dynamic(value, list(range(symbols)))
+        return value
     if type(value) in (tuple, list):
-        return type(value)(map(_without_bases, value))
+        return type(value)(map(_entering, value))
     return value
 
 

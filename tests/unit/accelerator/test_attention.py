@@ -255,6 +255,20 @@ def test_bands(name: str, band: Band, operators: None) -> None:
         assert leaf.grad is not None and off(grad, leaf.grad) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_host_computes_gradients_of_short_rows_in_float32(dtype: torch.dtype) -> None:
+    """Bit for bit those that PyTorch's operator has for the same numbers in float32."""
+    torch.manual_seed(0)
+    given = draw(2, 40, 40, (16, 16))
+    query, key, value, grad_out = (tensor.to(dtype) for tensor in given)
+    out, lse = CPUFlashAttention().forward(query, key, value, band=CAUSAL, scale=SCALE)
+    grads = CPUFlashAttention().backward(grad_out, query, key, value, out, lse, band=CAUSAL, scale=SCALE)
+    wider = [tensor.float().transpose(1, 2) for tensor in (grad_out, query, key, value, out)]
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for grad, expected in zip(grads, operator(*wider, lse.transpose(1, 2), 0.0, True, scale=SCALE)):
+        assert grad.dtype == torch.float32 and torch.equal(grad, expected.transpose(1, 2))
+
+
 def test_kernels_take_what_they_say() -> None:
     for kernel in (CPUFlashAttention(), CUDAFlashAttention(), PaddedHeads(CPUFlashAttention())):
         assert kernel.takes(None) and kernel.takes(CAUSAL) and not kernel.takes(Band(3, 5))
