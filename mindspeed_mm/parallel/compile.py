@@ -29,8 +29,8 @@ MOST_KINDS = 64
 class EntersGraph(Protocol):
     """An argument of blocks that holds more than tensors."""
 
-    def enter_graph(self) -> bool:
-        """Make the tensors ready that a compiled block reads of it; return whether the block may be a compiled one."""
+    def enter_graph(self, ready: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Make `ready` the tensors that a compiled block reads of it; return whether the block may be compiled."""
 
 
 def apply_compile(root: nn.Module, modules: Mapping[str, nn.Module], backend: str, where: str) -> None:
@@ -102,7 +102,7 @@ def _in_training(
         nonlocal is_off
         if is_off or not passes.is_compiled:
             return forward(*args, **kwargs)
-        if not all(value.enter_graph() for value in kwargs.values() if isinstance(value, EntersGraph)):
+        if not all(value.enter_graph(_entering) for value in kwargs.values() if isinstance(value, EntersGraph)):
             return forward(*args, **kwargs)
         try:
             return compiled(*_entering(args), **{name: _entering(value) for name, value in kwargs.items()})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ class DocumentsOfCall:
         """Return what the layers are given for some of the rows."""
         return DocumentsOfCall(self.documents.of_rows(start, count), self.attended)
 
-    def enter_graph(self) -> bool:
+    def enter_graph(self, ready: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Make ready for a compiled layer; whether it may be one: a graph can't say which layers were called."""
         if self.runs is None:
-            self.runs = self.documents.runs
+            self.runs = ready(self.documents.runs)
         return self.attended is None
 
 

@@ -114,7 +114,7 @@ class Extra:
     def __init__(self, enters: bool) -> None:
         self.enters, self.plain = enters, 0
 
-    def enter_graph(self) -> bool:
+    def enter_graph(self, ready: Any) -> bool:
         return self.enters
 
 
