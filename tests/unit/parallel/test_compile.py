@@ -130,19 +130,21 @@ def test_an_argument_may_keep_a_call_out_of_graphs() -> None:
 
 def test_too_many_kinds_of_inputs_are_said(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setattr(compiled, "MOST_KINDS", 2)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    model = compiled_model()
-    model(torch.randn(2, 4))
-    for shape in ((2, 3, 4), (2, 3, 3, 4), (2, 4)):
-        assert model.layers[0](torch.randn(*shape)).shape == shape
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = compiled_model()
+        model(torch.randn(2, 4))
+        for shape in ((2, 3, 4), (2, 3, 3, 4), (2, 4)):
+            assert model.layers[0](torch.randn(*shape)).shape == shape
     (line,) = [line for line in said if "uncompiled" in line]
     assert "'layers.0'" in line and "TORCH_LOGS=recompiles" in line and graphs() == 2
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setattr(accelerator, "current", CPUAccelerator)
-    with pytest.raises(ConfigError, match=r"fsdp2.yaml: compile: .*g\+\+.*leave the key out"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match=r"fsdp2.yaml: compile: .*g\+\+.*leave the key out"),
+    ):
         apply_compile(Model(), {}, "inductor", WHERE)
 
 
