@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.monitor.console import words
 from mindspeed_mm.monitor.report.lines import evenly_spread, read_object, whole_lines
 
-_MOST_COLUMNS, _MOST_FRAMES, _MOST_CELLS = 120, 24, 40_000
+_MOST_COLUMNS, _MOST_FRAMES, _MOST_CELLS, _MOST_RANKS = 120, 24, 40_000, 64
+#: texts on the axis of lengths
+_TICKS = 9
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Lengths:
     """Lengths of rows in tokens.
 
     Attributes:
-        bars: of the histogram.
+        bars: of the histogram, equally wide, whatever the bins.
         ticks: places on the axis, with their texts.
         capacity: place of the longest row or pack; None: it isn't shown.
         notes: numbers in words.
@@ -45,51 +50,68 @@ def lengths_of(folder: Path) -> Lengths | None:
     histogram = found.get("histogram")
     histogram = histogram if isinstance(histogram, dict) else {}
     edges, counts = _numbers(histogram.get("edges")), _numbers(histogram.get("counts"))
-    if len(edges) != len(counts) + 1 or not counts or max(counts) <= 0 or edges[-1] <= edges[0]:
+    if len(edges) != len(counts) + 1 or not counts or max(counts) <= 0 or sorted(set(edges)) != edges:
         return None
-    span, most = edges[-1] - edges[0], max(counts)
+    most, number = max(counts), len(counts)
 
     def place(length: float) -> float:
-        return (length - edges[0]) / span
+        """Where a length is on the axis, on which all bins are equally wide."""
+        at = max(0, bisect_right(edges, length, hi=number) - 1)
+        low, high = edges[at], edges[at + 1]
+        return (at + (length - low) / max(high - low, 1)) / number
 
     bars = tuple(
-        LengthBar(place(low), (high - low) / span, count / most, f"{low:,.0f} to {high:,.0f} tokens: {count:,.0f} rows")
-        for low, high, count in zip(edges, edges[1:], counts)
+        LengthBar(
+            at / number,
+            1 / number,
+            count / most,
+            f"{words.counted(int(count), 'row')} of {_bin(edges[at], edges[at + 1])}",
+        )
+        for at, count in enumerate(counts)
     )
     capacity, padding = found.get("capacity"), found.get("padding")
-    notes = [f"{found['rows']:,} rows"] if isinstance(found.get("rows"), int) else []
+    whose = "read by a rank so far" if found.get("of") == "read" else "in the data"
+    notes = [f"{found['rows']:,} rows {whose}"] if isinstance(found.get("rows"), int) else []
     if isinstance(capacity, int):
         notes.append(f"{capacity:,} tokens fit into a packed row")
     if isinstance(padding, (int, float)):
         notes.append(f"{100 * padding:.1f} % padding")
     return Lengths(
         bars,
-        tuple((part / 4, f"{edges[0] + part / 4 * span:,.0f}") for part in range(5)),
+        tuple((at / number, f"{edges[at]:,.0f}") for at in evenly_spread(range(number + 1), _TICKS)),
         place(capacity) if isinstance(capacity, int) and edges[0] <= capacity <= edges[-1] else None,
         tuple(notes),
     )
 
 
+def _bin(low: float, high: float) -> str:
+    return words.counted(int(low), "token") if high - low <= 1 else f"{low:,.0f} to {high - 1:,.0f} tokens"
+
+
 def rank_maps(folder: Path) -> list[dict[str, Any]]:
-    """Return maps of ranks over steps, of what differs between ranks."""
-    lines = evenly_spread(
-        [line for line in whole_lines(folder / "ranks.jsonl") if _step(line) is not None], _MOST_COLUMNS
-    )
+    """Return maps of ranks over steps, of what differs between ranks.
+
+    Of very many ranks a line has the extremes, by number: the ranks of most lines are shown, with gaps.
+    """
+    found = [line for line in whole_lines(folder / "ranks.jsonl") if _step(line) is not None]
+    lines = evenly_spread(found, _MOST_COLUMNS)
     maps = []
-    for key, title, form in (
-        ("cost", "Cost of a rank's batch, over the mean of all ranks", "number"),
-        ("tokens", "Tokens of a rank, over the mean of all ranks", "number"),
-        ("memory_bytes", "Memory of a rank's device", "gibibytes"),
+    for key, numbers, title, form in (
+        ("cost", "ranks", "Cost of a rank's batch, over the mean", "number"),
+        ("tokens", "ranks", "Tokens of a rank, over the mean", "number"),
+        ("memory_bytes", "memory_ranks", "Memory of a process's device, at most so far", "gibibytes"),
     ):
-        columns = [(_step(line), _numbers(line.get(key))) for line in lines]
-        columns = [column for column in columns if len(column[1]) > 1]
-        if not columns or len({len(values) for _, values in columns}) != 1:
+        columns = {_step(line): _by_rank(line, key, numbers) for line in lines}
+        columns = {step: column for step, column in columns.items() if len(column) > 1}
+        counts = Counter(rank for column in columns.values() for rank in column)
+        ranks = sorted(rank for rank, _ in counts.most_common(_MOST_RANKS))
+        if not ranks:
             continue
         is_relative = form == "number"
-        values = [_over_mean(column) if is_relative else [n / 2**30 for n in column] for _, column in columns]
-        rows = [[_short(column[rank]) for column in values] for rank in range(len(values[0]))]
-        frame = {"label": "", "values": rows}
-        maps.append(_map(title, "rank", "step", form, is_relative, [step for step, _ in columns], [frame]))
+        scaled = [_over_mean(column) if is_relative else _in_gibibytes(column) for column in columns.values()]
+        rows = [[_short(column[rank]) if rank in column else None for column in scaled] for rank in ranks]
+        drawn = _map(title, "rank", "step", form, is_relative, list(columns), [{"label": "", "values": rows}])
+        maps.append(drawn | {"rows": list(map(str, ranks))})
     return maps
 
 
@@ -129,9 +151,21 @@ def _map(
     }
 
 
-def _over_mean(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values)
-    return [value / mean if mean else 0.0 for value in values]
+def _by_rank(line: Mapping[str, Any], key: str, numbers: str) -> dict[int, float]:
+    """Values of a line by rank; `numbers` names the list of ranks, which are all from 0 on without it."""
+    values, ranks = _numbers(line.get(key)), line.get(numbers)
+    if not isinstance(ranks, list):
+        return dict(enumerate(values))
+    return {rank: value for rank, value in zip(ranks, values) if isinstance(rank, int)}
+
+
+def _over_mean(column: Mapping[int, float]) -> dict[int, float]:
+    mean = sum(column.values()) / len(column)
+    return {rank: value / mean if mean else 0.0 for rank, value in column.items()}
+
+
+def _in_gibibytes(column: Mapping[int, float]) -> dict[int, float]:
+    return {rank: value / 2**30 for rank, value in column.items()}
 
 
 def _short(value: float) -> float:

@@ -273,7 +273,8 @@
     scale.append(low, gradient, high);
     legend.append(told, scale);
     box.append(make("h3", "", map.title), legend, canvas);
-    const form = FORMS[map.form], all = map.frames.flatMap(frame => frame.values.flat());
+    const known = frame => frame.values.flat().filter(value => value !== null);
+    const form = FORMS[map.form], all = map.frames.flatMap(known);
     const largest = Math.max(...all), smallest = Math.min(...all);
     const reach = map.relative ? Math.max(0.05, largest - 1, 1 - smallest) : 1;
     let shown = map.frames.length - 1;
@@ -299,6 +300,7 @@
       context.scale(ratio, ratio);
       const gap = size > 8 && cell > 8 ? 1 : 0;
       map.frames[shown].values.forEach((row, at) => row.forEach((value, column) => {
+        if (value === null) return;
         context.fillStyle = shade(value, palette);
         context.fillRect(names + column * cell, at * size, Math.max(1, cell - gap), size - gap);
       }));
@@ -321,10 +323,10 @@
     const tell = (row, column) => {
       const frame = map.frames[shown];
       if (row !== undefined) {
-        told.textContent = `${map.row} ${map.rows[row]}, ${map.column} ${map.columns[column].toLocaleString("en")}: ${form(frame.values[row][column])}`.trim();
+        told.textContent = `${map.row} ${map.rows[row]}, ${map.column} ${map.columns[column].toLocaleString("en")}: ${frame.values[row][column] === null ? "not recorded" : form(frame.values[row][column])}`.trim();
         return;
       }
-      const values = frame.values.flat();
+      const values = known(frame);
       told.textContent = `${frame.label ? `${frame.label}: ` : ""}from ${form(Math.min(...values))} to ${form(Math.max(...values))}`;
     };
     canvas.setAttribute("role", "img");

@@ -11,6 +11,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mindspeed_mm.monitor.report.heat_maps import lengths_of, rank_maps
 from mindspeed_mm.monitor.report.metrics_file import MetricsFile
 from mindspeed_mm.monitor.report.page import page_of
 from mindspeed_mm.monitor.report.run_record import read_run
@@ -107,12 +110,42 @@ def test_what_a_run_has_recorded_is_shown(tmp_path: Path) -> None:
     assert found.texts["mark"] == ["marked text", "seven"] and "4 tokens, 1 of them trained" in text
     cells = [attributes for tag, attributes in found.elements if tag == "td" and attributes.get("class") == "right"]
     assert len(cells) == 1 and text.count(">200</td>") == 1
-    assert "10 to 20 tokens: 20 rows" in text and "30 rows · 15 tokens fit into a packed row · 25.0 % padding" in text
+    assert (
+        "10 to 19 tokens: 20 rows" in text
+        and "30 rows in the data · 15 tokens fit into a packed row · 25.0 % padding" in text
+    )
     cost, memory = found.data["heats"]["ranks"]
     assert cost["frames"][0]["values"] == [[0.5, 0.5], [1.5, 1.5]] and cost["columns"] == [100, 200]
     assert memory["frames"][0]["values"] == [[1.0, 1.0], [2.0, 2.0]]
     (experts,) = found.data["heats"]["experts"]
     assert experts["frames"][1] == {"label": "step 200", "values": [[2.0, 1.0, 1.0, 0.0]]}
+
+
+def test_lengths_in_bins_of_any_width_have_bars_of_the_same_one(tmp_path: Path) -> None:
+    """Four bins an octave, as a run writes them; what fits into a pack is in the middle of the last bin."""
+    (tmp_path / "lengths.json").write_text(
+        json.dumps({"of": "read", "rows": 7, "histogram": {"edges": [1, 2, 4, 8], "counts": [4, 1, 2]}, "capacity": 6})
+    )
+    lengths = lengths_of(tmp_path)
+    assert lengths is not None
+    assert [(bar.height, bar.title) for bar in lengths.bars] == [
+        (1.0, "4 rows of 1 token"),
+        (0.25, "1 row of 2 to 3 tokens"),
+        (0.5, "2 rows of 4 to 7 tokens"),
+    ]
+    assert [text for _, text in lengths.ticks] == ["1", "2", "4", "8"] and lengths.capacity == pytest.approx(2.5 / 3)
+    assert lengths.notes[0] == "7 rows read by a rank so far"
+
+
+def test_of_very_many_ranks_the_extremes_are_shown_with_gaps(tmp_path: Path) -> None:
+    lines = [
+        {"iteration": 10, "cost": [1.0, 3.0], "ranks": [5, 900]},
+        {"iteration": 20, "cost": [2, 2], "ranks": [5, 7]},
+    ]
+    write_lines(tmp_path / "ranks.jsonl", lines)
+    (cost,) = rank_maps(tmp_path)
+    assert (cost["rows"], cost["columns"]) == (["5", "7", "900"], [10, 20])
+    assert cost["frames"][0]["values"] == [[0.5, 1.0], [None, 1.0], [1.5, None]]
 
 
 def test_texts_of_rows_are_no_markup_and_files_outside_of_the_folder_no_pictures(tmp_path: Path) -> None:
