@@ -128,8 +128,8 @@ def _language(
         lora=options.lora,
         from_scratch=options.from_scratch,
     )
-    found = [f"model: {plan.title}", "rows: " + "; ".join(rows_lines(plan.rows))]
-    return write_language(plan), [*found, *plan.training.summary()]
+    found = [f"model: {plan.title}", "data: " + "; ".join(rows_lines(plan.rows))]
+    return write_language(plan), [*found, *plan.training.summary(plan.unit)]
 
 
 def _generation(
@@ -149,8 +149,8 @@ def _generation(
     plan = plan_generation(
         model, task, clips, _machine(options), save=str(folder), lora=options.lora, from_scratch=options.from_scratch
     )
-    found = [f"model: {plan.title}", "rows: " + "; ".join(clips_lines(clips))]
-    return write_generation(plan), [*found, *plan.training.summary()]
+    found = [f"model: {plan.title}", "data: " + "; ".join(clips_lines(clips))]
+    return write_generation(plan), [*found, *plan.training.summary("samples")]
 
 
 def _attr(words: Sequence[str]) -> dict[str, str]:

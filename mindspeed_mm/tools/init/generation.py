@@ -25,8 +25,6 @@ from mindspeed_mm.utils.errors import ConfigError
 #: largest picture in pixels, on the host and on a device, and most frames of a clip
 _AREA = (256 * 256, 1024 * 1024)
 _FRAMES = 81
-#: pictures whose sides differ by more than this factor from their bucket's are left out
-_ASPECT = 2.0
 _PASSES = 4
 _DROPPED = 0.1
 
@@ -143,7 +141,7 @@ def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> tupl
         return {"buckets": [[frames, height, width], [1, height, width]]}, largest
     shape: dict[str, Any] = {"num_frames": frames, "max_height": height, "max_width": width}
     if len(clips.sizes) > 1:
-        shape |= {"force_resolution": False, "max_hxw": area, "hw_aspect_thr": _ASPECT}
+        shape |= {"force_resolution": False, "max_hxw": area}
     return shape, largest
 
 

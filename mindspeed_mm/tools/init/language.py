@@ -65,6 +65,11 @@ class LanguagePlan:
         return find_family(self.model.model_type)
 
     @property
+    def unit(self) -> str:
+        """What a batch consists of."""
+        return "packs" if self.pack else "rows"
+
+    @property
     def title(self) -> str:
         """A line about the model."""
         kind = "" if self.family else " (no family here: trained as transformers has it, without packed rows)"
@@ -221,7 +226,7 @@ def rows_lines(rows: MeasuredRows) -> list[str]:
 
 def _comments(plan: LanguagePlan) -> tuple[dict[str, str], After]:
     exported = "a directory for from_pretrained" + (" of PEFT" if plan.training.tuning.is_lora else "")
-    above, after = plan.training.comments("packs" if plan.pack else "rows", exported)
+    above, after = plan.training.comments(plan.unit, exported)
     above |= {
         "model.init_from_hf_path": "Its config.json describes the model, its weights are where training begins.",
         "data": "How rows are read and rendered: mindspeed-mm data check shows it, docs/data.md describes it.",

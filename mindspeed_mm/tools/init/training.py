@@ -96,10 +96,15 @@ class Training:
             "missing, as on another machine, where 'save' starts.",
         ]
 
-    def summary(self) -> list[str]:
-        """Return lines for the console."""
+    def summary(self, unit: str) -> list[str]:
+        """Return lines for the console.
+
+        Args:
+            unit: what a batch consists of, in the plural.
+        """
         batches = self.batches
         return [
             f"machine: {self.machine}; {self.tuning.why}",
-            f"training: {batches.steps} steps of {batches.whole}, {batches.epochs} epochs",
+            f"training: {batches.steps} steps ({batches.epochs} epochs), {batches.whole} {unit} each, learning rate "
+            f"{choose_rate(self.parameters, is_lora=self.tuning.is_lora):g}",
         ]

@@ -82,7 +82,6 @@ def written(model: Path, data: Path, *words: str) -> dict[str, Any]:
                 "max_width": 64,
                 "force_resolution": False,
                 "max_hxw": 6144,
-                "hw_aspect_thr": 2.0,
             },
         ),
     ],
