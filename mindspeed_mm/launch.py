@@ -24,7 +24,7 @@ from mindspeed_mm.utils.files import refuse_unwritable
 from mindspeed_mm.utils.first_failure import claim, first_report, report_after, report_failure, write_torchrun_error
 from mindspeed_mm.utils.interrupted import SENTENCE
 from mindspeed_mm.utils.lost_rank import lost_connection
-from mindspeed_mm.utils.tracebacks import sentence_with_file
+from mindspeed_mm.utils.tracebacks import sentence_with_file, what_happened
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def errors_as_sentences() -> Iterator[FailureReport]:
             sys.stdout.flush()
             print(f"\n{sentence_with_file(error, report.folder)}", file=sys.stderr, flush=True)
             sys.exit(1)
-        report_after(first, text)
+        report_after(first, text, what_happened(error))
         time.sleep(1)  # torchrun ends the other ranks when this one is gone, and the first one may still be printing
         sys.exit(1)
 

@@ -66,18 +66,20 @@ def report_failure(text: str) -> bool:
     return False
 
 
-def report_after(first: str, text: str) -> None:
+def report_after(first: str, text: str, short: str | None = None) -> None:
     """Print on stderr, in one line, why this process ends after another one, whose report is passed to torchrun.
 
     Only one process of a machine does: what the others find follows from the first failure, too.
 
     Args:
         first: the report of the other process, as `claim` returned it.
+        text: the error of this process, as it would claim.
+        short: what is printed of it; None: all.
     """
     write_torchrun_error(first)  # its summary shows any of the ranks that failed within a second
     before, _, its_text = first.partition(": ")
     if its_text != printable(text) and _is_second():
-        line = printable(" ".join(text.split()))
+        line = printable(" ".join((short or text).split()))
         line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
         print(f"rank {rank_word()} ended after {before} had: {line}", file=sys.stderr, flush=True)
 

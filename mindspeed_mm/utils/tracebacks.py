@@ -38,13 +38,18 @@ def sentence_of(error: Exception, text: str) -> str:
         error: the exception.
         text: its traceback.
     """
+    place = "" if isinstance(error, SyntaxError) else _place(text)  # whose message names it
+    return what_happened(error) + (f" ({printable(place)})" if place else "")
+
+
+def what_happened(error: Exception) -> str:
+    """Return the class of an exception and the first line of its message; of a loader's worker, the worker's own."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if _WITHIN in str(error):  # torch raises a worker's exception with the worker's traceback as its message
         what = lines[-1].strip()
     else:
         what = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-    place = "" if isinstance(error, SyntaxError) else _place(text)  # whose message names it
-    return printable(shorten(what, _LONGEST) + (f" ({place})" if place else ""))
+    return printable(shorten(what, _LONGEST))
 
 
 def _place(text: str) -> str:

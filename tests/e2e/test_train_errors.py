@@ -31,7 +31,7 @@ FAULTS: dict[str, tuple[int, list[str]]] = {
     "exit": (2, ["rank 1 (process ", ") ended with status 3, and with it the run"]),
     "kill": (2, ["rank 1 (process ", ") was ended by SIGKILL, and with it the run"]),
     "import": (2, ["No module named 'nowhere'"]),
-    "disk": (2, ["CheckpointError: the checkpoint of iteration 2 could not be saved", "No space left on device"]),
+    "disk": (2, ["CheckpointError: the checkpoint of iteration 6 could not be saved", "No space left on device"]),
 }
 WITH_TRACEBACK = ("build", "row", "every rank", "one rank")
 
@@ -97,7 +97,7 @@ def test_a_traceback_is_shown_where_it_is_asked_for(started: list[Command], run:
     started.append(Command(["--traceback", *words_of(tmp_path, run, 1)], tmp_path / "log.txt", errors, FAULT="build"))
     assert started[0].wait() == 1
     assert errors.read_text().count("Traceback (most recent call last)") == 1
-    assert lines_of(errors)[-1] == "KeyError: 'width'" and not list(run.glob("traceback*"))
+    assert lines_of(errors)[-1].endswith("KeyError: 'width'") and not list(run.glob("traceback*"))
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])

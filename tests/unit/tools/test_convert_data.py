@@ -31,6 +31,7 @@ UNUSUAL: list[dict[str, Any]] = [
     talk("<image> and <image>", "two", images=["a.png", "b.png"]),
     talk([{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
     talk("draw a seven", "<image>", images=["a.png"]),
+    talk([{"type": "text", "text": "is <image> a tag?"}], [{"type": "image"}], images=["a.png"]),
     talk("<image> is a tag without images", "yes"),
     talk("<video>what happens", "much", videos=[["a.png", "b.png"]], fps=2),
     talk("<video>what happens", "much", videos=[{"frames": ["a.png", "b.png", "a.png", "b.png"], "fps": 4}]),

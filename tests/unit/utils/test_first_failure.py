@@ -60,7 +60,7 @@ def test_other_exceptions_keep_their_traceback_on_the_first_rank_only(
     as_rank(0)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit, match="1"), errors_as_sentences():
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError("Connection closed by peer\nat some length")
     assert capfd.readouterr().err == "rank 0 ended after rank 1 had: RuntimeError: Connection closed by peer\n"
 
 
