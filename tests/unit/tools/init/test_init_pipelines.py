@@ -177,6 +177,12 @@ def _no_captions() -> Path:
     return folder
 
 
+def _no_picture() -> Path:
+    folder = CAPTIONS["beside"](Path())
+    (folder / "004.png").write_text("none")
+    return folder
+
+
 def _nothing() -> Path:
     Path("empty").mkdir()
     Path("empty", "readme.md").touch()
@@ -196,6 +202,7 @@ def _lost_picture() -> Path:
             _no_captions,
             "1 of 30 pictures have no caption: expected a file '004.txt' beside '004.png', or one",
         ),
+        (_no_picture, "1 of 30 rows that were looked at can't be used: 1 × "),
         (
             _nothing,
             "'empty' has neither an annotation file (metadata.jsonl with a path and a caption a line)",

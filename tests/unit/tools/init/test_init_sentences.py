@@ -204,6 +204,7 @@ def _folder_of_folders(folder: Path) -> Path:
             _raw('{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []}'),
             "COCO's annotations, not rows; mindspeed-mm data convert",
         ),
+        (CAPTIONS["metadata"], "rows of captions, which models that make images or videos are trained on"),
         (CAPTIONS["annotations"], "rows of captions, which models that make images or videos are trained on"),
         (
             PICTURE_ROWS["llava"],
