@@ -33,9 +33,15 @@ def enter_working_directory(words: Sequence[str]) -> list[str]:
     if folder is None or os.path.realpath(folder) == os.path.realpath(os.curdir):
         return list(words)
     absolute = with_absolute_paths(words)
-    os.chdir(folder)
-    notice(f"{words[0]}: its relative paths start at {folder}")
+    change_to(folder, words[0])
     return absolute
+
+
+def change_to(folder: str, file: str) -> None:
+    """Change to the folder where relative paths of a file start, and say so."""
+    if os.path.realpath(folder) != os.path.realpath(os.curdir):
+        os.chdir(folder)
+        notice(f"{file}: its relative paths start at {folder}")
 
 
 def working_directory_of(path: str) -> str | None:

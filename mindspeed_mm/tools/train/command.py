@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_mm.configs.environment import STARTER, TO_FILES, TRACEBACKS
+from mindspeed_mm.configs.working_directory import change_to
 from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten
 from mindspeed_mm.tools.train.target import LaunchTarget, find_target
 
@@ -63,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     if target.processes is not None and not any(word.startswith(_NUMBERS) for word in before):
         options.nproc_per_node = str(target.processes)
     if target.folder is not None:
-        os.chdir(target.folder)
+        change_to(target.folder, options.training_script)
     os.environ[STARTER] = "mindspeed-mm train"  # of a bash script the published log lines are expected
     return _run(options, target.words)
 
