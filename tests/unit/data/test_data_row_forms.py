@@ -78,11 +78,15 @@ def test_what_attr_says_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         ([{"messages": turns_of(0, "role", "content", "user", "assistant")},
           {"messages": turns_of(0, "role", "content", "human", "gpt")}], ["(row 1)", "(row 2)", "human, gpt"]),
         ([{"q": "a", "a": "b"}], ["columns found: a, q", "known forms: 'messages'", "dataset_param.attr"]),
+        ([{"Question": "a", "answer": "b", "image": "c.png"}],
+         ['probably {"formatting": "alpaca", "prompt": "Question", "response": "answer", "images": "image"}']),
+        ([{"log": [{"who": 1}, {"x": 2}]}, {"chat": [{"speaker": "A", "text": "x"}, {"speaker": "B", "text": "y"}]}],
+         ['"messages": "chat", "role_tag": "speaker", "content_tag": "text", "user_tag": "A", "assistant_tag": "B"}']),
         ([{"query": "a", "response": "b", "instruction": "c", "output": "d"}],
          ["(row 1)", "say in dataset_param.attr"]),
         ([{"query": "a", "response": "b", "image": "c", "images": ["d"]}], ["'images'", "'image'", "attr.images"]),
     ],
-    ids=["two_forms", "two_sets_of_roles", "unknown", "both_in_a_row", "two_media_columns"],
+    ids=["two_forms", "two_sets_of_roles", "unknown", "a_question", "a_dialogue", "both_in_a_row", "two_media_columns"],
 )  # fmt: skip
 def test_what_is_not_clear_is_refused(rows: list[dict[str, Any]], words: list[str], tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
