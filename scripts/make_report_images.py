@@ -33,7 +33,7 @@ from tests.support.train_command import Command  # noqa: E402
 IMAGES = ROOT / "docs" / "images"
 RUNS = Path("runs")
 QUICKSTART, FASTER, DRAWN = RUNS / "quickstart", RUNS / "quickstart_faster", RUNS / "quickstart_sora" / "images_run"
-STEPS, KILLED_AT = 240, 130
+STEPS, KILLED_AT = 320, 130
 _LARGEST = 200_000
 _SECONDS = 1200
 
@@ -42,8 +42,8 @@ def running() -> None:
     """The quick start, while it trains."""
     _run([sys.executable, "examples/quickstart/prepare.py", "--out", str(QUICKSTART)])
     (QUICKSTART / "report.html").unlink(missing_ok=True)
-    with _started("examples/quickstart/finetune_quickstart.sh") as command:
-        _wait_for_page(QUICKSTART, STEPS // 4, command)
+    with _started("examples/quickstart/finetune_quickstart.sh"):
+        _wait_until(lambda: _step_of_page(QUICKSTART) >= STEPS // 4, "has come to a quarter of its steps")
         _take(QUICKSTART / "report.html", "report-running", height=940)
     _take(QUICKSTART / "report.html", "report-dark", height=940, is_dark=True)
     _take(QUICKSTART / "report.html", "report-samples", sections=("answers", "samples"), height=900)
@@ -56,6 +56,7 @@ def crashed() -> None:
     with _started(str(QUICKSTART), *words) as command:
         command.wait_for(FASTER, KILLED_AT)
         os.kill(command.rank(1), signal.SIGKILL)
+    _wait_until(lambda: 'class="state crashed' in (FASTER / "report.html").read_text(encoding="utf-8"), "has crashed")
     _take(FASTER / "report.html", "report-crashed", height=560)
 
 
@@ -75,7 +76,7 @@ def generation() -> None:
     _run([sys.executable, "examples/quickstart_sora/prepare.py", "--out", str(DRAWN.parent)])
     with _started("examples/quickstart_sora/train_sora.sh"):
         pass
-    _take(DRAWN / "report.html", "report-generation", sections=("generated", "samples"), height=900)
+    _take(DRAWN / "report.html", "report-generation", sections=("generated", "samples"), height=1000)
 
 
 #: name → what takes it, in this order: later ones need the runs of earlier ones
@@ -91,7 +92,7 @@ def main() -> None:
     """Take the pictures that are named, or all."""
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": str(ROOT), "MM_DEVICE": "cpu", "TRAIN_ITERS": str(STEPS), "SAVE_PATH": str(DRAWN)}
-    os.environ |= {"SAMPLE_INTERVAL": "40", "MASTER_PORT": str(free_port())}
+    os.environ |= {"SAMPLE_INTERVAL": str(STEPS // 8), "MASTER_PORT": str(free_port())}
     if CHROMIUM is None:
         sys.exit("there is no Chromium: apt-get install chromium")
     unknown = [name for name in sys.argv[1:] if name not in PICTURES]
@@ -107,7 +108,8 @@ def _take(page: Path, name: str, *, height: int, sections: Sequence[str] = (), i
     path, copy = IMAGES / f"{name}.png", page.with_name(f"picture-{page.name}")
     others = "".join(f":not(#{section})" for section in sections)
     style = f"<style>main > section{others} {{ display: none }}</style>" if sections else ""
-    copy.write_text(page.read_text(encoding="utf-8").replace("</head>", f"{style}</head>"), encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace(str(ROOT), "/home/me/mindspeed_mm")
+    copy.write_text(text.replace("</head>", f"{style}</head>"), encoding="utf-8")
     said = take_screenshot(copy.resolve().as_uri(), path, height=height, is_dark=is_dark)
     copy.unlink()
     if said:
@@ -133,16 +135,17 @@ def _started(*words: str) -> Iterator[Command]:
         yield command
         if command.process.wait(_SECONDS) not in (0, 1):
             sys.exit(f"{words} ended with status {command.process.returncode}: see {command.log}")
-    finally:
+    except BaseException:
         command.kill()
+        raise
 
 
-def _wait_for_page(run: Path, step: int, command: Command) -> None:
-    """Wait until the report shows a step of the running run."""
+def _wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for something that a report shows."""
     deadline = time.monotonic() + _SECONDS
-    while _step_of_page(run) < step:
-        if command.process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the run has ended, or hangs, before its report shows step {step}: see {command.log}")
+    while not is_so():
+        if time.monotonic() > deadline:
+            sys.exit(f"no report shows that the run {what}: see {RUNS}/pictures.log")
         time.sleep(0.5)
 
 

@@ -14,6 +14,7 @@ from scripts.docs_runs.common import (
     CHINESE,
     OWN_MODEL,
     ROOT,
+    DocumentError,
     Done,
     exchange,
     expect,
@@ -66,6 +67,7 @@ def run() -> Done:
     for page in (CHINESE, OWN_MODEL):
         shutil.rmtree("runs", ignore_errors=True)
         done |= follow(page)
+    done |= report(page_of("report.md"))
     done |= first_run.run(page_of("first_run.md"))
     done |= lora(page_of("lora.md"))
     preload(
@@ -112,6 +114,17 @@ def follow(page: Path) -> Done:
         exec(compile(snippet.text, snippet.place, "exec"), {"__name__": snippet.place})
         done.add(key(page, snippet.text))
     return done | {key(page, fsdp2.text), key(page, command)}
+
+
+def report(page: Path) -> Done:
+    """Make the report of the page's run again, and compare it with itself."""
+    commands = [item for snippet in fences(page, "bash") for item in items(snippet)]
+    for command in commands:
+        start(command.replace("runs/other", "runs/mine"), page)
+    for made in (Path("runs/mine/report.html"), Path("runs/mine/loss.png"), Path("both.html")):
+        if not made.is_file():
+            raise DocumentError(f"{page.name}: there is no {made}")
+    return {key(page, command) for command in commands}
 
 
 def lora(page: Path) -> Done:

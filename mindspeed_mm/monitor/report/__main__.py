@@ -9,5 +9,5 @@ from pathlib import Path
 from mindspeed_mm.monitor.report.follower import ReportFollower
 
 if __name__ == "__main__":
-    os.nice(10)  # with 19, the last renewal would take long where all cores are busy, and the run waits for it
+    os.nice(5)  # with 19, the last renewal would take long where all cores are busy, and the run waits for it
     ReportFollower(Path(sys.argv[1])).run(sys.stdin.fileno())

@@ -60,8 +60,8 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     values |= _rows(runs[0], room) if not compared else {}
     has = {
         "comparison": compared,
-        "overview": not compared and runs[0].facts,
         "curves": charts,
+        "overview": not compared and runs[0].facts,
         "generated": values.get("generated"),
         "answers": values.get("answers"),
         "samples": values.get("samples"),

@@ -279,7 +279,7 @@
     const reach = map.relative ? Math.max(0.05, largest - 1, 1 - smallest) : 1;
     let shown = map.frames.length - 1;
 
-    const colours = () => [colour("--s0"), colour("--card"), colour("--s1")].map(parsed);
+    const colours = () => [colour("--s0"), colour("--faint"), colour("--s1")].map(parsed);
     const shade = (value, [blue, plain, orange]) => {
       if (!map.relative) return between(plain, blue, largest > smallest ? 0.12 + 0.88 * (value - smallest) / (largest - smallest) : 0.5);
       const share = Math.min(1, Math.abs(value - 1) / reach);

@@ -151,7 +151,7 @@ def test_the_process_of_a_run_that_is_killed_shows_that_and_ends(tmp_path: Path)
     folder = write_run(tmp_path / "run", 3)
     with closing(LoggingRank(folder, 0)) as rank:
         rank.kill()
-        assert rank.ends(30)
+        assert rank.ends(60)
     page = (folder / "report.html").read_text()
     assert state_in(page) == "crashed after step 3 of 100" and "ended without a word" in page
 
@@ -171,7 +171,7 @@ def test_it_waits_for_the_other_ranks_of_a_run_one_of_which_is_killed(tmp_path: 
         else:
             line = {"state": "failed", "rank": 0, "why": "the other rank is gone", "time": "2026-01-02T03:09:00+00:00"}
             write_lines(folder / ENDINGS, [line])
-        assert rank.ends(30)
+        assert rank.ends(60)
     assert (folder / "report.html").exists() != restarts
     if not restarts:
         assert "rank 0: the other rank is gone" in (folder / "report.html").read_text()

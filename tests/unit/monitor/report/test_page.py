@@ -103,7 +103,7 @@ def test_what_a_run_has_recorded_is_shown(tmp_path: Path) -> None:
     text = text_of(folder)
     found = Page(text)
     recorded = ["generated", "answers", "samples", "lengths", "ranks", "experts"]
-    assert found.sections == ["run", "curves", *recorded, "configuration", "environment"]
+    assert found.sections == ["curves", "run", *recorded, "configuration", "environment"]
     pictures = [attributes["src"] or "" for tag, attributes in found.elements if tag == "img"]
     original = base64.b64encode((folder / "report/generated/step-100-0.jpg").read_bytes()).decode()
     assert pictures[0] == f"data:image/jpeg;base64,{original}" and len(pictures) == 5
@@ -230,4 +230,4 @@ def test_sections_without_data_are_absent(tmp_path: Path) -> None:
     new = write_run(tmp_path / "new")
     (new / "metrics.jsonl").unlink()
     assert page(new).sections == ["run", "configuration", "environment"]
-    assert page(write_run(tmp_path / "run")).sections == ["run", "curves", "configuration", "environment"]
+    assert page(write_run(tmp_path / "run")).sections == ["curves", "run", "configuration", "environment"]
