@@ -35,7 +35,7 @@ from mindspeed_mm.initialize import create_backend, prepare_process
 from mindspeed_mm.launch import described
 from mindspeed_mm.monitor.console.header import header_facts, header_lines
 from mindspeed_mm.monitor.console.summary import Totals, summary_lines
-from mindspeed_mm.monitor.ending_record import EndingRecord
+from mindspeed_mm.monitor.ending_record import ending_record
 from mindspeed_mm.monitor.endings import ended_early, nothing_is_left, stopped_early, why_stopped
 from mindspeed_mm.monitor.improvement import refuse_without_validation
 from mindspeed_mm.monitor.open_watch import open_watch
@@ -189,7 +189,7 @@ def train(
     skips = _open_skip_watch(backend, data, run, progress.iteration, saver)
     profiler = StepProfiler(run.tools.profile, backend.world.rank, progress.iteration)
     started, stop = time.time(), stop or StopSignal()
-    ending = EndingRecord(run.checkpoint.save, run.launch.rank, lambda: progress.iteration)
+    ending = ending_record(run, lambda: progress.iteration)
     best: BestCheckpoint | None = None
     stop.begin(run.checkpoint.save)
 

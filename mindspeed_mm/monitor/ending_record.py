@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.run_folder import ENDINGS
+from mindspeed_mm.configs.run import Run
 from mindspeed_mm.monitor.metrics import LineWriter
 from mindspeed_mm.utils.errors import MMError
 from mindspeed_mm.utils.first_failure import first_report
@@ -14,6 +15,15 @@ from mindspeed_mm.utils.lost_rank import lost_connection
 from mindspeed_mm.utils.text import shorten
 
 _LONGEST = 2000
+
+
+def ending_record(run: Run, iteration: Callable[[], int]) -> EndingRecord:
+    """Return the context in which a run trains; with --no-report it writes nothing.
+
+    Args:
+        iteration: returns the last step.
+    """
+    return EndingRecord(run.checkpoint.save if run.logging.report else None, run.launch.rank, iteration)
 
 
 class EndingRecord:

@@ -15,11 +15,12 @@ import pytest
 
 from mindspeed_mm.checkpoint.lock_holder import LOCK, Holder
 from mindspeed_mm.checkpoint.run_folder import ENDINGS
-from mindspeed_mm.monitor.ending_record import EndingRecord
+from mindspeed_mm.monitor.ending_record import EndingRecord, ending_record
 from mindspeed_mm.monitor.report.lines import whole_lines
 from mindspeed_mm.monitor.report.state import state_of
 from mindspeed_mm.utils.errors import ConfigError
 from mindspeed_mm.utils.first_failure import claim
+from tests.support.runs import run_of
 
 STARTED = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
@@ -43,6 +44,13 @@ def test_rank_0_writes_the_end_and_any_rank_its_failure(tmp_path: Path) -> None:
     lost = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert "this rank lost another one" in ended(tmp_path, 0, lost)[3]["why"]
     assert ended(tmp_path, 0, ConfigError("the row is bad"))[4]["why"] == "the row is bad"
+
+
+@pytest.mark.parametrize("report", [True, False])
+def test_a_run_without_a_report_has_no_record_of_its_end(tmp_path: Path, report: bool) -> None:
+    with ending_record(run_of(save=str(tmp_path), report=report), lambda: 7):
+        pass
+    assert (tmp_path / ENDINGS).exists() == report
 
 
 def test_ranks_that_fail_after_another_one_of_their_machine_write_nothing(
