@@ -138,11 +138,21 @@ def test_products_by_onednn_are_as_exact(pools: dict[int, Any], tmp_path: Path) 
 @pytest.mark.parametrize("name", PTD)
 @pytest.mark.parametrize("kind", ["vl", "text"])
 def test_megatron_equals_samples_alone(kind: str, name: str, megatron_pools: dict[int, Any], tmp_path: Path) -> None:
+    run_megatron(kind, name, megatron_pools, tmp_path)
+
+
+@pytest.mark.full
+def test_megatrons_products_by_onednn_are_as_exact(megatron_pools: dict[int, Any], tmp_path: Path) -> None:
+    returned = run_megatron("vl", "TP2 SP", megatron_pools, tmp_path, train=train_by_onednn)
+    assert [precision == "medium" for precision, _ in returned] == [why is None for _, why in returned]
+
+
+def run_megatron(kind: str, name: str, megatron_pools: dict[int, Any], tmp_path: Path, **how: Any) -> list[Any]:
     ranks, layout = PTD[name]
     model = {"model_id": "qwen3"} if kind == "text" else {"model_id": "qwen2_5_vl", **TRAINED}
     flags = {"use_torch_fsdp2": False, "fsdp2_config_path": None, "ckpt_format": None, "seq_length": 96, **layout}
     loss = {"loss_cfg": {"loss_type": "per_token_loss"}}
-    run(kind, megatron_pools[ranks], tmp_path, "pretrain_vlm.py", {**model, **loss}, None, **flags)
+    return run(kind, megatron_pools[ranks], tmp_path, "pretrain_vlm.py", {**model, **loss}, None, **flags, **how)
 
 
 @pytest.mark.parametrize("kind", ["vl", "text"])
