@@ -45,6 +45,19 @@ told.smoothed = legend();
 act("smoothing", element => { element.value = 0; }, "input");
 act("log", element => { element.checked = true; }, "change");
 told.logarithmic = document.querySelectorAll(".chart canvas").length;
+await drawn();
+const over = document.querySelector(".chart .u-over"), whole = document.getElementById("whole");
+const at = over.getBoundingClientRect();
+const mouse = (target, name, x) => target.dispatchEvent(
+  new MouseEvent(name, { clientX: at.left + x, clientY: at.top + 40, movementX: 9, bubbles: true }));
+mouse(over, "mousemove", 100);
+mouse(over, "mousedown", 100);
+mouse(over, "mousemove", 300);
+mouse(document, "mouseup", 300);
+await drawn();
+told.zoomed = !whole.hidden;
+whole.click();
+told.whole = whole.hidden;
 const select = document.getElementById("axis");
 told.axes = [...select.options].map(option => option.value);
 act("axis", element => { element.value = "tokens"; }, "change");
@@ -93,6 +106,7 @@ def test_a_page_draws_all_and_its_switches_act(tmp_path: Path) -> None:
     assert told["last"] == "training0.91287evaluation0.1"
     assert told["first"] == "training5evaluation0.3step 1" and "step 2" in str(told["second"])
     assert told["smoothed"] != told["last"] and told["logarithmic"] == charts
+    assert told["zoomed"] and told["whole"]
     assert told["axes"] == ["step", "time", "samples", "tokens"]
     assert str(told["tokens"]).endswith("at 30k") and told["cell"] == "rank 0, step 200: 0.5"
 

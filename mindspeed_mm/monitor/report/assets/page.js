@@ -188,14 +188,13 @@
 
   const zoomAll = plot => {
     const { min, max } = plot.scales.x;
-    const all = plots.flatMap(other => [other.plot.data[0][0], other.plot.data[0].at(-1)]);
     const isWhole = min <= plot.data[0][0] && max >= plot.data[0].at(-1);
     zoom = isWhole ? null : [min, max];
     byId("whole").hidden = isWhole;
     isZooming = true;
     for (const other of plots) {
       const ends = isWhole ? [other.plot.data[0][0], other.plot.data[0].at(-1)] : [min, max];
-      if (other.plot !== plot && all.length) other.plot.setScale("x", { min: ends[0], max: ends[1] });
+      if (other.plot !== plot) other.plot.setScale("x", { min: ends[0], max: ends[1] });
     }
     queueMicrotask(() => { isZooming = false; });
   };
