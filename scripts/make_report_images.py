@@ -33,7 +33,7 @@ from tests.support.train_command import Command  # noqa: E402
 IMAGES = ROOT / "docs" / "images"
 RUNS = Path("runs")
 QUICKSTART, FASTER, DRAWN = RUNS / "quickstart", RUNS / "quickstart_faster", RUNS / "quickstart_sora" / "images_run"
-STEPS, KILLED_AT = 320, 130
+STEPS, KILLED_AT = 200, 130
 _LARGEST = 200_000
 _SECONDS = 1200
 
@@ -99,6 +99,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"'{unknown[0]}' is no picture; expected {', '.join(PICTURES)}")
     IMAGES.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that was started is ended, too
     for name in sys.argv[1:] or PICTURES:
         PICTURES[name]()
 
