@@ -26,10 +26,10 @@ _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
 #: of uPlot, which draws the curves: every copy has it
 _LICENCE = "uplot/LICENSE"
-#: characters of run.yaml that are shown
-_LONGEST_DESCRIPTION = 100_000
-#: characters of what is no style, no script and no text around it
-_LARGEST = 1_700_000
+#: characters of all run.yaml that are shown
+_LONGEST_DESCRIPTIONS = 200_000
+#: characters of data, configuration and pictures; styles, scripts and texts come on top
+_LARGEST = 1_750_000
 
 
 def page_of(runs: Sequence[RunRecord]) -> str:
@@ -49,15 +49,17 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         "facts": runs[0].facts.items(),
         "starts": [] if compared else starts_of(runs[0]),
         "configurations": [
-            {"name": run.name, "description": _shown(run.description)} for run in runs if run.description
+            {"name": run.name, "description": _shown(run.description, _LONGEST_DESCRIPTIONS // len(runs))}
+            for run in runs
+            if run.description
         ],
         "environment": environment_of(runs),
         "outcomes": outcomes_of(runs) if compared else [],
         "differences": differences_of(runs) if compared else [],
     }
     heats = {} if compared else _heats(runs[0])
-    room = PictureRoom(runs[0].recorded, _LARGEST - len(json.dumps(charts)) - sum(len(run.description) for run in runs))
-    values |= _rows(runs[0], room) if not compared else {}
+    taken = len(json.dumps([charts, heats, values["configurations"]]))
+    values |= {} if compared else _rows(runs[0], PictureRoom(runs[0].recorded, _LARGEST - taken))
     has = {
         "comparison": compared,
         "curves": charts,
@@ -115,10 +117,10 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _shown(description: str) -> str:
-    if len(description) <= _LONGEST_DESCRIPTION:
+def _shown(description: str, most: int) -> str:
+    if len(description) <= most:
         return description
-    return f"{description[:_LONGEST_DESCRIPTION]}\n… and {len(description) - _LONGEST_DESCRIPTION:,} characters more"
+    return f"{description[:most]}\n… and {len(description) - most:,} characters more"
 
 
 def _as_json(value: Mapping[str, Any]) -> Markup:

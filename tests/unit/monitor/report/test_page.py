@@ -164,7 +164,7 @@ def test_texts_of_rows_are_no_markup_and_files_outside_of_the_folder_no_pictures
 
 
 def test_a_page_of_a_long_run_with_many_pictures_is_at_most_two_megabytes(tmp_path: Path) -> None:
-    """60 sheets of pictures of 50 kB, 6,000 steps with 40 figures of the loss function: fewer of them are shown."""
+    """60 sheets of large pictures, 40 own figures, many experts and ranks: fewer of them are shown."""
     folder = write_run(tmp_path / "run", settings="x: " + "word " * 100_000)
     own = {f"figure_{number}": math.pi * number for number in range(40)}
     values = random.Random(0)
@@ -173,6 +173,10 @@ def test_a_page_of_a_long_run_with_many_pictures_is_at_most_two_megabytes(tmp_pa
         (step_line(i, **{n: v * values.random() for n, v in own.items()}) for i in range(1, 6_001)),
     )
     write_recorded(folder, sheets=60, noise=240)
+    layers = {f"layers.{number}": [values.random() for _ in range(256)] for number in range(12)}
+    write_lines(folder / "report/experts.jsonl", ({"iteration": step, "layers": layers} for step in range(60)))
+    ranks = {"cost": [values.random() for _ in range(64)], "memory_bytes": [2**34 + rank for rank in range(64)]}
+    write_lines(folder / "report/ranks.jsonl", ({"iteration": step, **ranks} for step in range(200)))
     text = text_of(folder)
     assert 1_000_000 < len(text.encode()) < 2_000_000
     sheet = text.partition('<section id="generated">')[2].partition("</section>")[0]
