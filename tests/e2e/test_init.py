@@ -77,6 +77,25 @@ def test_a_model_that_reads_pictures_learns_llava_rows(
 
 
 @pytest.mark.full
+def test_both_backends_have_the_same_losses(
+    qwen2_5_vl_dir: Path,
+    ranks1: RankPool,
+    megatron_pools: dict[int, RankPool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files that init writes for them train the same parts by the same schedule."""
+    losses = {}
+    for backend, pool in (("fsdp2", ranks1), ("megatron", megatron_pools[1])):
+        folder = tmp_path / backend
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        init("--model", str(qwen2_5_vl_dir), "--data", PICTURE_ROWS["llava"](folder).name, "--backend", backend)
+        losses[backend] = trained(folder, pool)
+    assert losses["fsdp2"] == pytest.approx(losses["megatron"], rel=1e-5)
+
+
+@pytest.mark.full
 def test_adapters_learn_rows(
     qwen3_dir: Path, ranks1: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

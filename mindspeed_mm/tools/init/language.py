@@ -179,22 +179,23 @@ def _model(plan: LanguagePlan) -> dict[str, Any]:
         content["train_from_scratch"] = True
         if plan.model.has_weights:
             content["ignore_weights"] = True
-    for part, key in _frozen(plan):
-        content[part] = {key: {"freeze": True}}
-    return content
+    return content | _encoders(plan)
 
 
-def _frozen(plan: LanguagePlan) -> list[tuple[str, str]]:
-    """The places in model.json of towers that stay as they are; none where training begins with random weights."""
-    if plan.from_scratch:
-        return []
+def _encoders(plan: LanguagePlan) -> dict[str, Any]:
+    """What of the encoders is frozen, said of each part, as the two backends have other defaults.
+
+    They stay as they are, unless training begins with random weights; what joins them to the language model is trained.
+    """
     traits = _traits(plan.model.model_type)
     inner = plan.model.config.get("thinker_config") or plan.model.config
-    return [
-        place
-        for block, place in _TOWERS.items()
-        if isinstance(inner.get(block), Mapping) and traits is not None and place[1] in traits.parts
-    ]
+    content: dict[str, Any] = {}
+    for block, (place, part) in _TOWERS.items():
+        if isinstance(inner.get(block), Mapping) and traits is not None and part in traits.parts:
+            content[place] = {part: {"freeze": not plan.from_scratch}}
+            if part == "vision_encoder" and "vision_projector" in traits.parts:
+                content[place]["vision_projector"] = {"freeze": False}
+    return content
 
 
 def _data(plan: LanguagePlan) -> dict[str, Any]:
@@ -259,8 +260,10 @@ def _comments(plan: LanguagePlan) -> tuple[dict[str, str], After]:
         after.setdefault("gpt_args", []).append(
             f"{plan.rows.rows} rows are too few to set some apart for validation; val_dataset in data names others"
         )
-    if frozen := _frozen(plan):
-        above[f"model.{frozen[0][0]}"] = "Encoders stay as they are, which is usual; remove this to train them, too."
+    if (encoders := _encoders(plan)) and not plan.from_scratch:
+        above[f"model.{next(iter(encoders))}"] = (
+            "Encoders stay as they are, which is usual; what joins them to the language model is trained."
+        )
     return above, after
 
 

@@ -18,7 +18,7 @@ from mindspeed_mm.tools.cli import main
 from mindspeed_mm.tools.init import command
 from mindspeed_mm.tools.init.choices import choose_batches, choose_pack, choose_rate, choose_tuning, tokens_at_once
 from mindspeed_mm.tools.init.machine import Machine
-from tests.support.first_rows import ROWS
+from tests.support.first_rows import PICTURE_ROWS, ROWS
 
 HOST = Machine(True, "CPU", 1, 24 << 30)
 NODE = Machine(False, "GPU of 80 GiB", 8, 80 << 30)
@@ -122,6 +122,24 @@ def test_a_node_of_devices_takes_its_file(
 
 def _with_parameters(model: command.ModelDirectory, parameters: int) -> command.ModelDirectory:
     return replace(model, parameters=parameters)
+
+
+@pytest.mark.parametrize("more", [[], ["--from-scratch"]], ids=["tuned", "from_scratch"])
+def test_both_backends_train_the_same_parts(
+    more: list[str],
+    qwen2_5_vl_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where model.json says nothing of the projector, one freezes it with the encoder around it."""
+    monkeypatch.chdir(tmp_path)
+    data = str(PICTURE_ROWS["llava"](Path()))
+    for backend in ("fsdp2", "megatron"):
+        words = ["--model", str(qwen2_5_vl_dir), "--data", data, "--backend", backend, "--output", backend]
+        assert main(["init", *words, *more]) == 0
+        model = yaml.safe_load(Path(backend, "run.yaml").read_text())["model"]
+        encoder = model["image_encoder"]
+        assert encoder == {"vision_encoder": {"freeze": not more}, "vision_projector": {"freeze": False}}
 
 
 def test_many_rows_are_packed_and_some_validate(
