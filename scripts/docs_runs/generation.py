@@ -36,7 +36,7 @@ def features(page: Path, encoders: Path) -> Done:
     tools = {"sorafeature": {"save_path": "by_torchrun"}}
     for name, content in {"model": model_json(encoders), "data": data_json(clips), "tools": tools}.items():
         Path(f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    commands = [item for snippet in fences(page, "bash") for item in items(snippet)]
+    commands = [c for snippet in fences(page, "bash") for c in items(snippet) if "data convert" not in c]
     for command in commands:
         start(command, page, ranks=1)
     made, by_torchrun = (
