@@ -28,6 +28,8 @@ cannot_pass=(
     # They ask the driver of a GPU, also where there is none.
     "tests/unit/optimizer/test_guarded.py::test_scalars_are_where_the_parameters_are"
     "tests/unit/accelerator/test_attention.py::test_cuda_operators_return_what_the_kernel_expects"
+    # It gives grouped heads to the host's own operator, which reads and writes past their end before torch 2.9.
+    "tests/unit/accelerator/test_attention.py::test_the_host_computes_gradients_of_short_rows_in_float32"
     # They read settings that torch has from 2.9 on, or compare with an optimizer of its.
     "tests/unit/accelerator/test_accelerator.py::test_tf32_on_cuda"
     "tests/unit/accelerator/test_host_products.py"
