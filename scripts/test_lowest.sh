@@ -75,6 +75,7 @@ rest="$(mktemp)"
 grep -E '^[a-z]' constraints.txt | grep -vE '^(torch|torchvision|transformers|huggingface_hub|tokenizers)==' > "$rest"
 "$folder/bin/python" -m pip install -q "torch==$torch.0" "torchvision==$torchvision.0" -c "$rest"
 "$folder/bin/python" -m pip install -q "transformers==$transformers.0" "torch==$torch.0" -e ".[all,trackers,quickstart,test,dev]" -c "$rest"
+"$folder/bin/python" -m pip install -q --no-deps liger-kernel -c "$rest" # as scripts/common.sh does
 rm -f "$rest"
 "$folder/bin/python" -m pip list 2>/dev/null | grep -E '^(torch|torchvision|transformers|numpy) '
 

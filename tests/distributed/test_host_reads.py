@@ -141,9 +141,10 @@ def test_steps(ranks2: RankPool, megatron_pools: dict[int, RankPool], kind: str,
         assert len(windows) == 3 and not_allowed(windows) == []
 
 
-#: four steps, of which the last one alone is logged, and one save at the end; what saves memory reads nothing either
+#: four steps, of which the last one alone is logged, and one save at the end
 RUN = ["--train-iters", "4", "--log-interval", "4", "--save-interval", "100"]
-RUN += ["--swap-attention", "--chunk-mlp-tokens", "16"]
+#: what saves memory reads nothing either
+SPARING = ["--swap-attention", "--chunk-mlp-tokens", "16"]
 
 
 def host_reads_of_a_run(words: list[str], script: str) -> list[list[HostRead]]:
@@ -157,7 +158,7 @@ def test_runs(name: str, qwen2_5_vl_dir: Path, tmp_path: Path, request: pytest.F
     """Of rows with and without images on both backends, and of clips, from the loader to the loop's own figures."""
     words, script = getattr(Pairs(tmp_path, qwen2_5_vl_dir, request), name)(tmp_path)
     pool = request.getfixturevalue("megatron_pools")[2] if name == "megatron" else request.getfixturevalue("ranks2")
-    for windows in pool.run(host_reads_of_a_run, words(tmp_path / "saved"), script, timeout=120):
+    for windows in pool.run(host_reads_of_a_run, [*words(tmp_path / "saved"), *SPARING], script, timeout=120):
         assert len(windows) == 4
         assert not_allowed(windows[1:-1]) == []  # a model's outputs are checked in the first step, which is logged
 
