@@ -22,6 +22,8 @@ PLATFORMS += ("manylinux2014_x86_64", "manylinux1_x86_64")
 EXPECTED = ("torch", "torchvision", "transformers", "tokenizers", "numpy", "triton")
 #: what transformers needs itself, so that it is there as well
 EXPECTED += ("huggingface-hub", "safetensors", "packaging", "pyyaml", "regex", "tqdm", "typer", "pillow")
+#: what torch needs itself
+EXPECTED += ("jinja2",)
 #: what is taken along, the versions of constraints.txt where it has one; without what they need of EXPECTED
 TAKEN = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "xxhash", "filelock")
 TAKEN += ("rich", "markdown-it-py", "mdurl", "pygments")
