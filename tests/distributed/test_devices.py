@@ -23,6 +23,7 @@ from mindspeed_mm.monitor.metrics import read_metrics
 from mindspeed_mm.tasks.generation import pipeline
 from mindspeed_mm.tasks.inference import loading
 from mindspeed_mm.tools.doctor import examine
+from mindspeed_mm.tools.init.machine import this_machine
 from tests.distributed.test_saving import assert_same_checkpoint
 from tests.support.fake_accelerator import Site, fake_accelerator, questions, stray_comparisons
 from tests.support.launch import WRAP, launch_flags, run_entry, write_run_files
@@ -221,7 +222,7 @@ def test_inference_and_the_doctor() -> None:
 
 
 def asked_beside_training() -> set[Site]:
-    """What sampling and `mindspeed-mm doctor` ask."""
+    """What sampling, `mindspeed-mm doctor` and `mindspeed-mm init` ask."""
     with fake_accelerator() as fake:
         assert pipeline._dtype(None) == torch.bfloat16
         assert loading._usual_dtype(PreTrainedConfig()) == torch.bfloat16
@@ -229,6 +230,7 @@ def asked_beside_training() -> set[Site]:
         assert pipeline._placed(sampler, True) is sampler
         sampler.enable_model_cpu_offload.assert_called_once_with(device=torch.device("cpu"))
         assert examine(with_collectives=False).device["number"] is not None
+        assert this_machine().has_devices
     return fake.asked
 
 

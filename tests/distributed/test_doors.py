@@ -71,7 +71,7 @@ def flags_and_files(case: FamilyCase, folder: Path, save: str) -> list[str]:
     files = {**case.files, **{name: folder / name for name in ("model.json", "data.json", "fsdp2.yaml")}}
     for name, content in zip(("model.json", "data.json", "fsdp2.yaml"), parts(case), strict=True):
         files[name].write_text(json.dumps(content))
-    return launch_flags(files, **{**FLAGS, "save": save, "ckpt_format": None, "adam_beta1": None})
+    return launch_flags(files, **{**FLAGS, "save": save, "ckpt_format": None, "adam_beta1": None, "no_report": None})
 
 
 def gpt_args(case: FamilyCase, folder: Path, save: str) -> list[str]:

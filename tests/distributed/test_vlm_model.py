@@ -91,7 +91,7 @@ def test_every_documented_family_is_accepted(megatron_pools: dict[int, RankPool]
     words = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3": "Qwen3", "qwen2": "Qwen2"}
     for page, line in (
         ("README.md", "Megatron-core (tensor, pipeline"),
-        ("README.md", "of Megatron-core's modules"),
+        ("docs/own_model.md", "of Megatron-core's modules"),
         ("README.zh.md", "Megatron-core(张量"),
         ("docs/parallelism.md", "| families |"),
     ):

@@ -83,7 +83,7 @@ def choose_tuning(parameters: int, machine: Machine, *, asked: bool, beside: int
         beside: bytes of frozen encoders, which each device holds whole.
     """
     whole = TRAINED_BYTES * parameters
-    frozen = FROZEN_BYTES[not machine.is_host] * parameters
+    frozen = FROZEN_BYTES[machine.has_devices] * parameters
     there = machine.devices * max(0, machine.memory - beside)
     sizes = f"{_memory(whole)} for weights, gradients and optimizer of {count_in_words(parameters)} parameters"
     if asked:
@@ -115,7 +115,7 @@ def choose_pack(rows: int, longest: int, mean: float, machine: Machine) -> int |
         rows: their number.
         longest, mean: tokens of a row.
     """
-    capacity = max(_PACK[not machine.is_host], power_of_two(longest, up=True))
+    capacity = max(_PACK[machine.has_devices], power_of_two(longest, up=True))
     return capacity if rows >= _ROWS_FOR_PACKING and mean * _EMPTIER <= capacity else None
 
 
@@ -157,8 +157,8 @@ def tokens_at_once(parameters: int, hidden: int, layers: int, machine: Machine, 
         hidden, layers: sizes of its language model.
         is_lora: whether adapters alone are trained.
     """
-    most = _MOST_TOKENS[not machine.is_host]
-    if machine.is_host:
+    most = _MOST_TOKENS[machine.has_devices]
+    if not machine.has_devices:
         return most
     held = (FROZEN_BYTES[1] if is_lora else TRAINED_BYTES) * parameters / machine.devices
     free = max(0.0, machine.memory - held) / 2
@@ -168,7 +168,7 @@ def tokens_at_once(parameters: int, hidden: int, layers: int, machine: Machine, 
 
 def recomputes(parameters: int, machine: Machine) -> bool:
     """Whether blocks are recomputed in backward: of large models on a device, whose memory activations would fill."""
-    return not machine.is_host and parameters >= _LARGE
+    return machine.has_devices and parameters >= _LARGE
 
 
 def recompute_flags(parameters: int, machine: Machine) -> dict[str, Any]:

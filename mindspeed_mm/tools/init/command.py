@@ -78,7 +78,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     """The machine that will train."""
     if options.devices is None:
         return this_machine()
-    return Machine(False, "device", options.devices, int(options.memory * 2**30))
+    return Machine(True, "device", options.devices, int(options.memory * 2**30))
 
 
 def default_folder(model: str, data: str) -> str:

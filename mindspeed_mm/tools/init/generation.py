@@ -129,7 +129,7 @@ def _shape(clips: MeasuredClips, rule: GenerationRule, machine: Machine) -> tupl
     """The keys of one size, or of buckets of several aspect ratios and one area; and the largest shape."""
     frames = 1 if clips.are_pictures else rule.frames_near(min(_FRAMES, *(n for n in clips.frames if n > 1)))
     unit = rule.spatial_multiple
-    area = max(min(_AREA[not machine.is_host], clips.area), unit * unit)
+    area = max(min(_AREA[machine.has_devices], clips.area), unit * unit)
     aspect = 1.0
     if len(clips.sizes) == 1:
         height, width = next(iter(clips.sizes))

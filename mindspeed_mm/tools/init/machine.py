@@ -10,20 +10,20 @@ class Machine:
     """Devices of this machine, on each of which `mindspeed-mm train` starts a process.
 
     Attributes:
-        is_host: there is no accelerator: one process computes on the processor.
+        has_devices: there are accelerators; without one a process computes on the processor.
         name: kind and model of a device.
         devices: their number, at least 1.
         memory: bytes of each.
     """
 
-    is_host: bool
+    has_devices: bool
     name: str
     devices: int
     memory: int
 
     def __str__(self) -> str:
         gibibytes = f"{self.memory / 2**30:.0f} GiB"
-        if self.is_host:
+        if not self.has_devices:
             return f"the CPU ({gibibytes})"
         return f"{self.devices} × {self.name} ({gibibytes} each)" if self.devices > 1 else f"{self.name} ({gibibytes})"
 
@@ -36,5 +36,6 @@ def this_machine() -> Machine:
     from mindspeed_mm import accelerator
 
     device = accelerator.current()
-    number = 1 if device.is_host else torch.accelerator.device_count()
-    return Machine(device.is_host, device.model_name(), number, device.total_memory())
+    has_devices = not device.is_host
+    number = torch.accelerator.device_count() if has_devices else 1
+    return Machine(has_devices, device.model_name(), number, device.total_memory())

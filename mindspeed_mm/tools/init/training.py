@@ -38,7 +38,7 @@ class Training:
         flags: dict[str, Any] = {"micro_batch_size": batches.micro, "global_batch_size": batches.whole}
         flags |= {"train_epochs": batches.epochs, "lr": choose_rate(self.parameters, is_lora=self.tuning.is_lora)}
         flags |= {"lr_decay_style": "cosine", "lr_warmup_fraction": 0.05}
-        if not self.machine.is_host:
+        if self.machine.has_devices:
             flags["bf16"] = True
         flags |= recompute_flags(self.parameters, self.machine)
         if self.tuning.is_lora:

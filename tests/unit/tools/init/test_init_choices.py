@@ -20,9 +20,9 @@ from mindspeed_mm.tools.init.choices import choose_batches, choose_pack, choose_
 from mindspeed_mm.tools.init.machine import Machine
 from tests.support.first_rows import PICTURE_ROWS, ROWS
 
-HOST = Machine(True, "CPU", 1, 24 << 30)
-NODE = Machine(False, "GPU of 80 GiB", 8, 80 << 30)
-ALONE = Machine(False, "GPU of 80 GiB", 1, 80 << 30)
+HOST = Machine(False, "CPU", 1, 24 << 30)
+NODE = Machine(True, "GPU of 80 GiB", 8, 80 << 30)
+ALONE = Machine(True, "GPU of 80 GiB", 1, 80 << 30)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_batches_fit_together() -> None:
     """Whatever the rows are: micro-batches divide what a device takes, and an epoch has a step."""
     rows, lengths, devices = (1, 3, 30, 199, 200, 5_000, 10**6), (5, 300, 3_000, 9_000, 10**5), (1, 2, 3, 6, 8, 64)
     for number, length, count in itertools.product(rows, lengths, devices):
-        machine = Machine(False, "", count, 80 << 30)
+        machine = Machine(True, "", count, 80 << 30)
         sizes = choose_batches(number, length, machine, most=16_384)
         assert sizes.whole % (sizes.micro * count) == 0
         assert sizes.micro == 1 or sizes.micro * length <= 16_384
@@ -91,7 +91,7 @@ def test_short_rows_are_packed_where_they_are_many() -> None:
 
 def test_less_memory_takes_fewer_tokens() -> None:
     large = [
-        tokens_at_once(7_600_000_000, 3_584, 28, Machine(False, "", 8, gib << 30), is_lora=False) for gib in (24, 80)
+        tokens_at_once(7_600_000_000, 3_584, 28, Machine(True, "", 8, gib << 30), is_lora=False) for gib in (24, 80)
     ]
     assert 256 <= large[0] < large[1] <= 16_384
 
