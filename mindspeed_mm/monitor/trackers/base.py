@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -125,3 +125,29 @@ class Tracker(Protocol):
         Args:
             failed: whether an error ends the run.
         """
+
+
+class LoggedByStep:
+    """A run of a tracker that takes figures and pictures by W&B's `log`; it has them for good when it is finished."""
+
+    is_durable = False
+    gather_seconds = 0.0
+
+    def __init__(self, run: Any, kept: Kept, image: Callable[..., Any]) -> None:
+        """
+        Args:
+            run: what the tracker's `init` has returned.
+            kept: what the run folder keeps of it.
+            image: makes what the tracker logs of a picture and its `caption`.
+        """
+        self._run, self.kept, self._image = run, kept, image
+
+    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Log figures of their steps."""
+        for step, figures in records:
+            self._run.log(dict(figures), step=step)
+
+    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
+        """Log pictures with their prompts."""
+        made = {name: self._image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
+        self._run.log(made, step=step)

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import swanlab
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import Kept, Picture, TrackedRun
+from mindspeed_mm.monitor.trackers.base import LoggedByStep, TrackedRun
 
 
-class Swanlab:
-    """An experiment of SwanLab."""
-
-    is_durable = False  # online SwanLab itself leaves out steps that it has; offline it keeps some in memory
-    gather_seconds = 0.0
-
-    def __init__(self, run: Any, kept: Kept) -> None:
-        """
-        Args:
-            run: what `swanlab.init` has returned.
-            kept: what the run folder keeps of it.
-        """
-        self._run, self.kept = run, kept
-
-    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log figures of their steps."""
-        for step, figures in records:
-            self._run.log(dict(figures), step=step)
-
-    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
-        """Log pictures with their prompts."""
-        made = {name: swanlab.Image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
-        self._run.log(made, step=step)
+class Swanlab(LoggedByStep):
+    """An experiment of SwanLab: online it leaves out steps that it has, offline it keeps some in memory."""
 
     def close(self, *, failed: bool) -> None:
         """Finish the experiment; what it lacks online is in its folder, for `swanlab sync`."""
@@ -60,4 +37,4 @@ def open_swanlab(run: TrackedRun, flags: TrackerArguments) -> Swanlab:
         **resumed,
     )
     place = made.url if made.mode == "online" else made.dir
-    return Swanlab(made, run.keep(str(made.id), str(place)))
+    return Swanlab(made, run.keep(str(made.id), str(place)), swanlab.Image)

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
 from mindspeed_mm.configs.flags.trackers import TrackerArguments
-from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, Kept, Picture, TrackedRun
+from mindspeed_mm.monitor.trackers.base import DEFAULT_PROJECT, LoggedByStep, TrackedRun
 
 
-class Trackio:
-    """A run of a Trackio project, which finds runs by their names."""
-
-    is_durable = False  # a thread writes twice a second; how far it has come is asked of the store
-    gather_seconds = 0.0
-
-    def __init__(self, run: Any, kept: Kept) -> None:
-        """
-        Args:
-            run: what `trackio.init` has returned.
-            kept: what the run folder keeps of it.
-        """
-        self._run, self.kept = run, kept
-
-    def log(self, records: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Log figures of their steps."""
-        for step, figures in records:
-            self._run.log(dict(figures), step=step)
-
-    def show(self, pictures: Mapping[str, Picture], step: int) -> None:
-        """Log pictures with their prompts."""
-        made = {name: trackio.Image(picture.image, caption=picture.prompt) for name, picture in pictures.items()}
-        self._run.log(made, step=step)
+class Trackio(LoggedByStep):
+    """A run of a Trackio project, which finds runs by their names; a thread of it writes twice a second."""
 
     def close(self, *, failed: bool) -> None:
         """Write what is left."""
@@ -59,7 +36,7 @@ def open_trackio(run: TrackedRun, flags: TrackerArguments) -> Trackio:
     kept = run.keep(made.name, server or str(trackio.utils.TRACKIO_DIR))
     if run.run_id is not None and name in known:
         kept = replace(kept, step=known[name], evaluation=known[name], samples=known[name])
-    return Trackio(made, kept)
+    return Trackio(made, kept, trackio.Image)
 
 
 def _last_steps(project: str) -> dict[str, int]:
