@@ -86,9 +86,9 @@ def test_a_report_that_cannot_be_made_is_said_once(tmp_path: Path, capsys: pytes
 @needs_proc
 def test_the_end_of_a_run_waits_for_the_last_renewal_and_leaves_no_process(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 3, endings=[{"state": "finished", "time": "2026-01-02T03:09:00+00:00"}])
+    others = processes_below(os.getpid())
     sink = ReportSink(str(folder))
-    below = processes_below(os.getpid())
-    del below[os.getpid()]
+    below = processes_below(os.getpid()).keys() - others.keys()
     assert sink._process is not None and sink._process.stdin is not None
     worker = subprocess.Popen(["sleep", "60"], pass_fds=[sink._process.stdin.fileno()])  # has the pipe open, too
     with mock.patch.object(sink, "_say_why") as said:
