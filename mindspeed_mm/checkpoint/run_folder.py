@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from mindspeed_mm.checkpoint.best import BEST, BestCheckpoint, read_best, write_best
 from mindspeed_mm.utils.errors import CheckpointError
-from mindspeed_mm.utils.files import exchange, fsync_path, replace_file, working_file
+from mindspeed_mm.utils.files import exchange, fsync_path, read_object, replace_file, working_file
 from mindspeed_mm.utils.log import logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -337,8 +337,4 @@ def _is_only_best(checkpoint: Path) -> bool:
 
 def read_record(save: str | Path) -> dict[str, Any]:
     """Return the content of `launch.json` of a run folder; {}: it has none that can be read."""
-    try:
-        found = json.loads((Path(save) / LAUNCH).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(Path(save) / LAUNCH)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.configs.flags.parsed import ParsedFlags, backend_of
 from mindspeed_mm.configs.reader import ConfigReader, MMConfig
+from mindspeed_mm.utils.files import read_object
 from mindspeed_mm.utils.log import notice
 
 _TRACKER, _METADATA, _STATE = "latest_checkpointed_iteration.txt", ".metadata", "state.json"
@@ -88,21 +88,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _config_of(path: Path) -> Mapping[str, Any]:
     """Return the content of a directory's config.json; {} where it has none that can be read."""
-    return _read(path / "config.json")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(path / "config.json")
 
 
 def _remembered(path: Path) -> str | None:
     """Return the HF directory that a checkpoint's run was started from."""
     states = [path / _STATE, *sorted(path.glob(f"iter_*/{_STATE}"), reverse=True)]
-    return next((str(source) for state in states if (source := _read(state).get("source"))), None)
+    return next((str(source) for state in states if (source := read_object(state).get("source"))), None)
 
 
 def _preprocess(mm: MMConfig) -> ConfigReader | None:

@@ -9,6 +9,7 @@ import json
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.utils.errors import ConfigError
 
@@ -104,6 +105,15 @@ def exchange(one: Path, other: Path) -> bool:
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; {}: it holds none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(path: Path, value: object) -> None:

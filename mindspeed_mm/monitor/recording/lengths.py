@@ -12,7 +12,7 @@ import numpy as np
 
 from mindspeed_mm.data.loading.counting import BatchCounts
 from mindspeed_mm.data.loading.dataset import RecordDataset
-from mindspeed_mm.utils.files import replace_file
+from mindspeed_mm.utils.files import read_object, replace_file
 from mindspeed_mm.utils.log import logger
 
 _FILE = "lengths.json"
@@ -49,7 +49,7 @@ class LengthCounts:
         self._waiting: list[int] = []
         self._written = 0.0
         if iteration:
-            self._restore(_read(self._path))
+            self._restore(read_object(self._path))
         if known is not None:
             self._counts[:] = 0
             self._rows = self._longest = 0
@@ -110,11 +110,3 @@ class LengthCounts:
         except (KeyError, TypeError, ValueError, IndexError):
             self._counts[:] = 0
             self._rows = self._longest = self._tokens = self._positions = 0
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.monitor.console import words
-from mindspeed_mm.monitor.report.lines import evenly_spread, read_object, whole_lines
+from mindspeed_mm.monitor.report.lines import evenly_spread, whole_lines
+from mindspeed_mm.utils.files import read_object
 
 _MOST_COLUMNS, _MOST_FRAMES, _MOST_CELLS, _MOST_RANKS = 120, 24, 40_000, 64
 #: texts on the axis of lengths

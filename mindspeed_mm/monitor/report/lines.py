@@ -58,14 +58,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return list(LinesReader(path).new())
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; {}: it can't be read, or holds something else."""
-    try:
-        return _object(path.read_bytes()) or {}
-    except OSError:
-        return {}
-
-
 def evenly_spread(items: Sequence[Item], most: int) -> list[Item]:
     """Return at most so many of the items, evenly chosen, with the first and the last one; of one, the last."""
     if len(items) <= most:

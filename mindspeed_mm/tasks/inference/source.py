@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from mindspeed_mm.checkpoint.run_folder import (
 )
 from mindspeed_mm.configs.hf_directory import describe_missing_model
 from mindspeed_mm.utils.errors import CheckpointError, ConfigError
+from mindspeed_mm.utils.files import read_object
 
 _METADATA, _STATE, _ADAPTER = ".metadata", "state.json", "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -74,11 +74,11 @@ def find_model(
     if not path.is_dir():
         raise CheckpointError(f"{named_by}: {describe_missing_model(place)}")
     if (path / _ADAPTER).is_file():
-        content = _read(path / _ADAPTER)
+        content = read_object(path / _ADAPTER)
         return _find_base(path, content, str(path / _ADAPTER), beside, named_by)
     has_config = _model_type(path) is not None
     directory = path if has_config and not complete else _weights_of(path, step, named_by)
-    state = _read(directory / _STATE)
+    state = read_object(directory / _STATE)
     if isinstance(adapter := state.get("lora"), dict):
         where = f"{directory / _STATE}: lora"
         return _find_base(
@@ -146,24 +146,16 @@ def _find_base(
 
 def _remembered(directory: Path) -> list[Path]:
     """The HF directory that a checkpoint's run started from."""
-    source = _read(directory / _STATE).get("source")
+    source = read_object(directory / _STATE).get("source")
     return [Path(source)] if isinstance(source, str) and source else []
 
 
 def _model_type(directory: Path) -> str | None:
-    return _read(directory / "config.json").get("model_type")
+    return read_object(directory / "config.json").get("model_type")
 
 
 def _has_processor(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _PROCESSOR)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _listing(path: Path) -> str:
