@@ -324,7 +324,7 @@ def train_trainer(how: str, folder: Path, rows: int, *, multiplies_as_ours: bool
     arguments.train_sampling_strategy = "group_by_length" if how == "grouped" else "random"
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "hf", dtype=torch.float32)
     if multiplies_as_ours:
-        accelerator.current().use_fast_products([model])
+        accelerator.current().prepare_steps([model])
     trainer = Trainer(
         model=model,
         args=arguments,

@@ -158,8 +158,9 @@ class Accelerator(ABC):
 
         return None if has_triton() else f"kernels for {self.name} are compiled by triton, which isn't installed"
 
-    def use_fast_products(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027 (a device's own library is fast)
-        """Let the library that is fastest for these modules multiply float32 matrices in this process, exactly."""
+    def prepare_steps(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027 (only the host needs it)
+        """Choose for this process what computes steps of these modules fastest: what multiplies float32 matrices,
+        exactly, and how memory is allocated."""
 
     def float32_products(self) -> str:
         """Return which library multiplies float32 matrices here."""

@@ -14,7 +14,9 @@ from torch import nn
 from mindspeed_mm.accelerator import host_products
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
+from mindspeed_mm.accelerator.attention.short_rows import compute_short_rows_apart
 from mindspeed_mm.accelerator.base import Accelerator
+from mindspeed_mm.accelerator.host_memory import keep_freed_memory
 
 
 class CPUAccelerator(Accelerator):
@@ -31,8 +33,10 @@ class CPUAccelerator(Accelerator):
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         return PaddedHeads(CPUFlashAttention())
 
-    def use_fast_products(self, modules: Sequence[nn.Module]) -> None:
+    def prepare_steps(self, modules: Sequence[nn.Module]) -> None:
         host_products.use_onednn(modules)
+        compute_short_rows_apart()
+        keep_freed_memory()
 
     def float32_products(self) -> str:
         return host_products.library()

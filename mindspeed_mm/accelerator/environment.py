@@ -93,7 +93,7 @@ def harmful_settings(
             sentences.append(f"{setting.name}={value} {setting.why}")
     if device == "cpu":
         processes = processes or this_launch().local_world_size
-        sentences.append(_threads(found.get("OMP_NUM_THREADS"), processes, cores or _usable_cores()))
+        sentences.append(_threads(found.get("OMP_NUM_THREADS"), processes, cores or usable_cores()))
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -122,5 +122,6 @@ def _threads(word: str | None, processes: int, cores: int) -> str | None:
     )
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -84,7 +84,7 @@ class StepEngine:
         self._loss_scale, self._backward_factor, self._schedule = loss_scale, backward_factor, schedule
         self._clip_grad, self._ema = clip_grad, ema
         self._reducer = StepReducer(world)
-        accelerator.current().use_fast_products(modules)
+        accelerator.current().prepare_steps(modules)
         self._sums = self._new_sums()
         self._pending: LaunchedStep | None = None
 

@@ -1,7 +1,8 @@
 """What stays in float32 in a 16-bit model: parameters that the model's own library keeps so, and inputs of blocks.
 
 transformers keeps the routers of some mixtures of experts in float32, diffusers the embedding of timesteps and the
-modulation tables of Wan. FSDP casts whole units, so each such module becomes a unit of its own.
+modulation tables and norms of Wan. FSDP casts whole units, so such a module becomes a unit of its own, unless it has no
+matrix: then it isn't worth a collective, and a break of a compiled block, and its parameters stay whole.
 
 FSDP also casts each floating-point input of a unit. Models compute the rotary tables of their encoders, positions and
 masks in float32 and pass them to their blocks so; casts would round what the model itself doesn't.
@@ -23,11 +24,18 @@ class KeptInFloat32(NamedTuple):
 
     Attributes:
         units: path → module all of whose parameters stay in float32, the outermost ones.
-        loose: name → parameter that stays in float32 beside others of its module that don't.
+        loose: name → any other parameter that stays in float32, beside others of its module that don't.
     """
 
     units: dict[str, nn.Module]
     loose: dict[str, nn.Parameter]
+
+    def only_matrices_in_units(self) -> KeptInFloat32:
+        """Return the same with the parameters of modules without a matrix, as norms are, among the loose ones."""
+        small = {path: unit for path, unit in self.units.items() if all(p.dim() < 2 for p in unit.parameters())}
+        of_small = {join_paths(path, name): p for path, unit in small.items() for name, p in unit.named_parameters()}
+        units = {path: unit for path, unit in self.units.items() if path not in small}
+        return KeptInFloat32(units, {**self.loose, **of_small})
 
 
 def find_kept(root: nn.Module, is_kept: Callable[[str], bool]) -> KeptInFloat32:

@@ -77,17 +77,19 @@ class ShardPlan:
     def keep_in_float32(self, kept: KeptInFloat32, device: torch.device) -> None:
         """Let what `find_kept` has found compute in float32: modules as units of their own, other parameters whole.
 
-        With parameters in host memory, those that are in no such module are cast as the others: whole ones would have
-        to be on the device.
+        Modules without a matrix are whole, too. With parameters in host memory they are units, and parameters that are
+        in no such module are cast as the others: whole ones would have to be on the device.
         """
         if kept.units or kept.loose:
             names = ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".{*}", name) for name in (*kept.units, *kept.loose)}))
             notice(f"kept in float32, as the model's library keeps it: {names}")
-        self.float32_units = kept.units
         if isinstance(self.offload_policy, CPUOffloadPolicy):
+            self.float32_units = kept.units
             if kept.loose:
                 notice(f"fsdp2.yaml: offload_to_cpu: cast to param_dtype as all others: {', '.join(kept.loose)}")
             return
+        kept = kept.only_matrices_in_units()
+        self.float32_units = kept.units
         self.ignored_params |= leave_whole(kept, device)
 
     def override(self, arguments: Mapping[str, Any]) -> None:

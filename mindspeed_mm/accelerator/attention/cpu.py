@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, Band, PackedLengths
-from mindspeed_mm.accelerator.host_products import by_blas
-
-_LONG = 400
-"""Tokens from which on the kernel's products are large enough for oneDNN, where that multiplies float32 matrices."""
-
-_SHORT = 256
-"""Tokens up to which the operator's gradients of shorter formats take longer than those of float32: for rows of 40
-tokens 5 times as long, of 120 twice."""
+from mindspeed_mm.accelerator.attention.short_rows import compute_short_rows_apart
 
 #: whether the operator takes fewer heads of keys than of queries; before torch 2.9 it reads and writes past their end
 TAKES_GROUPS = TorchVersion(torch.__version__) >= (2, 9)
@@ -33,6 +24,7 @@ class CPUFlashAttention(AttentionKernel):
 
     def __init__(self, *, takes_groups: bool = TAKES_GROUPS) -> None:
         self._takes_groups = takes_groups
+        compute_short_rows_apart()
 
     def forward(
         self,
@@ -44,10 +36,9 @@ class CPUFlashAttention(AttentionKernel):
         scale: float,
         lengths: PackedLengths | None = None,
     ) -> tuple[Tensor, Tensor]:
-        with _products(key):
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *self._whole(*_heads_first(query, key, value)), 0.0, band is not None, scale=scale
-            )
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *self._whole(*_heads_first(query, key, value)), 0.0, band is not None, scale=scale
+        )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(
@@ -63,19 +54,10 @@ class CPUFlashAttention(AttentionKernel):
         scale: float,
         lengths: PackedLengths | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if key.shape[1] < _SHORT:
-            grad_out, query, key, value, out = (tensor.float() for tensor in (grad_out, query, key, value, out))
         grad_out, out, lse = _heads_first(grad_out, out, lse)
-        with _products(key):
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out,
-                *self._whole(*_heads_first(query, key, value)),
-                out,
-                lse,
-                0.0,
-                band is not None,
-                scale=scale,
-            )
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, *self._whole(*_heads_first(query, key, value)), out, lse, 0.0, band is not None, scale=scale
+        )
         grad_query, grad_key, grad_value = _heads_first(*grads)
         heads = key.shape[2]
         if grad_key.shape[2] != heads:
@@ -88,11 +70,6 @@ class CPUFlashAttention(AttentionKernel):
             return query, key, value
         groups = query.shape[1] // key.shape[1]
         return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-
-
-def _products(key: Tensor) -> AbstractContextManager[None]:
-    """Context in which the faster library for so many keys multiplies."""
-    return by_blas() if key.shape[1] < _LONG else nullcontext()
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

@@ -6,11 +6,12 @@ others, neighbouring documents of one length are a batch, and padding is left ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,11 +76,6 @@ class Documents:
         return max((length for length, is_document in chain(*self.rows) if is_document), default=0)
 
     @cached_property
-    def has_padding(self) -> bool:
-        """Whether there are tokens of no document."""
-        return not all(is_document for _, is_document in chain(*self.rows))
-
-    @cached_property
     def packed(self) -> PackedLengths:
         """Lengths of all runs of all rows, one after the other; padding is a sequence of its own."""
         lengths = tuple(length for length, _ in chain(*self.rows))
@@ -96,45 +92,61 @@ class Documents:
         return torch.tensor([*runs, (len(self.rows) - 1, 0, False)], dtype=torch.int64)
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """The documents as batches of one length each."""
-        if len(set(self.rows)) == 1 and len(self.rows[0]) <= 2 and sum(told for _, told in self.rows[0]) == 1:
-            ((length, start),) = ((group.length, group.start) for group in _groups(0, self.rows[0]))
-            return (Group(slice(0, len(self.rows)), start, length, 1),)
-        return tuple(group for number, row in enumerate(self.rows) for group in _groups(number, row))
+    def blocks(self) -> tuple[Block, ...]:
+        """The rows in order, in blocks of like ones: all of them, or each by itself."""
+        count = len(self.rows)
+        if len(set(self.rows)) == 1:
+            return (Block(slice(0, count), tuple(_runs(self.rows[0], merges=count == 1))),)
+        return tuple(Block(slice(i, i + 1), tuple(_runs(row, merges=True))) for i, row in enumerate(self.rows))
 
 
-@dataclass(frozen=True)
-class Group:
-    """Documents of one length: one in each of several rows, or several of a row, one after the other.
+class Run(NamedTuple):
+    """Neighbouring documents of one length, or padding.
 
     Attributes:
-        rows: the rows.
-        start: where the first document begins in its row.
         length: tokens of a document.
-        count: documents of a row.
+        number: of documents.
+        is_document: whether they are; otherwise they are padding.
+    """
+
+    length: int
+    number: int
+    is_document: bool
+
+    def documents_in(self, part: Tensor) -> Tensor:
+        """Return its part of rows, `[rows, tokens, …]`, as `[documents, length, …]`, a view."""
+        return part if self.number == 1 else part[0].unflatten(0, (self.number, self.length))
+
+    def in_rows(self, part: Tensor) -> Tensor:
+        """Undo `documents_in`."""
+        return part if self.number == 1 else part.flatten(0, 1).unsqueeze(0)
+
+
+class Block(NamedTuple):
+    """Rows whose documents have the same places.
+
+    Attributes:
+        rows: which; one of them if there is a run of several documents.
+        runs: of each row, from its begin to its end.
     """
 
     rows: slice
-    start: int
-    length: int
-    count: int
+    runs: tuple[Run, ...]
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """Return their part of `[batch, tokens, …]` as `[documents, length, …]`, a view."""
-        stop = self.start + self.count * self.length
-        if self.count == 1:
-            return tensor[self.rows, self.start : stop]
-        return tensor[self.rows.start, self.start : stop].unflatten(0, (self.count, self.length))
+    def cut(self, *tensors: Tensor) -> Iterator[tuple[Run, tuple[Tensor, ...]]]:
+        """Yield each run with its parts of tensors `[batch, tokens, …]`, which are views."""
+        sizes = [run.length * run.number for run in self.runs]
+        parts = ((tensor[self.rows] if tensor.shape[0] > 1 else tensor).split(sizes, 1) for tensor in tensors)
+        yield from zip(self.runs, zip(*parts, strict=True), strict=True)
 
 
-def _groups(number: int, row: tuple[tuple[int, bool], ...]) -> Iterator[Group]:
-    start = 0
-    for (length, is_document), runs in groupby(row):
-        count = len(list(runs))
-        if is_document:
-            yield Group(slice(number, number + 1), start, length, count)
-        start += count * length
+def _runs(row: tuple[tuple[int, bool], ...], *, merges: bool) -> Iterator[Run]:
+    """Yield the runs of a row; equal neighbours are one if `merges`."""
+    if not merges:
+        yield from (Run(length, 1, is_document) for length, is_document in row)
+        return
+    for (length, is_document), alike in groupby(row):
+        yield Run(length, len(list(alike)), is_document)
 
 
 def document_attention(
@@ -229,11 +241,34 @@ class AttentionWithin:
         """Whether the kernel takes all documents at once."""
         return self.kernel.takes_packed and self.kernel.takes(self._band(self.documents.longest))
 
-    def parts(self) -> Iterator[tuple[Group, AttentionKernel, Band | None]]:
-        """Yield the documents in groups, each with its kernel and the keys that its queries see."""
-        for group in self.documents.groups:
-            band = self._band(group.length)
-            yield group, self.kernel if self.kernel.takes(band) else PlainAttention(), band
+    def _one_by_one(
+        self,
+        method: Callable[[AttentionKernel], Callable[..., Sequence[Tensor]]],
+        empty: Callable[..., Sequence[Tensor]],
+        *tensors: Tensor,
+    ) -> list[Tensor]:
+        """Compute runs of documents one after the other.
+
+        Args:
+            method: kernel → what computes results `[documents, length, …]` of a run's tensors.
+            empty: tensors of padding → what stands for its results.
+            tensors: `[batch, tokens, …]`.
+
+        Returns:
+            the results as `[batch, tokens, …]`.
+        """
+        results: list[Sequence[Tensor]] = []
+        for block in self.documents.blocks:
+            for run, parts in block.cut(*tensors):
+                if run.is_document:
+                    band = self._band(run.length)
+                    kernel = self.kernel if self.kernel.takes(band) else PlainAttention()
+                    found = method(kernel)(*map(run.documents_in, parts), band=band, scale=self.scale)
+                    results.append(list(map(run.in_rows, found)))
+                else:
+                    results.append(empty(*parts))
+        rows = [torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
+        return [row.reshape(*self.documents.shape, *row.shape[2:]) for row in rows]
 
     def all_at_once(self) -> dict[str, Any]:
         """Return the arguments of the kernel for tensors of `pack`."""
@@ -249,12 +284,7 @@ class AttentionWithin:
             packed = [_pack(tensor) for tensor in (query, key, value)]
             out, lse = (_unpack(part, query) for part in self.kernel.forward(*packed, **self.all_at_once()))
         else:
-            new = query.new_zeros if self.documents.has_padding else query.new_empty
-            out, lse = new(*query.shape[:3], value.shape[-1]), new(query.shape[:3], dtype=torch.float32)
-            for group, kernel, band in self.parts():
-                taken = (group.take(tensor) for tensor in (query, key, value))
-                for whole, part in zip((out, lse), kernel.forward(*taken, band=band, scale=self.scale)):
-                    group.take(whole).copy_(part)
+            out, lse = self._one_by_one(attrgetter("forward"), _no_output, query, key, value)
         if sinks is not None:
             out, lse = divide_by_sinks(out, lse, sinks)
         return out.to(query.dtype), lse
@@ -275,15 +305,20 @@ class AttentionWithin:
             packed = [_pack(tensor) for tensor in (grad_out, query, key, value, out, lse)]
             grads = [_unpack(part, query) for part in self.kernel.backward(*packed, **self.all_at_once())]
         else:
-            new = torch.zeros_like if self.documents.has_padding else torch.empty_like
-            grads = [new(tensor) for tensor in (query, key, value)]
-            for group, kernel, band in self.parts():
-                taken = (group.take(tensor) for tensor in (grad_out, query, key, value, out, lse))
-                for whole, part in zip(grads, kernel.backward(*taken, band=band, scale=self.scale)):
-                    group.take(whole).copy_(part)
+            grads = self._one_by_one(attrgetter("backward"), _no_gradients, grad_out, query, key, value, out, lse)
         grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks)
         of_query, of_key, of_value = (grad.to(of.dtype) for grad, of in zip(grads, (query, key, value)))
         return of_query, of_key, of_value, grad_sinks
+
+
+def _no_output(query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    return query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_zeros(query.shape[:3], dtype=torch.float32)
+
+
+def _no_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor]:
+    return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
 
 
 class _DocumentAttention(torch.autograd.Function):

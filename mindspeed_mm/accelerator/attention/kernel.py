@@ -144,6 +144,8 @@ class PaddedHeads(AttentionKernel):
         lengths: PackedLengths | None = None,
     ) -> tuple[Tensor, Tensor]:
         size = self._size(query, value)
+        if size == query.shape[-1] == value.shape[-1]:
+            return self._kernel.forward(query, key, value, band=band, scale=scale, lengths=lengths)
         q, k, v = (_pad(t, size) for t in (query, key, value))
         out, lse = self._kernel.forward(q, k, v, band=band, scale=scale, lengths=lengths)
         return out[..., : value.shape[-1]], lse
@@ -162,6 +164,8 @@ class PaddedHeads(AttentionKernel):
         lengths: PackedLengths | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         size = self._size(query, value)
+        if size == query.shape[-1] == value.shape[-1]:
+            return self._kernel.backward(grad_out, query, key, value, out, lse, band=band, scale=scale, lengths=lengths)
         g, q, k, v, o = (_pad(t, size) for t in (grad_out, query, key, value, out))
         grads = self._kernel.backward(g, q, k, v, o, lse, band=band, scale=scale, lengths=lengths)
         grad_query, grad_key, grad_value = (grad[..., : of.shape[-1]] for grad, of in zip(grads, (query, key, value)))
@@ -169,4 +173,4 @@ class PaddedHeads(AttentionKernel):
 
 
 def _pad(tensor: Tensor, size: int) -> Tensor:
-    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
+    return F.pad(tensor, (0, size - tensor.shape[-1]))

@@ -6,6 +6,7 @@ once for all layers and passes that share it; a graph takes it for any other inp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ def attend_in_graph(
         `[batch, tokens, query heads, value head size]`.
     """
     heads_last = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return _attend(*heads_last, sinks, places, scale, is_causal, window)[0]
+    output, _ = torch.ops.mindspeed_mm.attend_within_documents(*heads_last, sinks, places, scale, is_causal, window)
+    return output
 
 
 def _how(query: Tensor, value: Tensor, places: Tensor, scale: float, is_causal: bool, window: int | None) -> Any:
@@ -79,7 +81,6 @@ def _how(query: Tensor, value: Tensor, places: Tensor, scale: float, is_causal: 
     return AttentionWithin.of(kernel, readings.of(places), scale=scale, is_causal=is_causal, window=window)
 
 
-@torch.library.custom_op("mindspeed_mm::attend_within_documents", mutates_args=())
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -95,8 +96,7 @@ def _attend(
     return out.contiguous(), lse.contiguous()
 
 
-@_attend.register_fake
-def _(
+def _shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,7 +109,6 @@ def _(
     return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("mindspeed_mm::attend_within_documents_backward", mutates_args=())
 def _attend_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -130,8 +129,7 @@ def _attend_backward(
     return of_query, of_key, of_value, query.new_empty(0) if of_sinks is None else of_sinks
 
 
-@_attend_backward.register_fake
-def _(
+def _shapes_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -155,8 +153,36 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, value, sinks, out, lse, places = ctx.saved_tensors
-    *grads, of_sinks = _attend_backward(grad_out, query, key, value, sinks, out, lse, places, *ctx.settings)
+    *grads, of_sinks = torch.ops.mindspeed_mm.attend_within_documents_backward(
+        grad_out, query, key, value, sinks, out, lse, places, *ctx.settings
+    )
     return *grads, None if sinks is None else of_sinks, None, None, None, None
 
 
-_attend.register_autograd(_differentiate, setup_context=_keep)
+def _register(compute: Callable[..., Any], shapes: Callable[..., Any], schema: str) -> str:
+    """Register an operator and return its name; `torch.library.custom_op` would add Python to each call."""
+    name = _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mindspeed_mm::{name}", shapes, lib=_LIBRARY)
+    return f"mindspeed_mm::{name}"
+
+
+_LIBRARY = torch.library.Library("mindspeed_mm", "FRAGMENT")
+_SETTINGS = "Tensor places, float scale, bool is_causal, SymInt? window"
+_register(
+    _attend_backward,
+    _shapes_backward,
+    "attend_within_documents_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    f"Tensor out, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.register_autograd(
+    _register(
+        _attend,
+        _shapes,
+        "attend_within_documents(Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+        f"{_SETTINGS}) -> (Tensor, Tensor)",
+    ),
+    _differentiate,
+    setup_context=_keep,
+    lib=_LIBRARY,
+)

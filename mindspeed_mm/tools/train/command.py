@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mindspeed_mm.configs.environment import STARTER, TO_FILES, TRACEBACKS
 from mindspeed_mm.configs.working_directory import change_to
-from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten
+from mindspeed_mm.tools.train.processes import FORWARDED, LaunchedRanks, is_handled, parse_options, quieten, share_cores
 from mindspeed_mm.tools.train.target import LaunchTarget, find_target
 
 #: options of this command line for a launcher inside of a launch script, as words of one line
@@ -96,6 +96,7 @@ def _with_overriding(words: Sequence[str]) -> tuple[argparse.Namespace, list[str
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     """Start the processes, each with a program: `-m` and a module or a script, and its words."""
     quieten()
+    share_cores(options.nproc_per_node)
     if not options.traceback:
         os.environ.setdefault(TRACEBACKS, TO_FILES)
         program = program if program[0] == "-m" else ("-m", _SCRIPT_RUNNER, *program)

@@ -137,7 +137,21 @@ def quieten() -> None:
     """Leave what torch's launcher logs to the messages of the ranks and of this command."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def share_cores(processes: str) -> None:
+    """Set the threads of each process, unless OMP_NUM_THREADS does: one beside a device, else a share of the cores.
+
+    Args:
+        processes: of this machine, as --nproc-per-node has them.
+    """
+    import torch
+
+    from mindspeed_mm.accelerator.environment import usable_cores
+
+    on_host = processes.isdecimal() and not torch.accelerator.is_available()
+    threads = usable_cores() // max(1, int(processes)) if on_host else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def is_handled(number: int) -> bool:

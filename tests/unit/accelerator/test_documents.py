@@ -16,6 +16,7 @@ NUMBERS = {
     "padding at either end": [[1] * 9 + [0] * 5, [0] * 6 + [1] * 8],
     "rows of one length": [[1] * 14, [1] * 14],
     "equal padding": [[0] * 3 + [1] * 11, [0] * 3 + [1] * 11],
+    "equal packs": [[1] * 4 + [2] * 4 + [0] * 1 + [3] * 5, [1] * 4 + [2] * 4 + [0] * 1 + [3] * 5],
     "a row of padding": [[0] * 14, [1] * 10 + [2] * 4],
 }
 
@@ -74,12 +75,16 @@ def test_a_kernel_that_ignores_lengths_is_seen(operators: None, monkeypatch: pyt
 def test_where_documents_are() -> None:
     documents = Documents.of(torch.tensor([[1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2]]))
     assert documents.rows == (((2, True), (2, True), (1, True), (1, False)), ((1, True), (5, True)))
-    assert (documents.shape, documents.longest, documents.has_padding) == ((2, 6), 5, True)
+    assert (documents.shape, documents.longest) == ((2, 6), 5)
     assert documents.packed.queries == (2, 2, 1, 1, 1, 5)
-    places = [(g.rows.start, g.start, g.length, g.count) for g in documents.groups]
-    assert places == [(0, 0, 2, 2), (0, 4, 1, 1), (1, 0, 1, 1), (1, 1, 5, 1)]
+    assert [(block.rows.start, *map(tuple, block.runs)) for block in documents.blocks] == [
+        (0, (2, 2, True), (1, 1, True), (1, 1, False)),
+        (1, (1, 1, True), (5, 1, True)),
+    ]
+    (alike,) = Documents.of(torch.tensor([[1, 1, 2, 2, 0], [5, 5, 6, 6, 0]])).blocks
+    assert alike.rows == slice(0, 2) and [tuple(run) for run in alike.runs] == [(2, 1, True)] * 2 + [(1, 1, False)]
     assert documents.of_rows(1, 1).rows == documents.rows[1:]
-    assert not Documents.in_one_row([3, 0, 2]).has_padding and Documents.in_one_row([3, 0, 2]).shape == (1, 5)
+    assert Documents.in_one_row([3, 0, 2]).shape == (1, 5)
 
 
 def test_reading_longer_rows_takes_no_more_operators() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator import host_products
-from mindspeed_mm.accelerator.attention import CAUSAL
-from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
+from mindspeed_mm.accelerator.attention import short_rows
 
 LARGE = [nn.Linear(256, 256), nn.Linear(64, 64)]
 pytestmark = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch has the setting since 2.9")
@@ -32,7 +32,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine on which nothing is against oneDNN, whatever this one is."""
     _machine(monkeypatch, tmp_path, "AVX512", "vendor_id\t: AuthenticAMD\n")
     monkeypatch.setattr(SETTING + "_is_exact", lambda: True)
-    accelerator.current().use_fast_products(LARGE)
+    accelerator.current().prepare_steps(LARGE)
 
 
 def _machine(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: str, said: str) -> None:
@@ -58,7 +58,7 @@ def test_when_it_is_taken(
 ) -> None:
     _machine(monkeypatch, tmp_path, capability, said)
     monkeypatch.setattr(SETTING + "_is_exact", lambda: is_exact)
-    accelerator.current().use_fast_products(LARGE)
+    accelerator.current().prepare_steps(LARGE)
     assert torch.get_float32_matmul_precision() == ("highest" if why else "medium")
     found = host_products.why_not_onednn()
     assert found is None if why is None else why in str(found)
@@ -69,7 +69,7 @@ def test_when_it_is_taken(
 @pytest.mark.parametrize(("sizes", "library"), [([16, 255], "highest"), ([256, 255], "medium"), ([], "highest")])
 def test_models_of_small_matrices_keep_blas(sizes: list[int], library: str) -> None:
     torch.set_float32_matmul_precision("highest")
-    accelerator.current().use_fast_products([nn.Sequential(*(nn.Linear(size, size) for size in sizes))])
+    accelerator.current().prepare_steps([nn.Sequential(*(nn.Linear(size, size) for size in sizes))])
     assert torch.get_float32_matmul_precision() == library
 
 
@@ -93,7 +93,7 @@ def test_products_in_a_shorter_format_are_recognised(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("shape", [(3, 5, 7), (64, 256, 704), (1, 300, 96), (1024, 64, 1024)])
 def test_products_are_those_of_float32(shape: tuple[int, int, int]) -> None:
     """As a run multiplies here, by whatever library: within float32's rounding of the exact product."""
-    accelerator.current().use_fast_products(LARGE)
+    accelerator.current().prepare_steps(LARGE)
     rows, inner, columns = shape
     left, right, bias = torch.randn(rows, inner), torch.randn(inner, columns), torch.randn(columns)
     exact, largest = left.double() @ right.double(), left.abs().double() @ right.abs().double()
@@ -110,27 +110,30 @@ def test_products_are_those_of_float32(shape: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("taken")
 @pytest.mark.parametrize(("tokens", "library"), [(399, "ieee"), (400, "bf16")])
 def test_attention_to_few_keys_multiplies_by_blas(monkeypatch: pytest.MonkeyPatch, tokens: int, library: str) -> None:
-    """In both passes; a call of oneDNN takes longer than such products. Afterwards all is as before."""
+    """In both passes, whoever calls it; a call of oneDNN takes longer than such products. All is as before then."""
     settings = torch.backends.mkldnn.matmul
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
 
-    def watched(name: str) -> Callable[..., torch.Tensor]:
-        operator = getattr(torch.ops.aten, name)
+    class Watched:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
 
-        def call(*args: object, **kwargs: object) -> torch.Tensor:
-            seen.append(settings.fp32_precision)
-            return operator(*args, **kwargs)
+        def call_boxed(self, *given: Any, **named: Any) -> Any:
+            seen.append((self.name, settings.fp32_precision))
+            return self.kernel.call_boxed(*given, **named)
 
-        return call
-
-    names = [f"_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")]
-    for name in names:
-        monkeypatch.setattr(torch.ops.aten, name, watched(name))
-    query, key, value, grad = torch.randn(4, 1, tokens, 2, 8)
-    kernel = CPUFlashAttention()
-    out, lse = kernel.forward(query, key, value, band=CAUSAL, scale=0.3)
-    kernel.backward(grad, query, key, value, out, lse, band=CAUSAL, scale=0.3)
-    assert seen == [library] * 2
+    get_kernel = torch.library.get_kernel
+    monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Watched(name, get_kernel(name, key)))
+    short_rows._replace.cache_clear()
+    try:
+        short_rows.compute_short_rows_apart()
+        query, key, value = torch.randn(3, 1, 2, tokens, 8)
+        nn.functional.scaled_dot_product_attention(query.requires_grad_(), key, value).sum().backward()
+    finally:
+        short_rows._replace.cache_clear()
+        short_rows.compute_short_rows_apart()
+    operator = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert seen == [(operator, library), (f"{operator}_backward", library)]
     assert settings.fp32_precision == "bf16"
     torch.set_float32_matmul_precision("highest")
     with host_products.by_blas():

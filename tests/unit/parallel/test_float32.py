@@ -50,7 +50,10 @@ def test_transformers_says_what_it_keeps() -> None:
             kept = find_kept(model, as_trainable(model).keeps_in_float32(dtype))
             assert list(kept.units) == [f"{path}model.layers.1.mlp.gate"] and not kept.loose
     assert not find_kept(oss, as_trainable(oss).keeps_in_float32(torch.bfloat16)).units
-    assert len(find_kept(oss, as_trainable(oss).keeps_in_float32(torch.float16)).units) == 5  # its norms
+    norms = find_kept(oss, as_trainable(oss).keeps_in_float32(torch.float16))
+    assert len(norms.units) == 5 and not norms.loose
+    whole = norms.only_matrices_in_units()
+    assert not whole.units and sorted(whole.loose) == sorted(f"{path}.weight" for path in norms.units)
 
 
 def test_diffusers_says_what_it_keeps() -> None:
@@ -61,7 +64,11 @@ def test_diffusers_says_what_it_keeps() -> None:
     kept = find_kept(model, as_trainable(model).keeps_in_float32(torch.bfloat16))
     blocks = range(len(model.blocks))
     assert sorted(kept.units) == [*(f"blocks.{i}.norm2" for i in blocks), "condition_embedder.time_embedder"]
-    assert sorted(kept.loose) == [*(f"blocks.{i}.scale_shift_table" for i in blocks), "scale_shift_table"]
+    tables = [*(f"blocks.{i}.scale_shift_table" for i in blocks), "scale_shift_table"]
+    assert sorted(kept.loose) == tables
+    whole = kept.only_matrices_in_units()
+    norms = [f"blocks.{i}.norm2.{name}" for i in blocks for name in ("weight", "bias")]
+    assert list(whole.units) == ["condition_embedder.time_embedder"] and sorted(whole.loose) == sorted(tables + norms)
 
 
 def test_a_block_casts_its_hidden_states_alone() -> None:

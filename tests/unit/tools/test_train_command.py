@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
+from mindspeed_mm.accelerator import environment
 from mindspeed_mm.configs.environment import STARTER
-from mindspeed_mm.tools.train import command
+from mindspeed_mm.tools.train import command, processes
 from tests.support.launch import ROOT
 
 WORDS = ["--nproc_per_node", "8", "--nnodes", "1", "pretrain_transformers.py", "--lr", "1e-3"]
@@ -46,3 +47,27 @@ def test_inside_of_a_script_the_options_and_signals_of_the_outer_command_count(
     assert program[-2:] == ["--lr", "1e-3"] and "pretrain_transformers" in program[0]
     assert Ranks.starter == starter
     assert state.read_text() == "ended 3"
+
+
+@pytest.mark.parametrize(
+    "count, has_device, stated, threads",
+    [
+        ("1", False, None, "6"),
+        ("4", False, None, "1"),
+        ("8", False, None, "1"),
+        ("2", False, "5", "5"),
+        ("1", True, None, "1"),
+        ("auto", False, None, "1"),
+    ],
+)
+def test_processes_of_the_host_share_its_cores(
+    count: str, has_device: bool, stated: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 6)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: has_device)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if stated is not None:
+            os.environ["OMP_NUM_THREADS"] = stated
+        processes.share_cores(count)
+        assert os.environ["OMP_NUM_THREADS"] == threads
