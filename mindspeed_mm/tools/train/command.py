@@ -33,7 +33,8 @@ _USAGE = """usage: mindspeed-mm train [options of torchrun] WHAT [its words]
 
 WHAT is a run's YAML file (section.key=value after it changes values), an entry script with its flags, a launch
 script of bash, or a run folder, whose run it starts again. Often used of torchrun's options:
-  --nproc-per-node N     processes on this machine; default: one a device, one where there is none
+  --nproc-per-node N     processes on this machine; default: one a device, one where there is none; without
+                         devices they share the cores, unless OMP_NUM_THREADS is set
   --max-restarts N       start all again after a failure, from the last checkpoint
   --nnodes N --rdzv-endpoint HOST:PORT     the same command on each of N machines
 and of its own:
