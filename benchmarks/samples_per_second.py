@@ -7,8 +7,8 @@
 Every run is processes of its own, which train on every row once after some steps that warm them up; the contenders'
 runs alternate, and medians are compared. Rows are processed before: what is measured is the step, and the choice and
 the joining of rows. Ours pads rows as they come, pads rows of like length, and packs them; the Trainer does so as its
-default is, and grouped by length, once more with float32 matrices multiplied as ours does on the host; LLaMA-Factory
-and ms-swift, where a Python is given that has them (see other_trainers.py), pack too. Ours has compiled blocks, too,
+default is, and grouped by length, once more with what ours sets on the host (products and memory); LLaMA-Factory and
+ms-swift, where a Python is given that has them (see other_trainers.py), pack too. Ours has compiled blocks, too,
 measured once they are compiled. Model, weights, optimizer, rows, and rows in a padded micro-batch are the same.
 """
 
@@ -40,7 +40,7 @@ MICRO_BATCH = 8  # padded rows
 CAPACITY = 1024  # tokens of a pack
 MEDIAN, SPREAD, LONGEST = 90, 0.7, 600  # tokens of a row: the mean is 115
 COMPILED = "compiled"
-OUR_PRODUCTS = "as ours multiplies"  # float32 matrices, on the host
+OUR_SETTINGS = "with our settings"  # of the host: what multiplies float32 matrices, how memory is kept
 CONTENDERS = (
     "ours padded",
     "ours padded compiled",
@@ -49,13 +49,13 @@ CONTENDERS = (
     "ours packed compiled",
     "Trainer default",
     "Trainer grouped",
-    f"Trainer grouped {OUR_PRODUCTS}",
+    f"Trainer grouped {OUR_SETTINGS}",
 )
 #: (contender, the one that it is compared with, the largest ratio of their times)
 TARGETS = (
     ("ours packed", "Trainer default", 0.8),
     ("ours packed", "Trainer grouped", 0.95),
-    ("ours packed", f"Trainer grouped {OUR_PRODUCTS}", 0.95),
+    ("ours packed", f"Trainer grouped {OUR_SETTINGS}", 0.95),
     ("ours packed compiled", "ours packed", 0.9),
     ("ours padded compiled", "ours padded", 0.9),
 )
@@ -194,7 +194,7 @@ def run_worker(name: str, folder: Path, rows: int) -> None:
     torch.set_num_threads(1)
     whose, how, *_ = name.split(" ")
     which = partial(train_ours, how, COMPILED in name) if whose == "ours" else partial(train_trainer, how)
-    run = partial(which, multiplies_as_ours=True) if OUR_PRODUCTS in name else which
+    run = partial(which, has_our_settings=True) if OUR_SETTINGS in name else which
     tokens, began, ended = run(folder, rows)
     dataset = dataset_of(folder)
     in_all = sum(size.tokens for number in range(rows) for size in dataset.measure(number))
@@ -285,14 +285,14 @@ def epoch(loaders: list[Any], rows: int) -> Iterator[tuple[Any, ...]]:
             return
 
 
-def train_trainer(how: str, folder: Path, rows: int, *, multiplies_as_ours: bool = False) -> Result:
+def train_trainer(how: str, folder: Path, rows: int, *, has_our_settings: bool = False) -> Result:
     """The HF Trainer over the processed rows, padded to the longest of a micro-batch.
 
     Args:
         how: "grouped": by length.
         folder: of the rows.
         rows: their number.
-        multiplies_as_ours: float32 matrices by the library that our loop chooses, which the Trainer doesn't.
+        has_our_settings: what our loop chooses on the host: which library multiplies, and that freed memory is kept.
 
     Returns:
         see `train_ours`.
@@ -323,7 +323,7 @@ def train_trainer(how: str, folder: Path, rows: int, *, multiplies_as_ours: bool
     arguments = trainer_arguments(folder, 1, steps, MICRO_BATCH)
     arguments.train_sampling_strategy = "group_by_length" if how == "grouped" else "random"
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "hf", dtype=torch.float32)
-    if multiplies_as_ours:
+    if has_our_settings:
         accelerator.current().prepare_steps([model])
     trainer = Trainer(
         model=model,
