@@ -24,7 +24,7 @@ class KeptInFloat32(NamedTuple):
 
     Attributes:
         units: path → module all of whose parameters stay in float32, the outermost ones.
-        loose: name → any other parameter that stays in float32, beside others of its module that don't.
+        loose: name → any other parameter that stays in float32.
     """
 
     units: dict[str, nn.Module]

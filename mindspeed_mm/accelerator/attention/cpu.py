@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, Band, PackedLengths
-from mindspeed_mm.accelerator.attention.short_rows import compute_short_rows_apart
 
 #: whether the operator takes fewer heads of keys than of queries; before torch 2.9 it reads and writes past their end
 TAKES_GROUPS = TorchVersion(torch.__version__) >= (2, 9)
@@ -24,7 +23,6 @@ class CPUFlashAttention(AttentionKernel):
 
     def __init__(self, *, takes_groups: bool = TAKES_GROUPS) -> None:
         self._takes_groups = takes_groups
-        compute_short_rows_apart()
 
     def forward(
         self,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from mindspeed_mm.models.contract import as_trainable
 from mindspeed_mm.parallel.float32 import cast_hidden_states, find_kept, leave_whole
+from mindspeed_mm.parallel.fsdp2 import ShardPlan
+from mindspeed_mm.parallel.meshes import ParameterMeshes
 from tests.support.predictors import cases
 
 
@@ -69,6 +73,17 @@ def test_diffusers_says_what_it_keeps() -> None:
     whole = kept.only_matrices_in_units()
     norms = [f"blocks.{i}.norm2.{name}" for i in blocks for name in ("weight", "bias")]
     assert list(whole.units) == ["condition_embedder.time_embedder"] and sorted(whole.loose) == sorted(tables + norms)
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()])
+def test_modules_without_a_matrix_are_units_in_host_memory_only(policy: OffloadPolicy) -> None:
+    """There parameters that aren't sharded would be cast."""
+    model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3))
+    plan = ShardPlan(ParameterMeshes(SimpleNamespace()), MixedPrecisionPolicy(), policy, True)  # type: ignore[arg-type]
+    plan.keep_in_float32(find_kept(model, lambda name: True), torch.device("cpu"))
+    in_host_memory = isinstance(policy, CPUOffloadPolicy)
+    assert list(plan.float32_units) == (["0", "1"] if in_host_memory else ["1"])
+    assert plan.ignored_params == (set() if in_host_memory else set(model[0].parameters()))
 
 
 def test_a_block_casts_its_hidden_states_alone() -> None:
