@@ -92,15 +92,15 @@ class Documents:
         return torch.tensor([*runs, (len(self.rows) - 1, 0, False)], dtype=torch.int64)
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RowBlock, ...]:
         """The rows in order, in blocks of like ones: all of them, or each by itself."""
         count = len(self.rows)
         if len(set(self.rows)) == 1:
-            return (Block(slice(0, count), tuple(_runs(self.rows[0], merges=count == 1))),)
-        return tuple(Block(slice(i, i + 1), tuple(_runs(row, merges=True))) for i, row in enumerate(self.rows))
+            return (RowBlock(slice(0, count), tuple(_runs(self.rows[0], merges=count == 1))),)
+        return tuple(RowBlock(slice(i, i + 1), tuple(_runs(row, merges=True))) for i, row in enumerate(self.rows))
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """Neighbouring documents of one length, or padding.
 
     Attributes:
@@ -122,7 +122,7 @@ class Run(NamedTuple):
         return part if self.number == 1 else part.flatten(0, 1).unsqueeze(0)
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows whose documents have the same places.
 
     Attributes:
@@ -131,22 +131,22 @@ class Block(NamedTuple):
     """
 
     rows: slice
-    runs: tuple[Run, ...]
+    runs: tuple[DocumentRun, ...]
 
-    def cut(self, *tensors: Tensor) -> Iterator[tuple[Run, tuple[Tensor, ...]]]:
+    def cut(self, *tensors: Tensor) -> Iterator[tuple[DocumentRun, tuple[Tensor, ...]]]:
         """Yield each run with its parts of tensors `[batch, tokens, …]`, which are views."""
         sizes = [run.length * run.number for run in self.runs]
         parts = ((tensor[self.rows] if tensor.shape[0] > 1 else tensor).split(sizes, 1) for tensor in tensors)
         yield from zip(self.runs, zip(*parts, strict=True), strict=True)
 
 
-def _runs(row: tuple[tuple[int, bool], ...], *, merges: bool) -> Iterator[Run]:
+def _runs(row: tuple[tuple[int, bool], ...], *, merges: bool) -> Iterator[DocumentRun]:
     """Yield the runs of a row; equal neighbours are one if `merges`."""
     if not merges:
-        yield from (Run(length, 1, is_document) for length, is_document in row)
+        yield from (DocumentRun(length, 1, is_document) for length, is_document in row)
         return
     for (length, is_document), alike in groupby(row):
-        yield Run(length, len(list(alike)), is_document)
+        yield DocumentRun(length, len(list(alike)), is_document)
 
 
 def document_attention(
