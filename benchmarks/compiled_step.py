@@ -3,8 +3,8 @@
     python benchmarks/compiled_step.py                              # about 6 minutes on two cores
     python benchmarks/compiled_step.py --cases clips --dtypes bf16
 
-Both loops are ours, in one process, over the same micro-batches in turn: packs of text, packs with images (the
-Qwen2.5-VL of 4.9 M parameters) and extracted clips (the Wan of 5.5 M parameters of generation_step.py). Each goes
+Both loops are ours, in processes of their own, over the same micro-batches in turn: packs of text, packs with images
+(the Qwen2.5-VL of 4.9 M parameters) and extracted clips (the Wan of 5.5 M parameters of generation_step.py). Each goes
 through all micro-batches before, so that nothing is compiled meanwhile. Compared are passes over all of them.
 """
 
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +28,104 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 CASES, DTYPES = ("text", "images", "clips"), ("fp32", "bf16")
 BATCHES, ROWS, TARGET = 6, 60, 0.9
 LOGGED = 10  # steps at a run's begin
+ANSWER = "answer:"  # begins a line of a worker
 
 
 def main() -> None:
-    """Compare each case in a process of its own, and print the ratios."""
+    """Compare each case, plain and compiled in processes of their own, and print the ratios."""
     from common import add_smallest
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=7, help="passes of each over all micro-batches")
-    parser.add_argument("--worker", nargs=2, metavar=("CASE", "DTYPE"))
+    parser.add_argument("--worker", nargs=3, metavar=("CASE", "DTYPE", "HOW"))
     parser.add_argument("--folder", type=Path)
     add_smallest(parser)
     options = parser.parse_args()
     if options.worker:
-        compare(*options.worker, options.folder, options.rounds, smallest=options.smallest)
+        train_on_demand(*options.worker, options.folder, smallest=options.smallest)
         return
     if options.smallest:
         options.rounds, options.cases, options.dtypes = 1, ("text",), ("fp32",)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="compiled-step-"))
     for case in options.cases:
         for dtype in options.dtypes:
-            words = [str(Path(__file__).resolve()), "--worker", case, dtype, "--folder", str(folder / case)]
-            words += ["--rounds", str(options.rounds), *(["--smallest"] if options.smallest else [])]
-            subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            compare(case, dtype, folder, options.rounds, smallest=options.smallest)
 
 
 def compare(case: str, dtype: str, folder: Path, rounds: int, *, smallest: bool) -> None:
-    """Train both loops in turn, and print medians of passes and their ratio."""
-    import torch
+    """Let both processes train in turn, and print medians of their steps and the ratio."""
     from common import median
 
-    torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    make = clips if case == "clips" else packs
-    loops, batches = make(case, dtype, folder, smallest=smallest)
-    for loop in loops.values():
-        one_pass(loop, batches)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for _ in range(rounds):
-        for name, loop in loops.items():
-            found[name].append(one_pass(loop, batches))
+    with ExitStack() as stack:
+        workers = {
+            how: stack.enter_context(Worker(case, dtype, how, folder / f"{case}-{dtype}-{how}", smallest=smallest))
+            for how in ("plain", "compiled")
+        }
+        found: dict[str, list[tuple[float, float]]] = {how: [] for how in workers}
+        for _ in range(rounds):
+            for how, worker in workers.items():
+                found[how].append(worker.train())
     clock, processor = (
         median([compiled[of] / plain[of] for plain, compiled in zip(found["plain"], found["compiled"])])
         for of in range(2)
     )
-    plain = median([seconds for seconds, _ in found["plain"]]) / batches
+    plain = median([seconds for seconds, _ in found["plain"]])
     print(
         f"{case}, {dtype}: a step of {1000 * plain:.0f} ms takes compiled {clock:.3f} of its time, of the processor's "
         f"{processor:.3f} (target <= {TARGET})",
         flush=True,
     )
+
+
+class Worker:
+    """A process that trains on demand; it has done so once when this returns, with everything compiled."""
+
+    def __init__(self, case: str, dtype: str, how: str, folder: Path, *, smallest: bool) -> None:
+        words = [str(Path(__file__).resolve()), "--worker", case, dtype, how, "--folder", str(folder)]
+        self._process = subprocess.Popen(
+            [sys.executable, *words, *(["--smallest"] if smallest else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._answer()
+
+    def train(self) -> tuple[float, float]:
+        """Let it pass over all micro-batches; returns the seconds of a step, of the clock and of the processor."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        clock, processor = self._answer()
+        return clock, processor
+
+    def _answer(self) -> list[float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return [float(word) for word in line.removeprefix(ANSWER).split()]
+        raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
+
+
+def train_on_demand(case: str, dtype: str, how: str, folder: Path, *, smallest: bool) -> None:
+    """Train for each line that comes, and answer how long a step took."""
+    import torch
+
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    make = clips if case == "clips" else packs
+    loop, batches = make(case, dtype, folder, is_compiled=how == "compiled", smallest=smallest)
+    one_pass(loop, batches)
+    print(ANSWER, flush=True)
+    for _ in sys.stdin:
+        print(ANSWER, *(seconds / batches for seconds in one_pass(loop, batches)), flush=True)
 
 
 def one_pass(loop: Any, steps: int) -> tuple[float, float]:
@@ -98,8 +145,8 @@ def one_pass(loop: Any, steps: int) -> tuple[float, float]:
     return ended[0] - began[0], ended[1] - began[1]
 
 
-def packs(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[str, Any], int]:
-    """Loops over packs, plain and compiled, and the number of packs."""
+def packs(case: str, dtype: str, folder: Path, *, is_compiled: bool, smallest: bool) -> tuple[Any, int]:
+    """A loop over packs, and their number."""
     from common import launch_words, write_files
     from our_loop import OurLoop
     from samples_per_second import dataset_of, make_rows
@@ -111,17 +158,13 @@ def packs(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[
     loader = iter(build_mm_dataloader(dataset_of(folder, packing=True), {}, micro_batch_size=1, global_batch_size=1))
     batches = [dict(next(loader)) for _ in range(BATCHES)]
     files = write_files(folder / "files", folder / "hf", folder / "data" / "rows.json")
-
-    def loop(is_compiled: bool) -> Any:
-        flags = {"torch_compile": is_compiled, "bf16": dtype == "bf16"}
-        words = launch_words(files, None, micro_batch_size=1, global_batch_size=1, train_iters=100_000, **flags)
-        return OurLoop("pretrain_transformers.py", words, batches, 1, DefaultAdapter(), prepares=True)
-
-    return {"plain": loop(False), "compiled": loop(True)}, len(batches)
+    flags = {"torch_compile": is_compiled, "bf16": dtype == "bf16"}
+    words = launch_words(files, None, micro_batch_size=1, global_batch_size=1, train_iters=100_000, **flags)
+    return OurLoop("pretrain_transformers.py", words, batches, 1, DefaultAdapter(), prepares=True), len(batches)
 
 
-def clips(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[str, Any], int]:
-    """Loops over clips that are encoded before, plain and compiled, and the number of micro-batches."""
+def clips(case: str, dtype: str, folder: Path, *, is_compiled: bool, smallest: bool) -> tuple[Any, int]:
+    """A loop over clips that are encoded before, and the number of micro-batches."""
     from common import launch_words
     from generation_step import ROWS as CLIPS
     from generation_step import features, micro_batches, model_json, prepare
@@ -142,13 +185,13 @@ def clips(case: str, dtype: str, folder: Path, *, smallest: bool) -> tuple[dict[
     files = {flag: folder / file for flag, (file, _) in contents.items()}
     batches = micro_batches(0)
 
-    def loop(is_compiled: bool, over: list[dict[str, Any]]) -> Any:
-        flags = {"torch_compile": is_compiled, "bf16": dtype == "bf16"}
+    def loop(compiles: bool, over: list[dict[str, Any]]) -> Any:
+        flags = {"torch_compile": compiles, "bf16": dtype == "bf16"}
         words = launch_words(files, None, micro_batch_size=CLIPS, global_batch_size=CLIPS, train_iters=100_000, **flags)
         return OurLoop("pretrain_sora.py", words, over, CLIPS)
 
     encoded = features(loop(False, batches).backend.model, batches)
-    return {"plain": loop(False, encoded), "compiled": loop(True, encoded)}, len(encoded)
+    return loop(is_compiled, encoded), len(encoded)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,15 @@ class Accelerator(ABC):
 
         return None if has_triton() else f"kernels for {self.name} are compiled by triton, which isn't installed"
 
-    def prepare_steps(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027 (only the host needs it)
+    def prepare_steps(  # noqa: B027 (only the host needs it)
+        self, modules: Sequence[nn.Module], *, compiles: bool = False
+    ) -> None:
         """Choose for this process what computes steps of these modules fastest: what multiplies float32 matrices,
-        exactly, and how memory is allocated."""
+        exactly, the kernel of attention, and how memory is allocated.
+
+        Args:
+            compiles: the run compiles kernels for this machine.
+        """
 
     def float32_products(self) -> str:
         """Return which library multiplies float32 matrices here."""
@@ -203,6 +209,10 @@ class Accelerator(ABC):
             query, value: tensors `[batch, tokens, heads, head size]` of the dtype and the head sizes to come.
         """
         return PlainAttention()
+
+    def compiled_attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        """Return what `attention_kernel` returns in runs that compile blocks."""
+        return self.attention_kernel(query, value)
 
     def fused_kernels(self) -> FusedKernels | None:
         """Return this device's fused kernels of norms, gated activations and rotary positions; None: it has none."""

@@ -13,8 +13,9 @@ from torch import nn
 
 from mindspeed_mm.accelerator import host_products
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
+from mindspeed_mm.accelerator.attention.host_operator import choose_host_kernels
+from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention, jit_attention
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
-from mindspeed_mm.accelerator.attention.short_rows import compute_short_rows_apart
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.host_memory import keep_freed_memory
 
@@ -30,12 +31,21 @@ class CPUAccelerator(Accelerator):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    def __init__(self) -> None:
+        self._jit: JITCPUAttention | None = None
+
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        if self._jit is not None and self._jit.takes_tensors(query, value):
+            return self._jit
         return PaddedHeads(CPUFlashAttention())
 
-    def prepare_steps(self, modules: Sequence[nn.Module]) -> None:
+    def compiled_attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
+        return jit_attention() or self.attention_kernel(query, value)
+
+    def prepare_steps(self, modules: Sequence[nn.Module], *, compiles: bool = False) -> None:
         host_products.use_onednn(modules)
-        compute_short_rows_apart()
+        self._jit = jit_attention() if compiles else None
+        choose_host_kernels(self._jit)
         keep_freed_memory()
 
     def float32_products(self) -> str:

@@ -73,18 +73,20 @@ class StepEngine:
         schedule: Schedule,
         clip_grad: float,
         ema: Ema | None = None,
+        compiles: bool = False,
     ) -> None:
         """
         Args:
             modules: the model; `evaluate` puts it into evaluation mode.
             clip_grad: maximum norm of the gradient; 0: no clipping.
             ema: averages of the weights, updated after each step.
+            compiles: kernels are compiled for this machine.
         """
         self._executor, self._world, self._modules = executor, world, modules
         self._loss_scale, self._backward_factor, self._schedule = loss_scale, backward_factor, schedule
         self._clip_grad, self._ema = clip_grad, ema
         self._reducer = StepReducer(world)
-        accelerator.current().prepare_steps(modules)
+        accelerator.current().prepare_steps(modules, compiles=compiles)
         self._sums = self._new_sums()
         self._pending: LaunchedStep | None = None
 

@@ -209,6 +209,7 @@ class FSDP2Backend:
             schedule=self.schedule,
             clip_grad=run.optimizer.clip_grad,
             ema=self.ema,
+            compiles=self.config.compiles_kernels,
         )
         self._snapshots = Snapshots(
             self._root,

@@ -239,6 +239,11 @@ class Fsdp2Config(Section):
         """What messages call the file that this was read from."""
         return self._file
 
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether kernels are compiled for the machine, as they are by inductor."""
+        return bool(self.compile) and self.compile_backend == "inductor"
+
     def with_compile(self) -> Fsdp2Config:
         """Return this file with all blocks compiled, unless it says itself what is.
 

@@ -82,6 +82,14 @@ class Documents:
         return PackedLengths(lengths, lengths)
 
     @cached_property
+    def packed_without_padding(self) -> PackedLengths:
+        """As `packed`, but padding sees nothing."""
+        runs = tuple(chain(*self.rows))
+        return PackedLengths(
+            tuple(length for length, _ in runs), tuple(length if is_document else 0 for length, is_document in runs)
+        )
+
+    @cached_property
     def runs(self) -> Tensor:
         """The runs of all rows [runs, 3] int64, on the host: row, tokens, whether they are a document.
 
@@ -275,7 +283,7 @@ class AttentionWithin:
         return {
             "band": self._band(self.documents.longest),
             "scale": self.scale,
-            "lengths": self.documents.packed,
+            "lengths": self.documents.packed_without_padding if self.kernel.takes_empty else self.documents.packed,
         }
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,8 @@ class PackedLengths:
     """Lengths of sequences that are packed one after the other.
 
     Attributes:
-        queries, keys: number of queries and of keys of each sequence; none is zero.
+        queries, keys: number of queries and of keys of each sequence; none is zero, but keys for a kernel that takes
+            sequences without any.
     """
 
     queries: tuple[int, ...]
@@ -65,6 +66,8 @@ class AttentionKernel(ABC):
     """What a table of kernels calls it."""
     takes_packed: bool = False
     """Whether `lengths` can be given: queries and keys of several sequences, packed, with batch size 1."""
+    takes_empty: bool = False
+    """Whether packed sequences may have no keys; their queries have output 0 and log-sum-exp -inf."""
 
     def takes(self, band: Band | None) -> bool:
         """Whether this kernel computes a band; every kernel computes None (all keys are seen) and CAUSAL."""

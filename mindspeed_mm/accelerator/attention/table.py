@@ -48,6 +48,7 @@ def attention_table(device: Accelerator) -> list[KernelChoice]:
             "rows longer than a sliding window": _under_window(kernel),
             "attention sinks": _how(kernel),
             "images, frames and windows of encoders": _by_documents(kernel),
+            "all of these in runs that compile blocks": _by_documents(device.compiled_attention_kernel(sample, sample)),
             "context parallelism, ring": _how(kernel),
             "context parallelism, Ulysses": "attn_implementation, on whole rows with a part of the heads",
         }

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mindspeed_mm.accelerator.attention import CAUSAL, AttentionKernel, Band, PackedLengths, PlainAttention
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
 from mindspeed_mm.accelerator.attention.cuda import CUDAFlashAttention
+from mindspeed_mm.accelerator.attention.host_operator import choose_host_kernels
 from mindspeed_mm.accelerator.attention.kernel import PaddedHeads
 from mindspeed_mm.accelerator.attention.npu import NPUFusionAttention
-from mindspeed_mm.accelerator.attention.short_rows import compute_short_rows_apart
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.accelerator.cuda import CUDAAccelerator
 from mindspeed_mm.accelerator.npu import NPUAccelerator
@@ -260,7 +260,7 @@ def test_bands(name: str, band: Band, operators: None) -> None:
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch has it since 2.9")
 def test_the_host_computes_gradients_of_short_rows_in_float32(dtype: torch.dtype) -> None:
     """Bit for bit those that PyTorch's operator has for the same numbers in float32, rounded."""
-    compute_short_rows_apart()
+    choose_host_kernels()
     torch.manual_seed(0)
     given = draw(2, 40, 40, (16, 16))
     query, key, value, grad_out = (tensor.to(dtype) for tensor in given)

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator import host_products
-from mindspeed_mm.accelerator.attention import short_rows
+from mindspeed_mm.accelerator.attention import host_operator
 
 LARGE = [nn.Linear(256, 256), nn.Linear(64, 64)]
 pytestmark = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch has the setting since 2.9")
@@ -124,14 +124,14 @@ def test_attention_to_few_keys_multiplies_by_blas(monkeypatch: pytest.MonkeyPatc
 
     get_kernel = torch.library.get_kernel
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Watched(name, get_kernel(name, key)))
-    short_rows._replace.cache_clear()
+    host_operator._replaced.cache_clear()
     try:
-        short_rows.compute_short_rows_apart()
+        host_operator.choose_host_kernels()
         query, key, value = torch.randn(3, 1, 2, tokens, 8)
         nn.functional.scaled_dot_product_attention(query.requires_grad_(), key, value).sum().backward()
     finally:
-        short_rows._replace.cache_clear()
-        short_rows.compute_short_rows_apart()
+        host_operator._replaced.cache_clear()
+        host_operator.choose_host_kernels()
     operator = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert seen == [(operator, library), (f"{operator}_backward", library)]
     assert settings.fp32_precision == "bf16"
