@@ -79,15 +79,7 @@ class Documents:
     def packed(self) -> PackedLengths:
         """Lengths of all runs of all rows, one after the other; padding is a sequence of its own."""
         lengths = tuple(length for length, _ in chain(*self.rows))
-        return PackedLengths(lengths, lengths)
-
-    @cached_property
-    def packed_without_padding(self) -> PackedLengths:
-        """As `packed`, but padding sees nothing."""
-        runs = tuple(chain(*self.rows))
-        return PackedLengths(
-            tuple(length for length, _ in runs), tuple(length if is_document else 0 for length, is_document in runs)
-        )
+        return PackedLengths(lengths, lengths, tuple(not is_document for _, is_document in chain(*self.rows)))
 
     @cached_property
     def runs(self) -> Tensor:
@@ -283,7 +275,7 @@ class AttentionWithin:
         return {
             "band": self._band(self.documents.longest),
             "scale": self.scale,
-            "lengths": self.documents.packed_without_padding if self.kernel.takes_empty else self.documents.packed,
+            "lengths": self.documents.packed,
         }
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class _HostOperator:
             heads_last = (tensor.transpose(1, 2) for tensor in (*given, logsumexp))
             grads = self.jit.backward(*heads_last, band=_band(is_causal), scale=_scale(query, scale))
             return tuple(grad.transpose(1, 2) for grad in grads)
-        is_widened = query.dtype != torch.float32 and key.shape[2] < _SHORT
+        is_widened = query.dtype.itemsize < torch.float32.itemsize and key.shape[2] < _SHORT
         if is_widened:
             given = tuple(tensor.float() for tensor in given)
         settings = {"attn_mask": attn_mask, "scale": scale}

@@ -48,7 +48,7 @@ struct Tensor {
 
 // What is computed; jit_cpu.py has the same fields.
 struct Task {
-  const int64_t* lengths;  // [sequences, 2]: queries and keys
+  const int64_t* lengths;  // [sequences, 3]: queries, keys, whether they are padding, which sees nothing
   int64_t sequences;
   int64_t is_packed;       // sequences are one after the other in one row; otherwise each is a row
   int64_t key_heads, groups;  // query heads are key_heads × groups
@@ -65,6 +65,7 @@ namespace {
 // One sequence and one head of keys.
 struct Part {
   int64_t row, first_query, queries, first_key, keys, head;
+  bool is_padding;
 };
 
 struct Range {
@@ -260,6 +261,7 @@ void hide(float* scores, Range seen, int64_t columns) {
 // Call `block` for each block of queries that sees any of the keys [first_key, first_key + keys).
 template <typename Block>
 void each_block(const Task& task, const Part& part, int64_t first_key, int64_t keys, Block block) {
+  if (part.is_padding) return;
   for (int64_t group = 0; group < task.groups; ++group)
     for (int64_t first = 0; first < part.queries; first += QUERIES) {
       const int64_t count = std::min(QUERIES, part.queries - first);
@@ -310,7 +312,7 @@ struct Forward {
         const float total = totals[place];  // zero: no key was seen
         narrow(task, sums + place * value_columns, task.value_size, total == 0 ? 0.f : 1 / total,
                at(task, out, part.row, part.first_query + i, head));
-        sum_at(lse, part.row, part.first_query + i, head) = total == 0 ? -INF : tops[place] + std::log(total);
+        sum_at(lse, part.row, part.first_query + i, head) = tops[place] + std::log(total);
       }
   }
 
@@ -442,9 +444,9 @@ int64_t compute(const Task& task, const Tensor* tensors) {
   std::vector<Part> parts;
   int64_t first_query = 0, first_key = 0, longest = 0;
   for (int64_t i = 0; i < task.sequences; ++i) {
-    const int64_t queries = task.lengths[2 * i], keys = task.lengths[2 * i + 1];
+    const int64_t *lengths = task.lengths + 3 * i, queries = lengths[0], keys = lengths[1];
     for (int64_t head = 0; head < task.key_heads; ++head)
-      parts.push_back({task.is_packed ? 0 : i, first_query, queries, first_key, keys, head});
+      parts.push_back({task.is_packed ? 0 : i, first_query, queries, first_key, keys, head, lengths[2] != 0});
     first_query += task.is_packed ? queries : 0;
     first_key += task.is_packed ? keys : 0;
     longest = std::max(longest, queries);

@@ -76,7 +76,6 @@ class JITCPUAttention(AttentionKernel):
 
     name = "C++ that is compiled for this processor"
     takes_packed = True
-    takes_empty = True
 
     def __init__(self, library: Any) -> None:
         self._forward, self._backward = library.attention_forward, library.attention_backward
@@ -168,9 +167,10 @@ def _compute(
         MemoryError: the system has no memory for blocks of scores and sums.
     """
     each = PackedLengths.of_rows(query, key) if lengths is None else lengths
-    pairs = [length for pair in zip(each.queries, each.keys, strict=True) for length in pair]
+    are_padding = each.are_padding or (False,) * len(each.queries)
+    sequences = [number for each_of in zip(each.queries, each.keys, are_padding, strict=True) for number in each_of]
     task = _Task(
-        lengths=(ctypes.c_int64 * len(pairs))(*pairs),
+        lengths=(ctypes.c_int64 * len(sequences))(*sequences),
         sequences=len(each.queries),
         is_packed=lengths is not None,
         key_heads=key.shape[2],

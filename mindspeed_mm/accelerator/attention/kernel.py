@@ -32,12 +32,14 @@ class PackedLengths:
     """Lengths of sequences that are packed one after the other.
 
     Attributes:
-        queries, keys: number of queries and of keys of each sequence; none is zero, but keys for a kernel that takes
-            sequences without any.
+        queries, keys: number of queries and of keys of each sequence; none is zero.
+        are_padding: which sequences nobody looks at; a kernel need not compute them: their output may be anything
+            finite, and their gradients zeros. Empty: none is known to be one.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+    are_padding: tuple[bool, ...] = ()
 
     @classmethod
     def of_rows(cls, query: Tensor, key: Tensor) -> PackedLengths:
@@ -66,8 +68,6 @@ class AttentionKernel(ABC):
     """What a table of kernels calls it."""
     takes_packed: bool = False
     """Whether `lengths` can be given: queries and keys of several sequences, packed, with batch size 1."""
-    takes_empty: bool = False
-    """Whether packed sequences may have no keys; their queries have output 0 and log-sum-exp -inf."""
 
     def takes(self, band: Band | None) -> bool:
         """Whether this kernel computes a band; every kernel computes None (all keys are seen) and CAUSAL."""

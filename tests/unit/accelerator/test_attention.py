@@ -272,6 +272,19 @@ def test_the_host_computes_gradients_of_short_rows_in_float32(dtype: torch.dtype
         assert expected.dtype == torch.float32 and torch.equal(grad, expected.transpose(1, 2).to(dtype))
 
 
+def test_the_host_computes_gradients_of_float64_as_before() -> None:
+    choose_host_kernels()
+    torch.manual_seed(0)
+    query, key, value, grad_out = (tensor.double() for tensor in draw(2, 40, 40, (16, 16)))
+    key, value = (tensor.repeat_interleave(2, 2) for tensor in (key, value))
+    leaves = [tensor.transpose(1, 2).requires_grad_() for tensor in (query, key, value)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, scale=SCALE).transpose(1, 2)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    expected = plain_attention(*(leaf.transpose(1, 2) for leaf in leaves), torch.ones(40, 40, dtype=torch.bool))
+    for found, of in zip(grads, torch.autograd.grad(expected, leaves, grad_out), strict=True):
+        assert off(found, of) < 1e-12
+
+
 def test_kernels_take_what_they_say() -> None:
     for kernel in (CPUFlashAttention(), CUDAFlashAttention(), PaddedHeads(CPUFlashAttention())):
         assert kernel.takes(None) and kernel.takes(CAUSAL) and not kernel.takes(Band(3, 5))
