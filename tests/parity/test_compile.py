@@ -84,6 +84,9 @@ CASES = [
     Case("qwen2_5_vl", "1 process", "packed", "inductor", RECOMPUTED),
     Case("qwen2_5_vl", "HSDP 2x2", "padded", "inductor"),
     Case("qwen3_vl", "FSDP2", "padded", "inductor"),
+    Case("gpt_oss", "FSDP2", "packed", "inductor"),
+    Case("qwen3", "CP2 ring", "packed", "inductor"),
+    Case("deepseek_v3", "FSDP2", "padded", "inductor"),
 ]
 
 

@@ -74,7 +74,7 @@ class JITCPUAttention(AttentionKernel):
         library: of `jit_cpu.cpp`.
     """
 
-    name = "C++ that is compiled for this processor"
+    name = "C++ compiled for this processor"
     takes_packed = True
 
     def __init__(self, library: Any) -> None:
@@ -119,8 +119,8 @@ class JITCPUAttention(AttentionKernel):
         lengths: PackedLengths | None = None,
     ) -> None:
         """Write what `forward` returns into `out` and `lse`."""
-        *given, written = _whole_heads(query, key, value, out)
-        _compute(self._forward, [*given, written, lse], *given, band, scale, lengths)
+        query, key, value, written = _whole_heads(query, key, value, out)
+        _compute(self._forward, [query, key, value, written, lse], query, key, value, band, scale, lengths)
         if written is not out:
             out.copy_(written)
 
@@ -184,7 +184,7 @@ def _compute(
         threads=torch.get_num_threads(),
         scale=scale,
     )
-    views = (_Tensor * len(tensors))(*((tensor.data_ptr(), *tensor.stride()[:3]) for tensor in tensors))
+    views = (_Tensor * len(tensors))(*(_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in tensors))
     missing = function(ctypes.byref(task), views)
     if missing:
         raise MemoryError(f"attention on the host: {missing} bytes for blocks of scores and sums of rows aren't free")

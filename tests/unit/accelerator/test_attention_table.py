@@ -22,6 +22,7 @@ from mindspeed_mm.accelerator.npu import NPUAccelerator
 
 ROWS = "plain, padded and packed rows"
 WINDOW = "rows longer than a sliding window"
+COMPILED = "all of these in runs that compile blocks"
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,8 @@ def ascend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (CPUAccelerator, ROWS, "bf16, fp16, fp32", "flash attention of PyTorch for the host, document by document"),
         (CPUAccelerator, WINDOW, "bf16, fp16, fp32", "matrix products in fp32"),
+        (CPUAccelerator, COMPILED, "bf16, fp16, fp32", "C++ compiled for this processor, all documents at once"),
+        (CUDAAccelerator, COMPILED, "bf16, fp16", "FlashAttention-2 of PyTorch, all documents at once"),
         (CUDAAccelerator, ROWS, "bf16, fp16", "FlashAttention-2 of PyTorch, all documents at once"),
         (CUDAAccelerator, ROWS, "fp32", "scaled_dot_product_attention of PyTorch, document by document"),
         (CUDAAccelerator, WINDOW, "bf16, fp16", "FlashAttention-2 of PyTorch, all documents at once"),
