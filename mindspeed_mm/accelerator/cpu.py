@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm.accelerator import host_products
 from mindspeed_mm.accelerator.attention.cpu import CPUFlashAttention
 from mindspeed_mm.accelerator.attention.host_operator import choose_host_kernels
-from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention, jit_attention
+from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention, jit_attention, why_not_jit
 from mindspeed_mm.accelerator.attention.kernel import AttentionKernel, PaddedHeads
 from mindspeed_mm.accelerator.base import Accelerator
 from mindspeed_mm.accelerator.host_memory import keep_freed_memory
@@ -65,10 +65,12 @@ class CPUAccelerator(Accelerator):
         return None
 
     def kernels_not_taken(self) -> dict[str, str]:
-        return {
+        found = {
             "FlashAttention-2, FlashAttention-3": "they run on CUDA",
             "npu_fusion_attention": "it runs on Ascend devices",
         }
+        why = why_not_jit()
+        return {**found, JITCPUAttention.name: why} if why else found
 
     def prepare_megatron(self) -> None:
         from mindspeed_mm.accelerator.megatron_cpu import apply_cpu_adaptor

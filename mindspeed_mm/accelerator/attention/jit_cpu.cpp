@@ -27,10 +27,9 @@ namespace {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = Vec::size();
-constexpr int64_t PADDED = 16;                           // rows and columns are padded to multiples of it
-constexpr int64_t QUERIES = 64, KEYS = 512;              // of a block
-constexpr int64_t TILE_ROWS = WIDTH >= 16 ? 8 : 4;       // TILE_ROWS × TILE_VECTORS sums stay in registers
-constexpr int64_t TILE_VECTORS = 2;
+constexpr int64_t PADDED = 16;                      // rows and columns are padded to multiples of it
+constexpr int64_t QUERIES = 64, KEYS = 512;         // of a block
+constexpr int64_t TILE_ROWS = 8, TILE_VECTORS = 2;  // of sums that stay in registers, of which AVX-512 has 32
 constexpr float INF = std::numeric_limits<float>::infinity();
 static_assert(PADDED % WIDTH == 0 && PADDED % TILE_ROWS == 0 && QUERIES % PADDED == 0 && KEYS % PADDED == 0);
 
@@ -48,9 +47,9 @@ struct Tensor {
 
 // What is computed; jit_cpu.py has the same fields.
 struct Task {
-  const int64_t* lengths;  // [sequences, 3]: queries, keys, whether they are padding, which sees nothing
+  const int64_t* lengths;     // [sequences, 3]: queries, keys, whether they are padding, which sees nothing
   int64_t sequences;
-  int64_t is_packed;       // sequences are one after the other in one row; otherwise each is a row
+  int64_t is_packed;          // sequences are one after the other in one row; otherwise each is a row
   int64_t key_heads, groups;  // query heads are key_heads × groups
   int64_t size, value_size;   // of a head
   int64_t dtype;              // of all tensors but log-sum-exps, which are float32
@@ -86,7 +85,7 @@ int64_t place_of(const Tensor& tensor, int64_t row, int64_t token, int64_t head)
   return row * tensor.row + token * tensor.token + head * tensor.head;
 }
 
-char* at(const Task& task, const Tensor& tensor, int64_t row, int64_t token, int64_t head) {
+char* row_at(const Task& task, const Tensor& tensor, int64_t row, int64_t token, int64_t head) {
   return tensor.data + place_of(tensor, row, token, head) * bytes_of(task);
 }
 
@@ -124,14 +123,14 @@ void by_dtype(const Task& task, Function function) {
   }
 }
 
-// Copy `count` tokens times `factor`; columns from `size` on and rows from `count` on, to multiples of PADDED, are zero.
+// Copy `count` tokens times `factor`; what pads columns from `size` on and rows from `count` on is zero.
 void widen(const Task& task, const Tensor& tensor, int64_t row, int64_t token, int64_t head, int64_t count,
            int64_t size, float factor, float* to) {
   const int64_t columns = padded(size);
   by_dtype(task, [&](auto kind) {
     using T = decltype(kind);
     for (int64_t n = 0; n < count; ++n) {
-      const T* from = reinterpret_cast<const T*>(at(task, tensor, row, token + n, head));
+      const T* from = reinterpret_cast<const T*>(row_at(task, tensor, row, token + n, head));
       for (int64_t i = 0; i < columns; i += WIDTH) {
         const int64_t left = std::clamp<int64_t>(size - i, 0, WIDTH);
         (left ? load(from + i, left) * Vec(factor) : Vec(0.f)).store(to + n * columns + i);
@@ -150,7 +149,7 @@ void narrow(const Task& task, const float* from, int64_t size, float factor, cha
   });
 }
 
-// The product of each output and its gradient.
+// The product of two rows.
 float dot(const Task& task, const char* left, const char* right, int64_t size) {
   Vec sum(0.f);
   by_dtype(task, [&](auto kind) {
@@ -238,7 +237,7 @@ struct Memory {
   float* data;
 };
 
-// Mark what the keys' block [first, first + count) shows to each query of a block, and return it row by row.
+// Call `row` for each query of a block, padding included, with what it sees of a block of keys, counted from its begin.
 template <typename Row>
 void each_row(const Task& task, const Part& part, int64_t first_query, int64_t queries, int64_t first_key, Range block,
               Row row) {
@@ -266,7 +265,8 @@ void each_block(const Task& task, const Part& part, int64_t first_key, int64_t k
     for (int64_t first = 0; first < part.queries; first += QUERIES) {
       const int64_t count = std::min(QUERIES, part.queries - first);
       const Range all = seen(task, first, first + count - 1, part.keys);
-      const Range here{std::max<int64_t>(all.begin - first_key, 0) / PADDED * PADDED, std::min(all.end - first_key, keys)};
+      const Range here{std::max<int64_t>(all.begin - first_key, 0) / PADDED * PADDED,
+                       std::min(all.end - first_key, keys)};
       if (!here.is_empty()) block(group, first, count, here);
     }
 }
@@ -311,7 +311,7 @@ struct Forward {
         const int64_t head = part.head * task.groups + group, place = group * per_group + i;
         const float total = totals[place];  // zero: no key was seen
         narrow(task, sums + place * value_columns, task.value_size, total == 0 ? 0.f : 1 / total,
-               at(task, out, part.row, part.first_query + i, head));
+               row_at(task, out, part.row, part.first_query + i, head));
         sum_at(lse, part.row, part.first_query + i, head) = tops[place] + std::log(total);
       }
   }
@@ -370,7 +370,7 @@ struct Backward {
       for (int64_t i = 0; i < part.queries; ++i) {
         const int64_t token = part.first_query + i, head = part.head * task.groups + group;
         deltas[group * per_group + i] =
-            dot(task, at(task, grad_out, part.row, token, head), at(task, out, part.row, token, head), task.value_size);
+            dot(task, row_at(task, grad_out, part.row, token, head), row_at(task, out, part.row, token, head), task.value_size);
       }
     for (int64_t first_key = 0; first_key < part.keys; first_key += KEYS) {
       const int64_t count = std::min(KEYS, part.keys - first_key), apart = padded(count);
@@ -414,14 +414,15 @@ struct Backward {
       });
       for (int64_t i = 0; i < count; ++i) {
         const int64_t token = part.first_key + first_key + i;
-        narrow(task, of_keys + i * columns, task.size, task.scale, at(task, grad_key, part.row, token, part.head));
-        narrow(task, of_values + i * value_columns, task.value_size, 1.f, at(task, grad_value, part.row, token, part.head));
+        narrow(task, of_keys + i * columns, task.size, task.scale, row_at(task, grad_key, part.row, token, part.head));
+        narrow(task, of_values + i * value_columns, task.value_size, 1.f,
+               row_at(task, grad_value, part.row, token, part.head));
       }
     }
     for (int64_t group = 0; group < task.groups; ++group)
       for (int64_t i = 0; i < part.queries; ++i)
         narrow(task, of_queries + (group * per_group + i) * columns, task.size, 1.f,
-               at(task, grad_query, part.row, part.first_query + i, part.head * task.groups + group));
+               row_at(task, grad_query, part.row, part.first_query + i, part.head * task.groups + group));
   }
 
  private:
@@ -472,7 +473,9 @@ int64_t compute(const Task& task, const Tensor* tensors) {
 }  // namespace
 
 // Tensors: query, key, value, out, log-sum-exp.
-extern "C" int64_t attention_forward(const Task* task, const Tensor* tensors) { return compute<Forward>(*task, tensors); }
+extern "C" int64_t attention_forward(const Task* task, const Tensor* tensors) {
+  return compute<Forward>(*task, tensors);
+}
 
 // Tensors: gradient of out, query, key, value, out, log-sum-exp, and the gradients of query, key and value.
 extern "C" int64_t attention_backward(const Task* task, const Tensor* tensors) {

@@ -50,8 +50,23 @@ class _Task(ctypes.Structure):
     )
 
 
-@functools.cache
 def jit_attention() -> JITCPUAttention | None:
+    """Return the kernel where it is faster than PyTorch's; None: it isn't, or doesn't compile here."""
+    return None if why_not_jit() else compile_kernel()
+
+
+def why_not_jit() -> str | None:
+    """Return why attention stays PyTorch's on this processor in runs with compiled blocks; None: it doesn't.
+
+    With vectors of eight numbers short rows took as long or longer by this kernel, with those of AVX-512 a third.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "this processor has no AVX-512, without which PyTorch's attention is as fast"
+    return None
+
+
+@functools.cache
+def compile_kernel() -> JITCPUAttention | None:
     """Compile the kernel, or load it where a process did before; None: it doesn't compile here, which is said once.
 
     It is kept with the kernels of compiled blocks (TORCHINDUCTOR_CACHE_DIR).

@@ -26,7 +26,9 @@ COMPILED = "all of these in runs that compile blocks"
 
 
 @pytest.fixture(autouse=True)
-def ascend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One of Ascend, and a host with AVX-512."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=None))
     flash.flash_kernel.cache_clear()
     yield

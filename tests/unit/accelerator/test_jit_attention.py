@@ -17,7 +17,7 @@ from mindspeed_mm import accelerator
 from mindspeed_mm.accelerator.attention import CAUSAL, Band, Documents, PackedLengths, jit_cpu
 from mindspeed_mm.accelerator.attention.documents import AttentionWithin
 from mindspeed_mm.accelerator.attention.host_operator import choose_host_kernels
-from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention, jit_attention
+from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention, compile_kernel
 from mindspeed_mm.accelerator.cpu import CPUAccelerator
 
 SCALE = 0.3
@@ -26,15 +26,17 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-1
 
 @pytest.fixture
 def kernel() -> JITCPUAttention:
-    found = jit_attention()
+    found = compile_kernel()
     assert found is not None
     return found
 
 
 @pytest.fixture
-def as_before() -> Iterator[None]:
-    """What this process chose for its attention is forgotten."""
-    yield
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """One with AVX-512, whatever this one is; what this process chose for its attention is forgotten."""
+    capability = ["AVX512"]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability[0])
+    yield capability
     accelerator.current().prepare_steps([])
 
 
@@ -163,7 +165,7 @@ def test_memory_that_is_missing_is_said() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch has it since 2.9")
-@pytest.mark.usefixtures("as_before")
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_pytorchs_operator_is_computed_so_in_runs_that_compile(kernel: JITCPUAttention, is_causal: bool) -> None:
     """Whoever calls it, where there is neither mask nor dropout; with either it stays PyTorch's."""
@@ -190,6 +192,16 @@ def test_pytorchs_operator_is_computed_so_in_runs_that_compile(kernel: JITCPUAtt
     assert torch.allclose(out, again, atol=1e-6) and not torch.equal(out, again)
 
 
+def test_processors_with_shorter_vectors_keep_pytorchs_attention(processor: list[str]) -> None:
+    device, sample = CPUAccelerator(), torch.empty(1)
+    assert JITCPUAttention.name not in device.kernels_not_taken()
+    processor[0] = "AVX2"
+    device.prepare_steps([], compiles=True)
+    assert device.attention_kernel(sample, sample).name == "flash attention of PyTorch for the host"
+    assert "no AVX-512" in device.kernels_not_taken()[JITCPUAttention.name]
+
+
+@pytest.mark.usefixtures("processor")
 def test_a_compiler_that_fails_leaves_pytorchs_attention(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,13 +212,13 @@ def test_a_compiler_that_fails_leaves_pytorchs_attention(
     monkeypatch.setattr(CppCodeCache, "load", fail)
     said: list[str] = []
     monkeypatch.setattr(jit_cpu, "notice", said.append)
-    jit_attention.cache_clear()
+    compile_kernel.cache_clear()
     try:
         device, sample = CPUAccelerator(), torch.empty(1)
         device.prepare_steps([], compiles=True)
         assert device.attention_kernel(sample, sample).name == "flash attention of PyTorch for the host"
         assert device.compiled_attention_kernel(sample, sample).name == "flash attention of PyTorch for the host"
     finally:
-        jit_attention.cache_clear()
+        compile_kernel.cache_clear()
     (line,) = said
     assert "jit_cpu.cpp isn't compiled here" in line and line.endswith("error: no such header")
