@@ -38,7 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--rounds", type=int, default=7, help="passes of each over all micro-batches")
+    parser.add_argument("--pairs", type=int, default=3, help="processes of each: two alike may differ by a hundredth")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each process over all micro-batches")
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "DTYPE", "HOW"))
     parser.add_argument("--folder", type=Path)
     add_smallest(parser)
@@ -47,34 +48,34 @@ def main() -> None:
         train_on_demand(*options.worker, options.folder, smallest=options.smallest)
         return
     if options.smallest:
-        options.rounds, options.cases, options.dtypes = 1, ("text",), ("fp32",)
+        options.pairs, options.rounds, options.cases, options.dtypes = 1, 1, ("text",), ("fp32",)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="compiled-step-"))
     for case in options.cases:
         for dtype in options.dtypes:
-            compare(case, dtype, folder, options.rounds, smallest=options.smallest)
+            compare(case, dtype, folder, options)
 
 
-def compare(case: str, dtype: str, folder: Path, rounds: int, *, smallest: bool) -> None:
-    """Let both processes train in turn, and print medians of their steps and the ratio."""
+def compare(case: str, dtype: str, folder: Path, options: argparse.Namespace) -> None:
+    """Let pairs of processes train in turn, and print medians of their steps and the ratio."""
     from common import median
 
-    with ExitStack() as stack:
-        workers = {
-            how: stack.enter_context(Worker(case, dtype, how, folder / f"{case}-{dtype}-{how}", smallest=smallest))
-            for how in ("plain", "compiled")
-        }
-        found: dict[str, list[tuple[float, float]]] = {how: [] for how in workers}
-        for _ in range(rounds):
-            for how, worker in workers.items():
-                found[how].append(worker.train())
-    clock, processor = (
-        median([compiled[of] / plain[of] for plain, compiled in zip(found["plain"], found["compiled"])])
-        for of in range(2)
-    )
-    plain = median([seconds for seconds, _ in found["plain"]])
+    ratios, steps = [], []
+    for pair in range(options.pairs):
+        with ExitStack() as stack:
+            plain, compiled = (
+                stack.enter_context(
+                    Worker(case, dtype, how, folder / f"{case}-{dtype}-{how}-{pair}", smallest=options.smallest)
+                )
+                for how in ("plain", "compiled")
+            )
+            for _ in range(options.rounds):
+                times, others = plain.train(), compiled.train()
+                steps.append(times[0])
+                ratios.append([other / time for other, time in zip(others, times)])
+    clock, processor = (median(column) for column in zip(*ratios))
     print(
-        f"{case}, {dtype}: a step of {1000 * plain:.0f} ms takes compiled {clock:.3f} of its time, of the processor's "
-        f"{processor:.3f} (target <= {TARGET})",
+        f"{case}, {dtype}: a step of {1000 * median(steps):.0f} ms takes compiled {clock:.3f} of its time, of the "
+        f"processor's {processor:.3f} (target <= {TARGET})",
         flush=True,
     )
 

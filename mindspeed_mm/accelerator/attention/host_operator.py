@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention
-from mindspeed_mm.accelerator.attention.kernel import CAUSAL, Band
+from mindspeed_mm.accelerator.attention.kernel import CAUSAL
 from mindspeed_mm.accelerator.host_products import by_blas
 
 _LONG = 400
@@ -59,14 +59,12 @@ class _HostOperator:
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tensors are [batch, heads, tokens, head size]."""
-        if self._takes(dropout_p, attn_mask, query, key, value):
-            assert self.jit is not None
-            batch, heads, tokens, _ = query.shape
-            out = torch.empty_like(query)  # as graphs expect it
-            lse = query.new_empty(batch, tokens, heads, dtype=torch.float32)
-            given = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            self.jit.forward_into(out.transpose(1, 2), lse, *given, band=_band(is_causal), scale=_scale(query, scale))
-            return out, lse.transpose(1, 2)
+        jit = self.jit
+        if jit is not None and attn_mask is None and not dropout_p and jit.takes_tensors(query, key, value):
+            band, scale = CAUSAL if is_causal else None, query.shape[-1] ** -0.5 if scale is None else scale
+            heads_last = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            out, lse = jit.forward(*heads_last, band=band, scale=scale)
+            return _as_in_memory(out.transpose(1, 2), query), lse.transpose(1, 2)
         settings = {"attn_mask": attn_mask, "scale": scale}
         with _products(key):
             return self._forward.call_boxed(_keys(), query, key, value, dropout_p, is_causal, **settings)
@@ -86,11 +84,12 @@ class _HostOperator:
         scale: float | None = None,
     ) -> tuple[Tensor, ...]:
         given = (grad_out, query, key, value, out)
-        if self._takes(dropout_p, attn_mask, query, key, value):
-            assert self.jit is not None
-            heads_last = (tensor.transpose(1, 2) for tensor in (*given, logsumexp))
-            grads = self.jit.backward(*heads_last, band=_band(is_causal), scale=_scale(query, scale))
-            return tuple(grad.transpose(1, 2) for grad in grads)
+        jit = self.jit
+        if jit is not None and attn_mask is None and not dropout_p and jit.takes_tensors(query, key, value):
+            band, scale = CAUSAL if is_causal else None, query.shape[-1] ** -0.5 if scale is None else scale
+            heads_last = [tensor.transpose(1, 2) for tensor in (*given, logsumexp)]
+            of_query, of_key, of_value = jit.backward(*heads_last, band=band, scale=scale)
+            return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
         is_widened = query.dtype.itemsize < torch.float32.itemsize and key.shape[2] < _SHORT
         if is_widened:
             given = tuple(tensor.float() for tensor in given)
@@ -98,9 +97,6 @@ class _HostOperator:
         with _products(key):
             grads = self._backward.call_boxed(_keys(), *given, logsumexp, dropout_p, is_causal, **settings)
         return tuple(grad.to(query.dtype) for grad in grads) if is_widened else grads
-
-    def _takes(self, dropout: float, mask: Tensor | None, *tensors: Tensor) -> bool:
-        return self.jit is not None and not dropout and mask is None and self.jit.takes_tensors(*tensors)
 
 
 def choose_host_kernels(jit: JITCPUAttention | None = None) -> None:
@@ -123,12 +119,10 @@ def _replaced() -> tuple[_HostOperator, torch.library.Library]:
     return operator, library
 
 
-def _band(is_causal: bool) -> Band | None:
-    return CAUSAL if is_causal else None
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
+def _as_in_memory(out: Tensor, query: Tensor) -> Tensor:
+    """Return `out` with the strides that graphs expect, those of `empty_like(query)`."""
+    expected = torch.empty_like(query)
+    return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
 def _products(key: Tensor) -> AbstractContextManager[None]:

@@ -39,25 +39,27 @@ enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
 
 }  // namespace
 
-// A tensor [rows, tokens, heads, size], whose last dimension is contiguous; strides count elements.
+// A tensor [rows, tokens, heads, size], whose last dimension is contiguous; strides count elements. jit_cpu.py makes an
+// array of numbers in this order of it, and of a Task.
 struct Tensor {
   char* data;
   int64_t row, token, head;
 };
 
-// What is computed; jit_cpu.py has the same fields.
+// What is computed.
 struct Task {
-  const int64_t* lengths;     // [sequences, 3]: queries, keys, whether they are padding, which sees nothing
+  const int64_t* lengths;     // of packed sequences [sequences, 3]: queries, keys, whether they are padding, which sees
+                              // nothing; null: each row is a sequence
   int64_t sequences;
-  int64_t is_packed;          // sequences are one after the other in one row; otherwise each is a row
+  int64_t queries, keys;      // of a row
   int64_t key_heads, groups;  // query heads are key_heads × groups
   int64_t size, value_size;   // of a head
   int64_t dtype;              // of all tensors but log-sum-exps, which are float32
   int64_t is_banded;          // query x sees key y if 0 <= offset + x - y < window; otherwise all
   int64_t offset, window;
   int64_t threads;
-  float scale;
 };
+static_assert(sizeof(Task) == 13 * sizeof(int64_t) && sizeof(Tensor) == 4 * sizeof(int64_t));
 
 namespace {
 
@@ -281,7 +283,7 @@ struct Forward {
         scores(arena.take(QUERIES * KEYS)), sums(arena.take(rows * value_columns)), tops(arena.take(rows)),
         totals(arena.take(rows)) {}
 
-  void run(const Task& task, const Tensor* tensors, const Part& part) {
+  void run(const Task& task, float scale, const Tensor* tensors, const Part& part) {
     const Tensor &query = tensors[0], &key = tensors[1], &value = tensors[2], &out = tensors[3], &lse = tensors[4];
     const int64_t per_group = padded(part.queries), used = per_group * task.groups;
     std::memset(sums, 0, sizeof(float) * used * value_columns);
@@ -289,7 +291,7 @@ struct Forward {
     std::fill(tops, tops + used, -INF);
     for (int64_t first_key = 0; first_key < part.keys; first_key += KEYS) {
       const int64_t count = std::min(KEYS, part.keys - first_key), apart = padded(count);
-      widen(task, key, part.row, part.first_key + first_key, part.head, count, task.size, task.scale, keys);
+      widen(task, key, part.row, part.first_key + first_key, part.head, count, task.size, scale, keys);
       turn(keys, apart, columns, turned);
       widen(task, value, part.row, part.first_key + first_key, part.head, count, task.value_size, 1.f, values);
       each_block(task, part, first_key, count, [&](int64_t group, int64_t first, int64_t number, Range block) {
@@ -361,8 +363,8 @@ struct Backward {
         weights(arena.take(QUERIES * KEYS)), of_scores(arena.take(QUERIES * KEYS)),
         of_queries(arena.take(rows * columns)), deltas(arena.take(rows)) {}
 
-  void run(const Task& task, const Tensor* tensors, const Part& part) {
-    const Tensor &grad_out = tensors[0], &query = tensors[1], &key = tensors[2], &value = tensors[3], &out = tensors[4],
+  void run(const Task& task, float scale, const Tensor* tensors, const Part& part) {
+    const Tensor &query = tensors[0], &key = tensors[1], &value = tensors[2], &grad_out = tensors[3], &out = tensors[4],
                &lse = tensors[5], &grad_query = tensors[6], &grad_key = tensors[7], &grad_value = tensors[8];
     const int64_t per_group = padded(part.queries);
     std::memset(of_queries, 0, sizeof(float) * per_group * task.groups * columns);
@@ -370,11 +372,12 @@ struct Backward {
       for (int64_t i = 0; i < part.queries; ++i) {
         const int64_t token = part.first_query + i, head = part.head * task.groups + group;
         deltas[group * per_group + i] =
-            dot(task, row_at(task, grad_out, part.row, token, head), row_at(task, out, part.row, token, head), task.value_size);
+            dot(task, row_at(task, grad_out, part.row, token, head), row_at(task, out, part.row, token, head),
+                task.value_size);
       }
     for (int64_t first_key = 0; first_key < part.keys; first_key += KEYS) {
       const int64_t count = std::min(KEYS, part.keys - first_key), apart = padded(count);
-      widen(task, key, part.row, part.first_key + first_key, part.head, count, task.size, task.scale, keys);
+      widen(task, key, part.row, part.first_key + first_key, part.head, count, task.size, scale, keys);
       turn(keys, apart, columns, turned_keys);
       widen(task, value, part.row, part.first_key + first_key, part.head, count, task.value_size, 1.f, values);
       turn(values, apart, value_columns, turned_values);
@@ -414,7 +417,7 @@ struct Backward {
       });
       for (int64_t i = 0; i < count; ++i) {
         const int64_t token = part.first_key + first_key + i;
-        narrow(task, of_keys + i * columns, task.size, task.scale, row_at(task, grad_key, part.row, token, part.head));
+        narrow(task, of_keys + i * columns, task.size, scale, row_at(task, grad_key, part.row, token, part.head));
         narrow(task, of_values + i * value_columns, task.value_size, 1.f,
                row_at(task, grad_value, part.row, token, part.head));
       }
@@ -441,15 +444,16 @@ int64_t thread_number() {
 
 // Compute all sequences and heads; returns 0, or the bytes that the system didn't have.
 template <typename Pass>
-int64_t compute(const Task& task, const Tensor* tensors) {
+int64_t compute(const Task& task, float scale, const Tensor* tensors) {
   std::vector<Part> parts;
   int64_t first_query = 0, first_key = 0, longest = 0;
   for (int64_t i = 0; i < task.sequences; ++i) {
-    const int64_t *lengths = task.lengths + 3 * i, queries = lengths[0], keys = lengths[1];
+    const int64_t row[] = {task.queries, task.keys, 0}, *lengths = task.lengths ? task.lengths + 3 * i : row;
+    const int64_t queries = lengths[0], keys = lengths[1];
     for (int64_t head = 0; head < task.key_heads; ++head)
-      parts.push_back({task.is_packed ? 0 : i, first_query, queries, first_key, keys, head, lengths[2] != 0});
-    first_query += task.is_packed ? queries : 0;
-    first_key += task.is_packed ? keys : 0;
+      parts.push_back({task.lengths ? 0 : i, first_query, queries, first_key, keys, head, lengths[2] != 0});
+    first_query += task.lengths ? queries : 0;
+    first_key += task.lengths ? keys : 0;
     longest = std::max(longest, queries);
   }
   Arena counted{nullptr};
@@ -462,7 +466,7 @@ int64_t compute(const Task& task, const Tensor* tensors) {
       Arena arena{memory.data + thread_number() * counted.used};
       Pass pass(arena, task, longest);
 #pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < number; ++i) pass.run(task, tensors, parts[i]);
+      for (int64_t i = 0; i < number; ++i) pass.run(task, scale, tensors, parts[i]);
     }
   } catch (const std::bad_alloc&) {
     return sizeof(float) * counted.used * threads;
@@ -473,11 +477,11 @@ int64_t compute(const Task& task, const Tensor* tensors) {
 }  // namespace
 
 // Tensors: query, key, value, out, log-sum-exp.
-extern "C" int64_t attention_forward(const Task* task, const Tensor* tensors) {
-  return compute<Forward>(*task, tensors);
+extern "C" int64_t attention_forward(const Task* task, float scale, const Tensor* tensors) {
+  return compute<Forward>(*task, scale, tensors);
 }
 
-// Tensors: gradient of out, query, key, value, out, log-sum-exp, and the gradients of query, key and value.
-extern "C" int64_t attention_backward(const Task* task, const Tensor* tensors) {
-  return compute<Backward>(*task, tensors);
+// Tensors: query, key, value, gradient of out, out, log-sum-exp, and the gradients of query, key and value.
+extern "C" int64_t attention_backward(const Task* task, float scale, const Tensor* tensors) {
+  return compute<Backward>(*task, scale, tensors);
 }

@@ -22,32 +22,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of the source's `Dtype`."""
 _NO_WINDOW = 1 << 62
-
-
-class _Tensor(ctypes.Structure):
-    """As in the source."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("token", ctypes.c_int64), ("head", ctypes.c_int64))
-
-
-class _Task(ctypes.Structure):
-    """As in the source."""
-
-    _fields_ = (
-        ("lengths", ctypes.POINTER(ctypes.c_int64)),
-        ("sequences", ctypes.c_int64),
-        ("is_packed", ctypes.c_int64),
-        ("key_heads", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("value_size", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
-        ("is_banded", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
+_NUMBER = ctypes.c_int64
 
 
 def jit_attention() -> JITCPUAttention | None:
@@ -95,16 +70,17 @@ class JITCPUAttention(AttentionKernel):
     def __init__(self, library: Any) -> None:
         self._forward, self._backward = library.attention_forward, library.attention_backward
         for function in (self._forward, self._backward):
-            function.argtypes = (ctypes.POINTER(_Task), ctypes.POINTER(_Tensor))
+            function.argtypes = (ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p)
             function.restype = ctypes.c_int64
 
     def takes(self, band: Band | None) -> bool:
         return True
 
     @staticmethod
-    def takes_tensors(*tensors: Tensor) -> bool:
+    def takes_tensors(query: Tensor, *others: Tensor) -> bool:
         """Whether tensors are of one dtype that the kernel computes."""
-        return tensors[0].dtype in _DTYPES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
+        dtype = query.dtype
+        return dtype in _DTYPES and all(other.dtype == dtype for other in others)
 
     def forward(
         self,
@@ -118,26 +94,8 @@ class JITCPUAttention(AttentionKernel):
     ) -> tuple[Tensor, Tensor]:
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        self.forward_into(out, lse, query, key, value, band=band, scale=scale, lengths=lengths)
+        _compute(self._forward, (query, key, value), (out, lse), band, scale, lengths)
         return out, lse
-
-    def forward_into(
-        self,
-        out: Tensor,
-        lse: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        band: Band | None,
-        scale: float,
-        lengths: PackedLengths | None = None,
-    ) -> None:
-        """Write what `forward` returns into `out` and `lse`."""
-        query, key, value, written = _whole_heads(query, key, value, out)
-        _compute(self._forward, [query, key, value, written, lse], query, key, value, band, scale, lengths)
-        if written is not out:
-            out.copy_(written)
 
     def backward(
         self,
@@ -152,54 +110,61 @@ class JITCPUAttention(AttentionKernel):
         scale: float,
         lengths: PackedLengths | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(query.new_empty(tensor.shape) for tensor in (query, key, value))
-        of_out, out = (tensor.to(query.dtype) for tensor in (grad_out, out))
-        of_out, query, key, value, out = _whole_heads(of_out, query, key, value, out)
-        tensors = [of_out, query, key, value, out, lse, *grads]
-        _compute(self._backward, tensors, query, key, value, band, scale, lengths)
-        of_query, of_key, of_value = grads
-        return of_query, of_key, of_value
-
-
-def _whole_heads(*tensors: Tensor) -> list[Tensor]:
-    """Make the last dimension of each contiguous."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+        grads = query.new_empty(query.shape), query.new_empty(key.shape), query.new_empty(value.shape)
+        given = (query, key, value, grad_out.to(query.dtype), out.to(query.dtype), lse)
+        _compute(self._backward, given, grads, band, scale, lengths)
+        return grads
 
 
 def _compute(
     function: Any,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    given: Sequence[Tensor],
+    results: Sequence[Tensor],
     band: Band | None,
     scale: float,
     lengths: PackedLengths | None,
 ) -> None:
-    """Call a function of the library with its tensors `[batch, tokens, heads, …]`.
+    """Call a function of the library.
+
+    Little happens here, because a layer of a small model waits for it.
+
+    Args:
+        given: what it reads, query, key and value first; `[batch, tokens, heads, …]`.
+        results: what it writes; the last dimension is contiguous.
 
     Raises:
         MemoryError: the system has no memory for blocks of scores and sums.
     """
-    each = PackedLengths.of_rows(query, key) if lengths is None else lengths
-    are_padding = each.are_padding or (False,) * len(each.queries)
-    sequences = [number for each_of in zip(each.queries, each.keys, are_padding, strict=True) for number in each_of]
-    task = _Task(
-        lengths=(ctypes.c_int64 * len(sequences))(*sequences),
-        sequences=len(each.queries),
-        is_packed=lengths is not None,
-        key_heads=key.shape[2],
-        groups=query.shape[2] // key.shape[2],
-        size=query.shape[3],
-        value_size=value.shape[3],
-        dtype=_DTYPES.index(query.dtype),
-        is_banded=band is not None,
-        offset=0 if band is None else band.offset,
-        window=_NO_WINDOW if band is None or band.window is None else band.window,
-        threads=torch.get_num_threads(),
-        scale=scale,
+    query, key, value = given[:3]
+    rows, queries, heads, size = query.shape
+    _, keys, key_heads, value_size = value.shape
+    packed, sequences = None, rows
+    if lengths is not None:
+        padding = lengths.are_padding or (False,) * len(lengths.queries)
+        numbers = [number for each in zip(lengths.queries, lengths.keys, padding, strict=True) for number in each]
+        packed, sequences = (_NUMBER * len(numbers))(*numbers), len(padding)
+    task = (_NUMBER * 13)(
+        0 if packed is None else ctypes.addressof(packed),
+        sequences,
+        queries,
+        keys,
+        key_heads,
+        heads // key_heads,
+        size,
+        value_size,
+        _DTYPES.index(query.dtype),
+        band is not None,
+        0 if band is None else band.offset,
+        _NO_WINDOW if band is None or band.window is None else band.window,
+        torch.get_num_threads(),
     )
-    views = (_Tensor * len(tensors))(*(_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in tensors))
-    missing = function(ctypes.byref(task), views)
+    places, tensors = [], [*given, *results]
+    for i, tensor in enumerate(tensors):
+        strides = tensor.stride()
+        if strides[-1] != 1 and len(strides) > 3:
+            tensors[i] = tensor = tensor.contiguous()
+            strides = tensor.stride()
+        places += (tensor.data_ptr(), *strides[:3])
+    missing = function(task, scale, (_NUMBER * len(places))(*places))
     if missing:
         raise MemoryError(f"attention on the host: {missing} bytes for blocks of scores and sums of rows aren't free")

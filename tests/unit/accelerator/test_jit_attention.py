@@ -155,7 +155,7 @@ def test_padding_of_rows_sees_nothing(kernel: JITCPUAttention) -> None:
 
 
 def test_memory_that_is_missing_is_said() -> None:
-    def without_memory(task: object, tensors: object) -> int:
+    def without_memory(task: object, scale: float, tensors: object) -> int:
         return 123
 
     library = SimpleNamespace(attention_forward=without_memory, attention_backward=without_memory)
