@@ -135,7 +135,7 @@ def _compute(
     Raises:
         MemoryError: the system has no memory for blocks of scores and sums.
     """
-    query, key, value = given[:3]
+    query, _, value = given[:3]
     rows, queries, heads, size = query.shape
     _, keys, key_heads, value_size = value.shape
     packed, sequences = None, rows
