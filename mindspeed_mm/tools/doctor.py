@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.tools.collective_check import Collectives, check_collectives
+from mindspeed_mm.utils.log import log_on_stderr
 from mindspeed_mm.utils.versions import TESTED, installed_version, release, version_faults
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object in place of lines")
     parser.add_argument("--no-collectives", action="store_true", help="start no processes that exchange tensors")
     options = parser.parse_args(list(words))
-    found = examine(with_collectives=not options.no_collectives)
+    with log_on_stderr():
+        found = examine(with_collectives=not options.no_collectives)
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(_lines(found)))
     return 1 if found.problems else 0
 

@@ -6,12 +6,16 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mindspeed_mm.accelerator.attention import AttentionKernel
+from mindspeed_mm.accelerator.cpu import CPUAccelerator
 from mindspeed_mm.tools import doctor
 from mindspeed_mm.tools.cli import COMMANDS, main
 from mindspeed_mm.tools.collective_check import Collectives
+from mindspeed_mm.utils.log import notice
 from mindspeed_mm.utils.versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,8 +45,17 @@ def test_doctor_as_json_and_its_limits(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(doctor, "check_collectives", lambda ranks: Collectives(ranks, failure="RuntimeError: no route"))
     monkeypatch.setitem(doctor.TESTED, "numpy", "0.1")
     monkeypatch.setattr(doctor, "_FEW_FILES", 1 << 60)
+    kernel = CPUAccelerator.attention_kernel
+
+    def said(*given: Any) -> AttentionKernel:
+        notice("a kernel isn't compiled here")
+        return kernel(*given)
+
+    monkeypatch.setattr(CPUAccelerator, "compiled_attention_kernel", said)
     assert main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert "a kernel isn't compiled here" in printed.err
     assert found["device"]["memory_bytes"] > 1 << 30 and found["untested"]["numpy"] == "0.1"
     problems = " ".join(found["problems"])
     assert "collectives between 2 ranks fail: RuntimeError: no route" in problems
