@@ -158,7 +158,8 @@ def _compute(
         _NO_WINDOW if band is None or band.window is None else band.window,
         torch.get_num_threads(),
     )
-    places, tensors = [], [*given, *results]
+    places: list[int] = []
+    tensors = [*given, *results]
     for i, tensor in enumerate(tensors):
         strides = tensor.stride()
         if strides[-1] != 1 and len(strides) > 3:
