@@ -28,11 +28,11 @@ class CPUAccelerator(Accelerator):
     is_host = True
     sum_dtype = torch.float64
 
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
     def __init__(self) -> None:
         self._jit: JITCPUAttention | None = None
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def attention_kernel(self, query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
         if self._jit is not None and self._jit.takes_tensors(query, value):
