@@ -27,9 +27,7 @@ class CPUAccelerator(Accelerator):
     collective_backend = "gloo"
     is_host = True
     sum_dtype = torch.float64
-
-    def __init__(self) -> None:
-        self._jit: JITCPUAttention | None = None
+    _jit: JITCPUAttention | None = None
 
     def device(self) -> torch.device:
         return torch.device("cpu")
