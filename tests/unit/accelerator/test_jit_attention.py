@@ -182,6 +182,9 @@ def test_pytorchs_operator_is_computed_so_in_runs_that_compile(kernel: JITCPUAtt
     assert torch.equal(out, expected.transpose(1, 2))
     for leaf, grad in zip(leaves, grads):
         assert leaf.grad is not None and torch.equal(leaf.grad, grad.transpose(1, 2))
+    dense = [tensor.contiguous() for tensor in (query, key, value)]
+    in_order = F.scaled_dot_product_attention(*dense, is_causal=is_causal, scale=SCALE)
+    assert torch.equal(in_order, out) and in_order.stride() == dense[0].stride() != out.stride()
     mask = torch.ones(50, 50, dtype=torch.bool).tril(5)
     masked = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     accelerator.current().prepare_steps([])
