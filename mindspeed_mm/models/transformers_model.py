@@ -100,7 +100,9 @@ class TransformersModel(MultiModalModule):
         if (lora := current_build_context().lora) is not None:
             inject_adapters(self.model, lora, self.traits.parts)
         self.loss_options = LossOptions.of(current_build_context().loss, described.loss_cfg)
-        cap = cap_of_logits(self.model.config.get_text_config(), type(self.model).__name__)
+        text = self.model.config.get_text_config()
+        self._has_own_router_loss = bool(getattr(text, "output_router_logits", False))
+        cap = cap_of_logits(text, type(self.model).__name__)
         self._head_loss = HeadLoss(self.model.get_output_embeddings(), self.loss_options, cap)
         self._router_loss = _router_loss(self.model, described)
         self._expert_load = ExpertLoad(self.model)
@@ -224,14 +226,14 @@ class TransformersModel(MultiModalModule):
             return self.model(input_ids=input_ids, use_cache=False, **batch)
         if targets is None:
             targets = select_targets(labels, self.loss_options.loss_type)
-        factor = None if self.expected_factor is None else self.expected_factor(len(targets.tokens))
-        self._head_loss.expect(targets, len(input_ids), factor, each=outputs)
+        factor = None if self.expected_factor is None else self.expected_factor(targets.tokens.shape[0])
+        self._head_loss.expect(targets, input_ids.shape[0], factor, each=outputs)
         if self._router_loss is not None:
             shares = shares or SampleShares.of(targets, input_ids, batch.get("attention_mask"))
             self._router_loss.expect()
         if self._expert_load.has_experts:
             self._expert_load.expect(None if is_token is None else is_token > 0)
-        if getattr(self.model.config.get_text_config(), "output_router_logits", False):
+        if self._has_own_router_loss:
             batch["output_router_logits"] = False  # transformers would compute its own loss over the whole micro-batch
         logits = self.model(input_ids=input_ids, use_cache=False, **batch).logits
         of_head = self._head_loss.read(logits, type(self.model).__name__)
