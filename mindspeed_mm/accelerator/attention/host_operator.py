@@ -59,11 +59,9 @@ class _HostOperator:
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tensors are [batch, heads, tokens, head size]."""
-        jit = self.jit
-        if jit is not None and attn_mask is None and not dropout_p and jit.takes_tensors(query, key, value):
-            band, scale = CAUSAL if is_causal else None, query.shape[-1] ** -0.5 if scale is None else scale
+        if (jit := self._jit_for(dropout_p, attn_mask, query, key, value)) is not None:
             heads_last = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-            out, lse = jit.forward(*heads_last, band=band, scale=scale)
+            out, lse = jit.forward(*heads_last, **_how(query, is_causal, scale))
             return _as_in_memory(out.transpose(1, 2), query), lse.transpose(1, 2)
         settings = {"attn_mask": attn_mask, "scale": scale}
         with _products(key):
@@ -84,12 +82,10 @@ class _HostOperator:
         scale: float | None = None,
     ) -> tuple[Tensor, ...]:
         given = (grad_out, query, key, value, out)
-        jit = self.jit
-        if jit is not None and attn_mask is None and not dropout_p and jit.takes_tensors(query, key, value):
-            band, scale = CAUSAL if is_causal else None, query.shape[-1] ** -0.5 if scale is None else scale
+        if (jit := self._jit_for(dropout_p, attn_mask, query, key, value)) is not None:
             heads_last = [tensor.transpose(1, 2) for tensor in (*given, logsumexp)]
-            of_query, of_key, of_value = jit.backward(*heads_last, band=band, scale=scale)
-            return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+            grads = jit.backward(*heads_last, **_how(query, is_causal, scale))
+            return tuple(grad.transpose(1, 2) for grad in grads)
         is_widened = query.dtype.itemsize < torch.float32.itemsize and key.shape[2] < _SHORT
         if is_widened:
             given = tuple(tensor.float() for tensor in given)
@@ -97,6 +93,11 @@ class _HostOperator:
         with _products(key):
             grads = self._backward.call_boxed(_keys(), *given, logsumexp, dropout_p, is_causal, **settings)
         return tuple(grad.to(query.dtype) for grad in grads) if is_widened else grads
+
+    def _jit_for(self, dropout: float, mask: Tensor | None, *tensors: Tensor) -> JITCPUAttention | None:
+        """Return the kernel if it computes such a call."""
+        is_taken = self.jit is not None and mask is None and not dropout and self.jit.takes_tensors(*tensors)
+        return self.jit if is_taken else None
 
 
 def choose_host_kernels(jit: JITCPUAttention | None = None) -> None:
@@ -117,6 +118,11 @@ def _replaced() -> tuple[_HostOperator, torch.library.Library]:
     library.impl(_FORWARD, operator.forward, _ON_HOST, allow_override=True)
     library.impl(_BACKWARD, operator.backward, _ON_HOST, allow_override=True)
     return operator, library
+
+
+def _how(query: Tensor, is_causal: bool, scale: float | None) -> dict[str, Any]:
+    """Return the arguments of a kernel that say what is computed."""
+    return {"band": CAUSAL if is_causal else None, "scale": query.shape[-1] ** -0.5 if scale is None else scale}
 
 
 def _as_in_memory(out: Tensor, query: Tensor) -> Tensor:

@@ -276,9 +276,9 @@ void each_block(const Task& task, const Part& part, int64_t first_key, int64_t k
 // --- the forward pass
 
 struct Forward {
-  Forward(Arena& arena, const Task& task, int64_t longest)
+  Forward(Arena& arena, const Task& task, int64_t rows)
       : columns(padded(task.size)), value_columns(padded(task.value_size)),
-        rows(padded(longest) * task.groups), keys(arena.take(KEYS * columns)), turned(arena.take(KEYS * columns)),
+        keys(arena.take(KEYS * columns)), turned(arena.take(KEYS * columns)),
         values(arena.take(KEYS * value_columns)), queries(arena.take(QUERIES * columns)),
         scores(arena.take(QUERIES * KEYS)), sums(arena.take(rows * value_columns)), tops(arena.take(rows)),
         totals(arena.take(rows)) {}
@@ -347,16 +347,16 @@ struct Forward {
     tops[place] = now;
   }
 
-  int64_t columns, value_columns, rows;
+  int64_t columns, value_columns;
   float *keys, *turned, *values, *queries, *scores, *sums, *tops, *totals;
 };
 
 // --- the backward pass
 
 struct Backward {
-  Backward(Arena& arena, const Task& task, int64_t longest)
+  Backward(Arena& arena, const Task& task, int64_t rows)
       : columns(padded(task.size)), value_columns(padded(task.value_size)),
-        rows(padded(longest) * task.groups), keys(arena.take(KEYS * columns)), turned_keys(arena.take(KEYS * columns)),
+        keys(arena.take(KEYS * columns)), turned_keys(arena.take(KEYS * columns)),
         values(arena.take(KEYS * value_columns)), turned_values(arena.take(KEYS * value_columns)),
         of_keys(arena.take(KEYS * columns)), of_values(arena.take(KEYS * value_columns)),
         queries(arena.take(QUERIES * columns)), of_out(arena.take(QUERIES * value_columns)),
@@ -429,7 +429,7 @@ struct Backward {
   }
 
  private:
-  int64_t columns, value_columns, rows;
+  int64_t columns, value_columns;
   float *keys, *turned_keys, *values, *turned_values, *of_keys, *of_values, *queries, *of_out, *weights, *of_scores,
       *of_queries, *deltas;
 };
@@ -457,14 +457,15 @@ int64_t compute(const Task& task, float scale, const Tensor* tensors) {
     longest = std::max(longest, queries);
   }
   Arena counted{nullptr};
-  Pass(counted, task, longest);
+  const int64_t rows = padded(longest) * task.groups;
+  Pass(counted, task, rows);
   const int64_t number = parts.size(), threads = std::max<int64_t>(1, std::min(task.threads, number));
   try {
     const Memory memory(counted.used * threads);
 #pragma omp parallel num_threads(threads)
     {
       Arena arena{memory.data + thread_number() * counted.used};
-      Pass pass(arena, task, longest);
+      Pass pass(arena, task, rows);
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < number; ++i) pass.run(task, scale, tensors, parts[i]);
     }
