@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -168,6 +171,47 @@ def launch_words(files: dict[str, Path], save: Path | None, **flags: Any) -> lis
         if value is not None and value is not False:
             words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return words
+
+
+class BlockServer:
+    """A process that runs a block of steps whenever it is asked to.
+
+    It reads a line for each block, and writes one that begins with "times ".
+    """
+
+    def __init__(self, words: Sequence[str], errors: Path) -> None:
+        """
+        Args:
+            words: script and arguments.
+            errors: file of its standard error.
+        """
+        self._errors = errors
+        with open(errors, "w") as opened:
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=opened,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def block(self) -> list[float]:
+        """The times that it answers: seconds of each step of a block."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("times "):
+                return json.loads(line.removeprefix("times "))
+        raise RuntimeError(f"{self.process.args} ended:\n{self._errors.read_text()[-2000:]}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def alternate(contenders: dict[str, Callable[[], Sequence[float]]], rounds: int) -> dict[str, list[float]]:

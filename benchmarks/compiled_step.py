@@ -1,6 +1,6 @@
 """How long a step with compiled blocks takes, against the same step without: the target is 0.9 of its time.
 
-    python benchmarks/compiled_step.py                              # about 6 minutes on two cores
+    python benchmarks/compiled_step.py                              # about 7 minutes on two cores
     python benchmarks/compiled_step.py --cases clips --dtypes bf16
 
 Both loops are ours, in processes of their own, over the same micro-batches in turn: packs of text, packs with images
@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 CASES, DTYPES = ("text", "images", "clips"), ("fp32", "bf16")
 BATCHES, ROWS, TARGET = 6, 60, 0.9
 LOGGED = 10  # steps at a run's begin
-ANSWER = "answer:"  # begins a line of a worker
 
 
 def main() -> None:
@@ -57,21 +54,23 @@ def main() -> None:
 
 def compare(case: str, dtype: str, folder: Path, options: argparse.Namespace) -> None:
     """Let pairs of processes train in turn, and print medians of their steps and the ratio."""
-    from common import median
+    from common import BlockServer, median
 
     ratios, steps = [], []
     for pair in range(options.pairs):
-        with ExitStack() as stack:
-            plain, compiled = (
-                stack.enter_context(
-                    Worker(case, dtype, how, folder / f"{case}-{dtype}-{how}-{pair}", smallest=options.smallest)
-                )
-                for how in ("plain", "compiled")
-            )
-            for _ in range(options.rounds):
-                times, others = plain.train(), compiled.train()
-                steps.append(times[0])
-                ratios.append([other / time for other, time in zip(others, times)])
+        servers = []
+        for how in ("plain", "compiled"):
+            place = folder / f"{case}-{dtype}-{how}-{pair}"
+            place.mkdir(parents=True)
+            words = [str(Path(__file__).resolve()), "--worker", case, dtype, how, "--folder", str(place)]
+            servers.append(BlockServer([*words, *(["--smallest"] if options.smallest else [])], place / "errors.txt"))
+            servers[-1].block()  # compiles
+        for _ in range(options.rounds):
+            plain, compiled = (server.block() for server in servers)
+            steps.append(plain[0])
+            ratios.append([other / time for other, time in zip(compiled, plain)])
+        for server in servers:
+            server.close()
     clock, processor = (median(column) for column in zip(*ratios))
     print(
         f"{case}, {dtype}: a step of {1000 * median(steps):.0f} ms takes compiled {clock:.3f} of its time, of the "
@@ -80,53 +79,15 @@ def compare(case: str, dtype: str, folder: Path, options: argparse.Namespace) ->
     )
 
 
-class Worker:
-    """A process that trains on demand; it has done so once when this returns, with everything compiled."""
-
-    def __init__(self, case: str, dtype: str, how: str, folder: Path, *, smallest: bool) -> None:
-        words = [str(Path(__file__).resolve()), "--worker", case, dtype, how, "--folder", str(folder)]
-        self._process = subprocess.Popen(
-            [sys.executable, *words, *(["--smallest"] if smallest else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._answer()
-
-    def train(self) -> tuple[float, float]:
-        """Let it pass over all micro-batches; returns the seconds of a step, of the clock and of the processor."""
-        assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        clock, processor = self._answer()
-        return clock, processor
-
-    def _answer(self) -> list[float]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                return [float(word) for word in line.removeprefix(ANSWER).split()]
-        raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.communicate()
-
-
 def train_on_demand(case: str, dtype: str, how: str, folder: Path, *, smallest: bool) -> None:
-    """Train for each line that comes, and answer how long a step took."""
+    """Pass over all micro-batches for each line that comes; answer a step's seconds, of the clock and the processor."""
     import torch
 
     torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
     make = clips if case == "clips" else packs
     loop, batches = make(case, dtype, folder, is_compiled=how == "compiled", smallest=smallest)
-    one_pass(loop, batches)
-    print(ANSWER, flush=True)
     for _ in sys.stdin:
-        print(ANSWER, *(seconds / batches for seconds in one_pass(loop, batches)), flush=True)
+        print("times " + json.dumps([seconds / batches for seconds in one_pass(loop, batches)]), flush=True)
 
 
 def one_pass(loop: Any, steps: int) -> tuple[float, float]:

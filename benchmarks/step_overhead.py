@@ -207,9 +207,12 @@ def step_against_trainer(folder: Path, rounds: int, block: int) -> None:
 
     A process each: the Trainer would wrap its model in DDP if it found our process group.
     """
-    from common import alternate, median
+    from common import BlockServer, alternate, median
 
-    ours, theirs = BlockServer("serve-ours", folder, block), BlockServer("serve-trainer", folder, block)
+    words = [str(Path(__file__).resolve()), "--folder", str(folder), "--block", str(block), "--worker"]
+    ours, theirs = (
+        BlockServer([*words, worker], folder / f"{worker}.txt") for worker in ("serve-ours", "serve-trainer")
+    )
     ours.block(), theirs.block()
     times = alternate({"ours": ours.block, "trainer": theirs.block}, rounds)
     ours.close(), theirs.close()
@@ -218,41 +221,6 @@ def step_against_trainer(folder: Path, rounds: int, block: int) -> None:
         f"step, 1 process, {MICRO_BATCH} x {ACCUMULATION} rows: ours {mine * 1e3:.1f} ms, "
         f"HF Trainer {other * 1e3:.1f} ms, ratio {mine / other:.3f} (target <= 1.0)"
     )
-
-
-class BlockServer:
-    """A process that runs a block of steps whenever it is asked to."""
-
-    def __init__(self, worker: str, folder: Path, block: int) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", worker, "--folder", str(folder)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._errors = folder / f"{worker}.txt"
-        with open(self._errors, "w") as errors:
-            self.process = subprocess.Popen(
-                [*command, "--block", str(block)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=env,
-            )
-
-    def block(self) -> list[float]:
-        """Seconds of each step of a block."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith("times "):
-                return json.loads(line.removeprefix("times "))
-        raise RuntimeError(f"{self.process.args} ended:\n{self._errors.read_text()[-2000:]}")
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 def serve_ours(folder: Path, block: int) -> None:
