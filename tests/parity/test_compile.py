@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_mm.accelerator.attention.jit_cpu import jit_attention
 from mindspeed_mm.configs.fsdp2_config import Fsdp2Config
 from mindspeed_mm.models.common.compiled import modules_to_compile
 from mindspeed_mm.models.transformers_model import TransformersModel
@@ -119,6 +120,7 @@ def test_equals_a_hand_written_loop(case: Case, cases: Any, tmp_path: Path) -> N
     assert differences(found, table.plain(case.form)).problems(LIMITS) == []
     for rank in compiled_by(tmp_path / "case" / "run"):
         assert rank.graphs > 0
+        assert rank.has_jit_attention == (case.backend == "inductor" and jit_attention() is not None)
 
 
 @pytest.mark.full

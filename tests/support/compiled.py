@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from mindspeed_mm import accelerator
+from mindspeed_mm.accelerator.attention.jit_cpu import JITCPUAttention
 from tests.support.captured import run_captured
 from tests.support.launch import run_entry
 
@@ -23,12 +25,14 @@ class Compiled:
         graphs: number of graphs.
         breaks: number of places where one ends, by reason.
         hits, misses: graphs whose kernels inductor's cache had, and had not.
+        has_jit_attention: whether attention was computed by the kernel that is compiled for the host.
     """
 
     graphs: int
     breaks: dict[str, int]
     hits: int
     misses: int
+    has_jit_attention: bool = False
 
 
 @contextmanager
@@ -55,7 +59,9 @@ def run_compiled(words: list[str], script: str, folder: Path, steps: int) -> lis
     with counting() as compiled:
         sums = run_captured(words, script, folder, steps)
         rank = torch.distributed.get_rank()
-        (folder / f"compiled{rank}.json").write_text(json.dumps(asdict(compiled())))
+        kernel = accelerator.current().attention_kernel(torch.empty(1), torch.empty(1))
+        found = replace(compiled(), has_jit_attention=isinstance(kernel, JITCPUAttention))
+        (folder / f"compiled{rank}.json").write_text(json.dumps(asdict(found)))
     return sums
 
 
